@@ -1,4 +1,4 @@
-"""Plans of training steps as plain Python: costs, policies, the simulator, timelines and pictures; loads of experts.
+"""Plans of training steps as plain Python: costs, policies, the simulator, timelines and pictures.
 
     costs = CostModel.from_json(Path("costs.json").read_text())
     step = workload.step_costs(costs, gradient_bytes, kinds)
@@ -12,8 +12,6 @@ model follow a plan.
 from __future__ import annotations
 
 from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.placement.load_picture import draw_loads
-from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import CostModel, Costs, Line
@@ -35,7 +33,6 @@ from fusedmoe.schedule.workload import IN_LAYERS, Workload
 
 __all__ = [
     "IN_LAYERS",
-    "LOADS_END",
     "MACHINES",
     "MAX_TIMELINES",
     "PHASES",
@@ -47,7 +44,6 @@ __all__ = [
     "CostModel",
     "Costs",
     "Line",
-    "LoadTrace",
     "Machine",
     "Observed",
     "Plan",
@@ -65,7 +61,6 @@ __all__ = [
     "compare",
     "critical_path",
     "draw",
-    "draw_loads",
     "hidden_s",
     "layer_policies",
     "makespan",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,17 @@ from bench.cluster.layer import Wait
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
 from bench.cluster.turns import in_turns, row, tell
+from bench.placement.baselines import replicate, shadow, swap
+from bench.placement.made_loads import make_loads
+from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.placement.load_trace import WINDOW, LoadTrace, make_loads
+from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import PlacementCosts, load
 from fusedmoe.training import ShardedExperts
-from fusedmoe.training.sharded_experts import POLICIES
 
 #: Attention of a layer, forward; backward takes twice as long.
 _ATTENTION_S = 0.06
@@ -36,8 +39,16 @@ _MEMORY = 2
 _WARM = WINDOW + 2
 #: Of a round: five of them are longer than two of SmartMoE's periods, of 25 steps.
 _STEPS = 12
-# Of the policies that are compared; the last is Hecate's in its mode of less memory.
-_RUNS = {**{policy: policy for policy in POLICIES}, "hecate, re-materialising": "hecate"}
+# The policies that are compared, as `ShardedExperts` is given them; the last is Hecate's in its mode of less memory.
+_RUNS: dict[str, dict[str, Any]] = {
+    "hecate": {},
+    "algorithm1": {"policy": "algorithm1"},
+    "ep": {"policy": "ep"},
+    "fastermoe": {"policy": "ep", "calibrates": shadow},
+    "smartmoe": {"policy": swap},
+    "flexmoe": {"policy": partial(replicate, m=_MEMORY), "reshard": False},
+    "hecate, re-materialising": {"rematerialises": True},
+}
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
@@ -95,10 +106,9 @@ class _Run:
                 self._model,
                 self._optimizer,
                 topology,
-                policy=_RUNS[name],
                 memory=_MEMORY,
-                rematerialises=name != _RUNS[name],
                 costs=_costs(setting),
+                **_RUNS[name],
             )
         self._x_SM = torch.randn(setting.S, setting.M)
         self._peak = 0

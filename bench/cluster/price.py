@@ -20,7 +20,7 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
-from fusedmoe.placement.load_trace import WINDOW
+from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.runtime.cache import cached_profile
 
 _POLICIES = ("off", "fsmoe")

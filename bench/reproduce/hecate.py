@@ -9,14 +9,13 @@ from functools import partial
 
 import numpy as np
 
+from bench.placement.baselines import CLUSTER_A, Policy, expert_parallelism, hecate, predicted_volume
+from bench.placement.made_loads import make_loads
+from bench.placement.replay import Outcome, replay
 from bench.reproduce.table import Part, Progress, Row, Table
-from fusedmoe.placement.hecate import materialise
-from fusedmoe.placement.load_trace import WINDOW, make_loads, predict
+from fusedmoe.placement.hecate import WINDOW, materialise, predict
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate
-from fusedmoe.placement.price import CLUSTER_A
-from fusedmoe.placement.replay import Outcome, replay
-from fusedmoe.placement.transfers import gather, predicted_volume, traffic
+from fusedmoe.placement.transfers import gather, traffic
 
 SIZES = Table(
     "hecate-table1",

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import Any
 
 from fusedmoe import __version__
-from fusedmoe.cli import doctor, loads, plan_command, profile, trace, train
+from fusedmoe.cli import doctor, plan_command, profile, trace, train
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.ranks import tell_others
 
@@ -48,7 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_command(commands)
     plan_command.add_command(commands)
     trace.add_command(commands)
-    loads.add_command(commands)
     doctor.add_command(commands)
     return parser
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.load_trace import LoadTrace, draw_loads
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.metrics import JsonLines
-from fusedmoe.plans import LOADS_END, LoadTrace, draw_loads
 from fusedmoe.ranks import all_gather_object
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
@@ -156,10 +156,7 @@ def _read(path: Path, steps: int) -> LoadTrace | None:
     if not steps or not path.exists():
         return None
     try:
-        text = read_text(path)
-        if not text.endswith(LOADS_END):  # its writer was killed: all but the last lines are there
-            text = text[: text.rfind("]]]") + 3] + LOADS_END
-        trace = LoadTrace.from_json(text)
+        trace = LoadTrace.from_cut_json(read_text(path))
     except ConfigError as error:
         warnings.warn(f"{path} begins anew: {error}", stacklevel=2)
         return None

@@ -43,7 +43,7 @@ was chosen), metrics.jsonl (a line a step, and every ten steps what the routing 
 max_vio, dead experts, router entropy, dropped rows, tokens a second and more, as
 fusedmoe.metrics has them), checkpoint/, and the timeline of one step on every rank as
 timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing. loads.json has what
-the gates chose, step by step, for `fusedmoe loads --trace`, and loads.png is a picture of it.
+the gates chose, step by step, and loads.png is a picture of it.
 
 --placement fssdp owns each expert once in the world and copies the popular ones, step by
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.

@@ -1,4 +1,4 @@
-"""What a placement costs in an iteration of one layer: the time of the busiest rank, and of what has to move first.
+"""Prices of a placement in an iteration of one layer: the time of the busiest rank, and of experts that move first.
 
 Tokens go to an expert's copies as Hecate's dispatcher sends them (section 4.4).
 """
@@ -67,23 +67,13 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
     return choice_WEV * (each_WE[:, :, None] + more_WEV)
 
 
-def work_W(sent_WEV: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[W]: the tokens that each rank's experts compute."""
-    return sent_WEV.sum(axis=(0, 1))
-
-
-def flows_WV(sent_WEV: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[W, V]: the tokens from each rank to each, its own included."""
-    return sent_WEV.sum(axis=1)
-
-
 #: All-to-alls of an iteration: dispatch and combine, forward and backward.
 EXCHANGES = 4
 
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """What tokens and experts cost on one machine.
+    """Costs of tokens and experts on one machine.
 
     Attributes:
         token_s: seconds in which an expert computes one token, forward and backward together.
@@ -113,40 +103,9 @@ class PlacementCosts:
         """Bytes of an expert that moves for good: parameters and optimizer state."""
         return self.expert_bytes + self.state_bytes
 
-    @classmethod
-    def from_layer(
-        cls,
-        model_dim: int,
-        hidden: int,
-        *,
-        flop_s: float,
-        inter_bytes_s: float,
-        intra_bytes_s: float,
-        wire_bytes: int = 2,
-    ) -> PlacementCosts:
-        """The costs of experts of two matrices, trained by Adam in mixed precision (state: 6 times the parameters).
-
-        Args:
-            flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
-        """
-        parameters = 2 * model_dim * hidden
-        return cls(
-            token_s=3 * 2 * parameters / flop_s,  # backward is twice forward
-            token_bytes=wire_bytes * model_dim,
-            expert_bytes=wire_bytes * parameters,
-            state_bytes=6 * wire_bytes * parameters,
-            inter_bytes_s=inter_bytes_s,
-            intra_bytes_s=intra_bytes_s,
-        )
-
-
-#: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of V100s that share a
-#: network of 100 Gb/s, here 4 of them, NVLink, and a third of the peak of half-precision products.
-CLUSTER_A = PlacementCosts.from_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
-
 
 class PlacementLoad(NamedTuple):
-    """What a placement makes of one iteration's tokens of a layer. In tokens, in one all-to-all.
+    """Loads of ranks and links under a placement, in tokens, in one all-to-all of an iteration of a layer.
 
     Attributes:
         work_W: [W], tokens that each rank computes.
@@ -160,48 +119,44 @@ class PlacementLoad(NamedTuple):
     busiest_inter: int
     busiest_intra: int
 
-    @property
-    def straggler(self) -> float:
-        """The busiest rank's work over the mean; 1 where there is none."""
-        mean = float(self.work_W.mean())
-        return float(self.work_W.max()) / mean if mean else 1.0
-
 
 def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
-    """Where the tokens, [W, E] integers, go under a placement."""
+    """Counts where the tokens, [W, E] integers, go under a placement."""
     sent_WEV = dispatch(tokens_WE, placement, nodes)
-    flow_WV = flows_WV(sent_WEV)
+    flow_WV = sent_WEV.sum(axis=1)  # the tokens from each rank to each, its own included
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
     np.fill_diagonal(intra_WV, 0)
     return PlacementLoad(
-        work_W(sent_WEV),
+        sent_WEV.sum(axis=(0, 1)),
         inter_WV.sum(axis=0),
         *(int(max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())) for part_WV in (inter_WV, intra_WV)),
     )
 
 
-def exchange_s(found: PlacementLoad, costs: PlacementCosts) -> float:
-    """Seconds of an iteration's all-to-alls of the layer: each takes as long as its busiest rank needs. Both kinds of
-    links work at the same time."""
-    inter_s, intra_s = found.busiest_inter / costs.inter_bytes_s, found.busiest_intra / costs.intra_bytes_s
+def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
+    """Returns the seconds of an iteration's all-to-alls of the layer: each takes as long as its busiest rank needs.
+
+    Both kinds of links work at the same time.
+    """
+    inter_s, intra_s = tokens.busiest_inter / costs.inter_bytes_s, tokens.busiest_intra / costs.intra_bytes_s
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 
-def compute_s(found: PlacementLoad, costs: PlacementCosts) -> float:
-    """Seconds of an iteration in which the rank with the most tokens computes its experts of the layer."""
-    return float(found.work_W.max()) * costs.token_s
+def compute_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
+    """Returns the seconds in which the rank with the most tokens computes its experts of the layer in an iteration."""
+    return float(tokens.work_W.max()) * costs.token_s
 
 
-def layer_s(found: PlacementLoad, costs: PlacementCosts) -> float:
-    """Seconds of an iteration's all-to-alls and experts of the layer: what a placement is judged by."""
-    return exchange_s(found, costs) + compute_s(found, costs)
+def layer_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
+    """Returns the seconds of an iteration's all-to-alls and experts of the layer, by which a placement is judged."""
+    return exchange_s(tokens, costs) + compute_s(tokens, costs)
 
 
 def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: PlacementCosts, expert_bytes: int) -> float:
-    """Seconds that transfers of experts of so many bytes take: those of the busiest rank."""
+    """Returns the seconds that transfers of experts of so many bytes take: those of the busiest rank."""
     inter_sent_W, inter_received_W, intra_sent_W, intra_received_W = traffic(transfers, nodes, expert_bytes)
     inter = max(inter_sent_W.max(), inter_received_W.max())
     intra = max(intra_sent_W.max(), intra_received_W.max())

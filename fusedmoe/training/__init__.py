@@ -1,5 +1,8 @@
 """What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
 
+from fusedmoe.placement.hecate import LayerLoads
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training.activation_checkpoint import KEPT, save_communication
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_place import saved_at
@@ -22,7 +25,10 @@ __all__ = [
     "POLICIES",
     "TUNED",
     "GradientBuckets",
+    "LayerLoads",
     "NodeMemory",
+    "Placement",
+    "PlacementCosts",
     "PlanTuning",
     "PlannedStep",
     "ShardedExperts",

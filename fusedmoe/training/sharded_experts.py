@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,36 +23,40 @@ from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import measured_costs
-from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
-from fusedmoe.placement.load_trace import WINDOW, predict
-from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.placement_policies import (
-    Policy,
-    Situation,
-    expert_parallelism,
+from fusedmoe.placement.hecate import (
+    WINDOW,
+    LayerLoads,
+    LayerPolicy,
+    calibrate,
     hecate,
     is_due,
-    replication,
-    shadow,
-    swaps,
+    overlap_degree,
+    predict,
+    reshard,
 )
+from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
-#: What places experts: Hecate's algorithms, and what they are compared with.
-POLICIES = ("hecate", "algorithm1", "ep", "fastermoe", "smartmoe", "flexmoe")
+#: Policies by name: Hecate, Hecate without the search behind Algorithm 1, and expert parallelism, which moves nothing.
+POLICIES = ("hecate", "algorithm1", "ep")
 
 _HECATE = ("hecate", "algorithm1")
 
-#: Where nothing is decided by costs.
+#: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
+Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
+
+#: Costs where nothing is decided by them.
 _UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 
 
 class ExpertMemory(NamedTuple):
     """Bytes that dynamic experts take on this rank, now.
 
-    `parameters`: of the experts that it owns; `replicas`: of the others that it holds, with room that is kept for them.
+    Attributes:
+        parameters: of the experts that it owns.
+        replicas: of the experts of other ranks that it holds, with room that is kept for them.
     """
 
     parameters: int
@@ -62,6 +66,7 @@ class ExpertMemory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of all four together."""
         return sum(self)
 
 
@@ -94,14 +99,16 @@ class ShardedExperts:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
         optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
         policy: "hecate"; "algorithm1", the same without the search behind Algorithm 1; "ep", which moves nothing; or a
-            baseline (`fusedmoe.placement.placement_policies`): "fastermoe", "smartmoe", "flexmoe".
+            function of your own that places a layer's experts for the next step, from what is known of its loads
+            (`LayerLoads` -> `Placement`). It is asked after each step, on one rank for each layer.
         memory: m, how many copies a rank has room for in each layer.
         overlap: t, how many experts may travel for a layer. None: as many as are hidden by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
             was measured to have (`fusedmoe.runtime.cache`). Where costs are known, a search behind Algorithm 1
             makes more of what it gives (`fusedmoe.placement.hecate`).
-        reshard: owners may change (Algorithm 2).
-        calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
+        reshard: owners may change, by Algorithm 2 or by a function of your own.
+        calibrates: True looks again once the gate has chosen, and fetches more copies where that pays. Or a function
+            that does so: (placement, tokens_WE, nodes, memory, costs) -> a placement that has all of `placement`.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
@@ -118,7 +125,8 @@ class ShardedExperts:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
             already, numbers that cannot be, or an optimizer whose state cannot move with single experts; in the first
             step, where it cannot be tried on a small parameter before. In a step in which owners change: a copy of the
-            model that is trained by itself, or that not all ranks have.
+            model that is trained by itself, or that not all ranks have. A function that places experts on other ranks
+            than the layer has, or changes owners with `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
@@ -128,18 +136,18 @@ class ShardedExperts:
         optimizer: Optimizer,
         topology: Topology,
         *,
-        policy: str = "hecate",
+        policy: str | LayerPolicy = "hecate",
         memory: int = 2,
         overlap: int | None = None,
         reshard: bool = True,
-        calibrates: bool = False,
+        calibrates: bool | Correction = False,
         rematerialises: bool = False,
         costs: PlacementCosts | None = None,
         heap: Heap | None = None,
         averaged: Sequence[nn.Module] = (),
     ) -> None:
-        if policy not in POLICIES:
-            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}")
+        if not callable(policy) and policy not in POLICIES:
+            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}, or give a function")
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
@@ -164,19 +172,25 @@ class ShardedExperts:
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
-        self._name, self._memory, self._calibrates = policy, memory, calibrates
-        self._moves = reshard if policy in _HECATE else policy == "smartmoe"
+        self._policy, self._memory = policy, memory
+        self._correction = calibrate if calibrates is True else calibrates or None
+        self._moves = reshard and policy != "ep"
         self.overlap = overlap or 0
         self._measures = overlap is None and policy in _HECATE and bool(self._layers)
         self._idle_s: list[float] = []
         if not self._layers:
             self._hooks: list[Any] = []
             return
-        asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
+        asks = self._measures or calibrates or callable(policy)
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
-        facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
+        facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
+        facts |= {
+            "overlap": overlap,
+            "reshard": reshard,
+            "calibrates": bool(calibrates),
+            "averaged": len(self.averaged),
+        }
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
-        facts["averaged"] = len(self.averaged)
         topology.agree(facts, "ShardedExperts")
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
@@ -185,7 +199,8 @@ class ShardedExperts:
         for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
             one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
             one.sparse, one.clocked = self._sparse, self._measures
-            one.correct = self._correction(one)
+            if self._correction is not None:
+                one.correct = partial(self._corrected, one.nodes)
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
@@ -290,25 +305,45 @@ class ShardedExperts:
     def _decide(self) -> None:
         history_ILE = np.stack(self._history)
         nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
-        if self._name in _HECATE and self._moves and is_due(self.iteration):
-            shardings = tuple(one.sharding for one in before)
+        if self._policy in _HECATE and self._moves and is_due(self.iteration):
+            shardings = tuple(placement.sharding for placement in before)
             before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
-        # The rest is one layer's alone: ranks decide for some layers each.
-        own = list(range(world.index, len(before), world.size))
-        # What the gates choose is not known yet: policies that look at it are asked later, by `_correction`.
-        unknown = np.zeros((len(own), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
-        of_own = tuple(before[layer] for layer in own)
-        now = Situation(self.iteration, of_own, history_ILE[:, own], unknown, nodes, self._costs)
-        decided = self._policy(now).placements if own else ()
-        owners = [one.owners for one in before]
-        every = all_gather_object(world, (owners, [(one.owners, one.replicas) for one in decided]), "placements")
-        if any(theirs != owners for theirs, _ in every):
+        # The rest is one layer's alone, and takes its time: ranks decide for some layers each.
+        decided = []
+        for layer in range(world.index, len(before), world.size):
+            placement = self._place(
+                LayerLoads(self.iteration, before[layer], history_ILE[:, layer], nodes, self._costs), layer
+            )
+            decided.append((placement.owners, placement.replicas))
+        owners = [placement.owners for placement in before]
+        of_ranks = all_gather_object(world, (owners, decided), "placements")
+        if any(theirs != owners for theirs, _ in of_ranks):
             raise RankError(
                 f"rank {self._topology.rank}: the ranks give experts to different owners. These follow from the loads: "
                 "run the same versions of this library and of NumPy on every rank"
             )
-        found = [every[layer % world.size][1][layer // world.size] for layer in range(len(before))]
-        self._install([Placement(nodes.ranks, *one) for one in found])
+        chosen = [of_ranks[layer % world.size][1][layer // world.size] for layer in range(len(before))]
+        self._install([Placement(nodes.ranks, *owners_and_replicas) for owners_and_replicas in chosen])
+
+    def _place(self, now: LayerLoads, layer: int) -> Placement:
+        """Places the experts of one layer by the policy."""
+        if callable(self._policy):
+            placement = self._policy(now)
+            if (placement.ranks, placement.experts) != (now.placement.ranks, now.placement.experts) or not (
+                self._moves or placement.owners == now.placement.owners
+            ):
+                raise ConfigError(
+                    f"ShardedExperts: the policy has placed layer {layer} as\n{placement}\nafter\n{now.placement}\n"
+                    "Keep the ranks and experts of the layer, and with reshard=False their owners."
+                )
+            return placement
+        if self._policy == "ep":
+            return now.placement
+        return hecate(now, t=self.overlap, m=self._memory, searches=self._policy == "hecate")
+
+    def _corrected(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
+        assert self._correction is not None
+        return self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
 
     def _install(self, placements: Sequence[Placement]) -> None:
         shardings = [one.sharding for one in placements]
@@ -318,27 +353,6 @@ class ShardedExperts:
             self.moved_bytes += move(self._layers, shardings, self._optimizer, copies)
         for one, placement in zip(self._layers, placements, strict=True):
             one.place(placement)
-
-    @property
-    def _policy(self) -> Policy:
-        m = self._memory
-        policies: dict[str, Policy] = {
-            "hecate": partial(hecate, t=self.overlap, m=m, sharded=False),
-            "algorithm1": partial(hecate, t=self.overlap, m=m, sharded=False, searches=False),
-            "ep": expert_parallelism,
-            "fastermoe": expert_parallelism,
-            "smartmoe": swaps,
-            "flexmoe": partial(replication, m=m),
-        }
-        return policies[self._name]
-
-    def _correction(self, placed: DynamicExperts) -> Any:
-        nodes, m, costs = placed.nodes, self._memory, self._costs
-        if self._name == "fastermoe":
-            return lambda placement, tokens_WE: shadow(placement, tokens_WE, nodes, m, costs)
-        if self._calibrates:
-            return lambda placement, tokens_WE: calibrate(placement, tokens_WE, nodes, m, costs)
-        return None
 
     def _measure(self) -> None:
         """t, from the time between two layers of experts."""

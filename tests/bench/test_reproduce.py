@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.placement.baselines import CLUSTER_A, expert_parallelism
+from bench.placement.made_loads import make_loads
+from bench.placement.replay import replay
 from bench.reproduce import __main__ as command
 from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
 from bench.reproduce.page import page
 from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_of, shown
 from bench.simulate.grid import workloads
-from fusedmoe.placement.load_trace import WINDOW, make_loads
+from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import expert_parallelism
-from fusedmoe.placement.price import CLUSTER_A
-from fusedmoe.placement.replay import replay
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.lancet import Gap
 from fusedmoe.schedule.passes import choose_degree

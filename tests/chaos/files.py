@@ -29,13 +29,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedmoe.cli import loads, run_dir
+from bench.placement import loads
+from bench.placement.made_loads import make_loads
+from fusedmoe.cli import run_dir
 from fusedmoe.cli.data import load_corpus
+from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.settings import Settings, read_costs, read_settings
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, sealed
-from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line

@@ -10,7 +10,7 @@ import pytest
 from fusedmoe import __version__
 from fusedmoe.cli.main import main
 
-COMMANDS = ("train", "profile", "plan", "trace", "loads", "doctor")
+COMMANDS = ("train", "profile", "plan", "trace", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

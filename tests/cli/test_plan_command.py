@@ -99,7 +99,7 @@ def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, a
     assert many["step_s"] > data["step_s"] + 40 * copies["seconds"]
     assert main(["plan", *flags]) == 0
     assert f"{copies['overlap']} experts of" in capsys.readouterr().out
-    for placement in ("ep", "smartmoe"):
+    for placement in ("ep", "algorithm1"):
         assert planned(capsys, *flags, "--placement", placement)["copies"] is None
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from bench.placement.baselines import predicted_volume
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traffic
+from fusedmoe.placement.transfers import gather, reduce, traffic
 from tests.cluster import Cluster
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 2), (5,), ())

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.placement.baselines import CLUSTER_A, Decision, Move, Situation, expert_parallelism, hecate, moves
+from bench.placement.made_loads import make_loads
+from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import Move, improve, materialise, moves, overlap_degree, reshard, slots, worth
-from fusedmoe.placement.load_trace import make_loads, predict
+from fusedmoe.placement.hecate import materialise, overlap_degree, predict, reshard, slots
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import Decision, Situation, expert_parallelism, hecate
-from fusedmoe.placement.price import CLUSTER_A, PlacementCosts, layer_s, load
-from fusedmoe.placement.replay import replay
+from fusedmoe.placement.price import PlacementCosts, layer_s, load
+from fusedmoe.placement.replica_search import improve, worth
 from tests.placement.exact import best_placement
 from tests.placement.placements import nodes as any_nodes
 from tests.placement.placements import situations

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traffic
+from fusedmoe.placement.transfers import gather, reduce, traffic
 from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.placement.baselines import replicate, shadow, swap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import Custom, FeedForward
@@ -68,8 +69,8 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         slow(2, HECATE | {"degrees": (1, 1)}),
         (4, HECATE | {"degrees": (2, 3)}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
-        slow(4, {"policy": "fastermoe", "costs": COSTS}),
-        slow(4, {"policy": "flexmoe", "costs": COSTS}),
+        slow(4, {"policy": "ep", "calibrates": shadow, "costs": COSTS}),
+        slow(4, {"policy": partial(replicate, m=2), "reshard": False, "costs": COSTS}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
 )
@@ -90,13 +91,13 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, options
 
 def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
     cheap = PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)
-    placed = cluster.run(4, run, "fssdp", STEPS, {"policy": "smartmoe", "costs": cheap})
+    placed = cluster.run(4, run, "fssdp", STEPS, {"policy": swap, "costs": cheap})
     compare(plain[4], placed)
     assert copies(placed) == 0 and any(rank["owners"][0] != rank["owners"][-1] for rank in placed)
 
 
 @pytest.mark.parametrize(
-    "options", [HECATE, slow({"policy": "fastermoe", "costs": COSTS})], ids=["before", "after the gate"]
+    "options", [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS})], ids=["before", "after the gate"]
 )
 @pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
 def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
@@ -274,7 +275,7 @@ def refused_in_micro_batches(rank: int, world: int) -> list[str]:
     for options in (
         {"policy": "ep", "rematerialises": True},
         {"overlap": 1, "calibrates": True, "costs": COSTS},
-        {"policy": "fastermoe", "costs": COSTS},
+        {"policy": "ep", "calibrates": shadow, "costs": COSTS},
         {"costs": COSTS},
     ):
         model = Model(topology, "fssdp", degrees=(2, 2))

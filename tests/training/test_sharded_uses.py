@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from bench.placement.baselines import shadow, swap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import Experts
@@ -286,14 +287,14 @@ def unmovable(rank: int, world: int) -> list[str]:
     model = Model(topology, "fssdp")
     optimizer = Rows(model.parameters(), lr=0.01)
     said = []
-    smart: dict[str, Any] = {"reshard": False, "policy": "smartmoe", "costs": CHEAP}
+    smart: dict[str, Any] = {"policy": swap, "costs": CHEAP}
     for options in (HECATE, smart):
         for one in (optimizer, *(of(model.parameters(), lr=0.01) for of in (torch.optim.Adafactor, torch.optim.LBFGS))):
             with pytest.raises(ConfigError) as caught:
                 ShardedExperts(model, one, topology, **options)
             said.append(str(caught.value))
-    stays: tuple[dict[str, Any], ...] = ({"reshard": False, **HECATE}, {"policy": "fastermoe", "costs": CHEAP})
-    for options in stays:
+    shadowing: dict[str, Any] = {"policy": "ep", "calibrates": shadow, "costs": CHEAP}
+    for options in ({"reshard": False, **HECATE}, shadowing):
         sharded = ShardedExperts(model, optimizer, topology, **options)
         with pytest.raises(ConfigError) as caught:
             ShardedExperts(model, optimizer, topology, **HECATE)

@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmoe.placement.hecate import improve, materialise, reshard, slots
-from fusedmoe.placement.load_trace import make_loads, predict
+from bench.placement.baselines import (
+    CLUSTER_A,
+    Situation,
+    expert_parallelism,
+    hecate,
+    replication,
+    shadowing,
+    swaps,
+)
+from bench.placement.made_loads import make_loads
+from fusedmoe.placement.hecate import materialise, predict, reshard, slots
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import Situation, expert_parallelism, hecate, replication, shadowing, swaps
-from fusedmoe.placement.price import CLUSTER_A, layer_s, load, transfers_s
+from fusedmoe.placement.price import layer_s, load, transfers_s
+from fusedmoe.placement.replica_search import improve
 from fusedmoe.placement.transfers import gather, traffic
 
 NODES = Nodes(8, 4)
@@ -146,3 +155,7 @@ def test_even_loads_ask_for_little(policy):
         for tokens, one in zip(even.tokens_LWE, decision.placements, strict=True)
     )
     assert after_s <= before_s
+
+
+def test_costs_of_a_layer():
+    assert CLUSTER_A.expert_bytes == 2 * 2 * 768 * 1536 and CLUSTER_A.move_bytes == 7 * CLUSTER_A.expert_bytes

@@ -17,7 +17,7 @@ from bench.provenance import provenance
 
 #: Where results are; what they measure.
 FILE = "placement_simulated.json"
-MEASURED = ("fusedmoe/placement", "fusedmoe/cli/loads.py")
+MEASURED = ("fusedmoe/placement", "bench/placement")
 
 _ITERATIONS, _SEEDS, _MEMORIES = 220, (0, 1), (2, 4)
 _SECONDS = 3600
@@ -41,16 +41,16 @@ def main() -> int:
 
 
 def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
-    """What `fusedmoe loads` says of 24 layers of 32 experts on 4 nodes of 4 ranks, without single layers.
+    """What `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4 ranks, without single layers.
 
     Raises:
         RuntimeError: it failed; its last words.
     """
     flags = {"--iterations": iterations, "--seed": seed, "--memory": memory}
     pairs = (str(part) for flag in flags.items() for part in flag)
-    done = watch(Process([sys.executable, "-m", "fusedmoe.cli", "loads", "--json", *pairs]), _SECONDS)
+    done = watch(Process([sys.executable, "-m", "bench.placement.loads", "--json", *pairs]), _SECONDS)
     if done.code != 0:
-        raise RuntimeError(f"fusedmoe loads ended with {done.code}\n{done.output}")
+        raise RuntimeError(f"bench.placement.loads ended with {done.code}\n{done.output}")
     data: dict[str, Any] = json.loads(done.output[done.output.index("{") :])
     data.pop("layer")
     for row in data["policies"].values():

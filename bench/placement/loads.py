@@ -1,4 +1,4 @@
-"""`fusedmoe loads`: how skewed experts are, what copies of them would change, and what that takes."""
+"""`python -m bench.placement.loads`: how skewed experts are, what copies of them would change, and what that takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,23 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.settings import add_parser, file_to_write, picture_to_write
+from bench.placement.baselines import (
+    CLUSTER_A,
+    Policy,
+    expert_parallelism,
+    hecate,
+    replication,
+    shadowing,
+    swaps,
+)
+from bench.placement.made_loads import make_loads
+from bench.placement.replay import Outcome, draw, replay
+from fusedmoe.cli.load_trace import LoadTrace
+from fusedmoe.cli.settings import file_to_write, picture_to_write
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text
-from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes
-from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
-from fusedmoe.placement.price import CLUSTER_A
-from fusedmoe.placement.replay import Outcome, draw, replay
 from fusedmoe.runtime.progress import WorkBar
-
-SUMMARY = "show experts' loads over time, and what placements make of them"
 
 DESCRIPTION = """\
 Follows the loads of experts, recorded or made up, under six ways to place them, and shows what
@@ -55,21 +62,26 @@ Times are those of 4 nodes of V100s (Hecate's cluster A) and experts of GPT-MoE-
 EXAMPLES = """\
 examples:
   24 layers of 32 experts on 4 nodes of 4:
-    fusedmoe loads --png loads.png
+    python -m bench.placement.loads --png loads.png
   more room, less time to hide in:
-    fusedmoe loads -m 4 -t 4
+    python -m bench.placement.loads -m 4 -t 4
   loads of a training run, as counts[iteration][layer][rank][expert]; --save writes such a file
-    fusedmoe loads --trace counts.json --ranks-per-node 8 --layer 3 --png layer3.png
+    python -m bench.placement.loads --trace counts.json --ranks-per-node 8 --layer 3 --png layer3.png
   for a script:
-    fusedmoe loads --json | jq '.policies.hecate.straggler'
+    python -m bench.placement.loads --json | jq '.policies.hecate.straggler'
 """
 
 POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate")
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `loads` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "loads", SUMMARY, DESCRIPTION, EXAMPLES, run)
+def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.placement.loads",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     source = parser.add_argument_group("loads")
     source.add_argument("--trace", type=Path, metavar="FILE", help="recorded loads; the other flags here make some up")
     for flag, default, what in (
@@ -103,10 +115,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     output.add_argument("--png", type=picture_to_write, metavar="FILE", help="that layer as .png, .svg or .pdf")
     output.add_argument("--save", type=file_to_write, metavar="FILE", help="write the loads, for --trace")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser.parse_args(flags)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulates the policies and shows them."""
+def main(flags: Sequence[str] | None = None) -> int:
+    """Simulates the policies and shows them; returns 2 where that cannot be, and says why."""
+    try:
+        _run(parse(flags))
+    except ConfigError as error:
+        print(f"bench.placement.loads: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
     trace = _trace(arguments)
     if not 0 <= arguments.layer < trace.layers:
         raise ConfigError(f"--layer {arguments.layer}: the loads are of layers 0 to {trace.layers - 1}")
@@ -124,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(trace, nodes, outcomes, arguments), indent=2))
     else:
         _print(trace, nodes, outcomes, arguments)
-    return 0
 
 
 def _trace(arguments: argparse.Namespace) -> LoadTrace:
@@ -252,3 +273,7 @@ def _ratio(before: float, after: float) -> str:
     if before == after:
         return "1.0×"
     return f"{before / after:.1f}×" if after else "∞×"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from bench.placement.made_loads import make_loads
+from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.load_trace import WINDOW, LoadTrace, make_loads, predict
+from fusedmoe.placement.hecate import WINDOW, predict
 
 
 def test_a_seed_is_a_trace():
@@ -72,6 +75,24 @@ def test_iterations_are_added_to_a_file(tmp_path):
         assert path.read_text() == text
 
 
+def test_a_changed_digit_is_found(tmp_path):
+    path, trace = tmp_path / "loads.json", make_loads(3, 2, 3, 4, tokens=50)
+    path.write_text(trace.to_json())
+    trace.append_to(path)
+    text = path.read_text()
+    assert LoadTrace.from_json(text).tokens_ILWE.shape == (6, 2, 3, 4)
+    digits = [at for at, letter in enumerate(text) if letter.isdigit() and at > text.index("tokens")]
+    for at in digits[:: len(digits) // 20]:
+        with pytest.raises(ConfigError, match="damaged"):
+            LoadTrace.from_json(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+
+
+def test_a_file_of_before_there_were_digests():
+    trace = make_loads(3, 2, 3, 4, tokens=50)
+    text = re.sub(r', "digest": "\w+"', "", trace.to_json())
+    assert np.array_equal(LoadTrace.from_json(text).tokens_ILWE, trace.tokens_ILWE)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -87,7 +108,9 @@ def test_iterations_are_added_to_a_file(tmp_path):
     ],
 )
 def test_what_is_no_trace(change, says):
-    data = change(json.loads(make_loads(1, 1, 2, 2, tokens=5).to_json()))
+    data = json.loads(make_loads(1, 1, 2, 2, tokens=5).to_json())
+    del data["digest"]
+    data = change(data)
     with pytest.raises(ConfigError, match=says):
         LoadTrace.from_json(data if isinstance(data, str) else json.dumps(data))
 

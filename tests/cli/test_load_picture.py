@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusedmoe.placement.load_picture import MOST_COLUMNS, MOST_PANELS, draw_loads, figure, over_mean
-from fusedmoe.placement.load_trace import LoadTrace
+from fusedmoe.cli.load_trace import MOST_COLUMNS, MOST_PANELS, LoadTrace, draw_loads, figure, over_mean
 
 
 def make(iterations: int, layers: int, experts: int) -> LoadTrace:

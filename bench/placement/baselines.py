@@ -14,11 +14,45 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedmoe.placement.hecate import EVERY, calibrate, gathered_s, improve, materialise, moves, reshard, worth
-from fusedmoe.placement.load_trace import WINDOW, predict
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.hecate import (
+    WINDOW,
+    LayerLoads,
+    calibrate,
+    gathered_s,
+    is_due,
+    materialise,
+    predict,
+    reshard,
+)
+from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
-from fusedmoe.placement.transfers import Transfer, predicted_volume
+from fusedmoe.placement.transfers import Transfer
+
+
+def costs_of_layer(
+    model_dim: int, hidden: int, *, flop_s: float, inter_bytes_s: float, intra_bytes_s: float, wire_bytes: int = 2
+) -> PlacementCosts:
+    """The costs of experts of two matrices, trained by Adam in mixed precision (state: 6 times the parameters).
+
+    Args:
+        flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
+    """
+    parameters = 2 * model_dim * hidden
+    return PlacementCosts(
+        token_s=3 * 2 * parameters / flop_s,  # backward is twice forward
+        token_bytes=wire_bytes * model_dim,
+        expert_bytes=wire_bytes * parameters,
+        state_bytes=6 * wire_bytes * parameters,
+        inter_bytes_s=inter_bytes_s,
+        intra_bytes_s=intra_bytes_s,
+    )
+
+
+#: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of V100s that share a
+#: network of 100 Gb/s, here 4 of them, NVLink, and a third of the peak of half-precision products.
+CLUSTER_A = costs_of_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
 
 
 @dataclass(frozen=True)
@@ -38,6 +72,13 @@ class Situation:
     tokens_LWE: NDArray[np.int64]
     nodes: Nodes
     costs: PlacementCosts
+
+    def layers(self, placements: Sequence[Placement]) -> list[LayerLoads]:
+        """What is known of each layer, as the library's policies are told, with these placements."""
+        return [
+            LayerLoads(self.iteration, placement, self.history_ILE[:, number], self.nodes, self.costs)
+            for number, placement in enumerate(placements)
+        ]
 
 
 class Decision(NamedTuple):
@@ -65,37 +106,26 @@ def expert_parallelism(now: Situation) -> Decision:
 def hecate(
     now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False, searches: bool = True
 ) -> Decision:
-    """FSSDP: Algorithm 1 and the search behind it, on the predicted load, in every iteration, Algorithm 2 (`sharded`)
-    every 100, for which all waits; and calibration where it is asked for. t is what hides the gather and the
-    reduce-scatter, so they cost no time; calibration does.
+    """FSSDP: the library's `hecate` in every iteration, Algorithm 2 (`sharded`) every 100, for which all waits.
 
-    `searches`: False leaves out the search, which is this library's, and that copies are made only where they save
-    something, so that Algorithm 1 is alone, as published.
+    Calibration runs where it is asked for. t is what hides the gather and the reduce-scatter, so they cost no time;
+    calibration does.
     """
-    shardings = tuple(one.sharding for one in now.before)
-    expected_LE = predict(now.history_ILE)
+    shardings = tuple(placement.sharding for placement in now.before)
     waits_s, sent = 0.0, 0
     if sharded and is_due(now.iteration):
-        resharded = reshard(shardings, expected_LE, now.nodes, t)
+        resharded = reshard(shardings, predict(now.history_ILE), now.nodes, t)
         waits_s, sent = _moved(shardings, resharded, now)
         shardings = resharded
     placements = []
-    for sharding, load_E, tokens_WE in zip(shardings, expected_LE, now.tokens_LWE, strict=True):
-        placement = materialise(sharding, load_E, now.nodes, t, m)
-        if searches:
-            placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
-            placement = worth(sharding, placement, load_E, now.nodes, now.costs)
+    for layer, tokens_WE in zip(now.layers(shardings), now.tokens_LWE, strict=True):
+        placement = hecate_of_layer(layer, t=t, m=m, searches=searches)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
             waits_s += gathered_s(placement, more, now.nodes, now.costs)
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
-
-
-def is_due(iteration: int) -> bool:
-    """Whether owners may change in an iteration: every 100, and once as many loads are known as are looked at."""
-    return iteration % EVERY == 0 or iteration == WINDOW
 
 
 def shadowing(now: Situation, *, m: int) -> Decision:
@@ -128,31 +158,40 @@ def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: i
 
 
 def swaps(now: Situation, *, every: int = 25) -> Decision:
+    """SmartMoE on all layers: `swap`, and what moving takes."""
+    placements = tuple(swap(layer, every=every) for layer in now.layers(now.before))
+    moving = [_moved([before], [after], now) for before, after in zip(now.before, placements, strict=True)]
+    return Decision(placements, sum(seconds for seconds, _ in moving), sum(sent for _, sent in moving))
+
+
+def swap(now: LayerLoads, *, every: int = 25) -> Placement:
     """SmartMoE (Zhai et al. 2023): every so often experts change places, with their state, for even work of the ranks.
 
     As long as that lightens it, the busiest rank of a layer gives an expert for one of another rank, the pair that
     lightens the busier of the two most. It is done where the time that is saved until the next time is more than moving
     takes. Only the online stage of the paper is here: its other one chooses the degrees of parallelism before a run.
     """
-    if now.iteration % every and now.iteration != WINDOW:
-        return Decision(now.before, 0.0, 0)
-    expected_LE = predict(now.history_ILE)
-    placements, waits_s, sent = [], 0.0, 0
-    for before, load_E in zip(now.before, expected_LE, strict=True):
-        after = _swapped(before, load_E)
-        tokens_WE = _spread(load_E, now.nodes)
-        saved_s = every * (_layer_s(tokens_WE, before, now) - _layer_s(tokens_WE, after, now))
-        wait_s, bytes_ = _moved([before], [after], now)
-        if saved_s > wait_s:
-            placements.append(after)
-            waits_s += wait_s
-            sent += bytes_
-        else:
-            placements.append(before)
-    return Decision(tuple(placements), waits_s, sent)
+    if now.step % every and now.step != WINDOW:
+        return now.placement
+    load_E = predict(now.history_IE)
+    after, tokens_WE = _swapped(now.placement, load_E), _spread(load_E, now.nodes)
+    saved_s = every * (_layer_s(tokens_WE, now.placement, now) - _layer_s(tokens_WE, after, now))
+    return after if saved_s > _moved([now.placement], [after], now)[0] else now.placement
 
 
 def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
+    """FlexMoE on all layers: `replicate`, and what sending the experts takes.
+
+    Gradients of replicas are summed behind the backward pass and cost no time, as Hecate's do.
+    """
+    decided = [_replicated(layer, m, every) for layer in now.layers(now.before)]
+    placements = tuple(placement for placement, _ in decided)
+    waits_s = sum(transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes) for _, copies in decided if copies)
+    sent = sum(len(copies) for _, copies in decided) * now.costs.move_bytes
+    return Decision(placements, waits_s, sent + _synchronised(placements, now), replica_state=True)
+
+
+def replicate(now: LayerLoads, *, m: int, every: int = 10) -> Placement:
     """FlexMoE (Nie et al. 2023): replicas, with optimizer state, that stay; every so often experts get more of them, or
     lose some.
 
@@ -160,29 +199,31 @@ def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
     has, the expert with the least load for each copy gives one of its up first. Of such a series as many steps are
     taken as save most time until the next one, sending the experts counted: one step alone often saves nothing. Left
     out: moving a replica from rank to rank (which is giving it up and making it anew), and sending in small parts
-    beside the training. Gradients of replicas are summed behind the backward pass and cost no time, as Hecate's do.
+    beside the training.
     """
-    if now.iteration % every and now.iteration != WINDOW:
-        return Decision(now.before, 0.0, _synchronised(now.before, now), replica_state=True)
-    placements, waits_s, sent = [], 0.0, 0
-    for before, load_E in zip(now.before, predict(now.history_ILE), strict=True):
-        tokens_WE = _spread(load_E, now.nodes)
-        placement, copies = before, list[Transfer]()
-        best, best_s, best_wait_s, best_copies = before, every * _layer_s(tokens_WE, before, now), 0.0, 0
-        while len(copies) - best_copies < now.nodes.ranks:  # enough steps without gain: one for each rank
-            grown = _grown(placement, load_E, tokens_WE, m, now.nodes)
-            if grown is None:
-                break
-            placement, copy = grown
-            copies.append(copy)
-            wait_s = transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes)
-            seconds = every * _layer_s(tokens_WE, placement, now) + wait_s
-            if seconds < best_s:
-                best, best_s, best_wait_s, best_copies = placement, seconds, wait_s, len(copies)
-        placements.append(best)
-        waits_s += best_wait_s
-        sent += best_copies * now.costs.move_bytes
-    return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now), replica_state=True)
+    return _replicated(now, m, every)[0]
+
+
+def _replicated(now: LayerLoads, m: int, every: int) -> tuple[Placement, list[Transfer]]:
+    """The placement of `replicate`, and the experts that are sent for it."""
+    before = now.placement
+    if now.step % every and now.step != WINDOW:
+        return before, []
+    load_E = predict(now.history_IE)
+    tokens_WE = _spread(load_E, now.nodes)
+    placement, copies = before, list[Transfer]()
+    best, best_s, best_copies = before, every * _layer_s(tokens_WE, before, now), 0
+    while len(copies) - best_copies < now.nodes.ranks:  # enough steps without gain: one for each rank
+        grown = _grown(placement, load_E, tokens_WE, m, now.nodes)
+        if grown is None:
+            break
+        placement, copy = grown
+        copies.append(copy)
+        wait_s = transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes)
+        seconds = every * _layer_s(tokens_WE, placement, now) + wait_s
+        if seconds < best_s:
+            best, best_s, best_copies = placement, seconds, len(copies)
+    return best, copies[:best_copies]
 
 
 def _grown(
@@ -234,7 +275,7 @@ def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
     return Placement(placement.ranks, tuple(owner_E.tolist()))
 
 
-def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: Situation) -> float:
+def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: LayerLoads) -> float:
     return layer_s(load(tokens_WE, placement, now.nodes), now.costs)
 
 
@@ -243,7 +284,7 @@ def _spread(load_E: NDArray[np.float64], nodes: Nodes) -> NDArray[np.int64]:
     return np.tile(np.rint(load_E / nodes.ranks).astype(np.int64), (nodes.ranks, 1))
 
 
-def _moved(before: Sequence[Placement], after: Sequence[Placement], now: Situation) -> tuple[float, int]:
+def _moved(before: Sequence[Placement], after: Sequence[Placement], now: Situation | LayerLoads) -> tuple[float, int]:
     """Seconds and bytes of changing owners, parameters and state, all at once."""
     found = [Transfer(one.expert, one.source, one.target, 0) for one in moves(before, after)]
     return transfers_s(found, now.nodes, now.costs, now.costs.move_bytes), len(found) * now.costs.move_bytes
@@ -253,3 +294,55 @@ def _synchronised(placements: Iterable[Placement], now: Situation) -> int:
     """Bytes by which parameters reach replicas and gradients come back, or an all-reduce of the gradients (Eq. 2)."""
     volumes = (predicted_volume(one.sharding, one, now.nodes, now.costs.expert_bytes) for one in placements)
     return 2 * sum(volume.total for volume in volumes)
+
+
+class Move(NamedTuple):
+    """An expert of a layer that gets another owner: its parameters and its optimizer state go there."""
+
+    layer: int
+    expert: int
+    source: int
+    target: int
+
+
+def moves(before: Sequence[Placement], after: Sequence[Placement]) -> tuple[Move, ...]:
+    """The experts that change owners from one sharding of all layers to another, by layer and expert.
+
+    Raises:
+        ConfigError: the two are not of the same layers and experts.
+    """
+    if [one.experts for one in before] != [one.experts for one in after]:
+        raise ConfigError("moves: the two shardings are not of the same layers and experts")
+    return tuple(
+        Move(layer, expert, source, target)
+        for layer, (old, new) in enumerate(zip(before, after, strict=True))
+        for expert, (source, target) in enumerate(zip(old.owners, new.owners, strict=True))
+        if source != target
+    )
+
+
+class Volume(NamedTuple):
+    """Bytes of one sparse collective, before it runs: of all ranks, between nodes alone, and the most for one rank."""
+
+    total: int
+    inter: int
+    limit: int
+
+
+def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_bytes: int) -> Volume:
+    """What a gather sends, and what its reduce-scatter does (H2, with the paper's Eq. 2 set right).
+
+    An expert on d ranks has travelled d − 1 times, and as often between nodes as it is on more of them than before. For
+    a member of its group that is (d − 1)/d of its bytes for each of the two collectives, together those of a ring
+    all-reduce; it tends to 2λS. `limit` is λS: no rank sends or receives more on one kind of link.
+    """
+    new_E = after.holds_EW.sum(axis=1) - before.holds_EW.sum(axis=1)
+    nodes_E = _nodes_of(after, nodes) - _nodes_of(before, nodes)
+    total, inter, travelling = int(new_E.sum()), int(nodes_E.sum()), int((new_E > 0).sum())
+    return Volume(total * expert_bytes, inter * expert_bytes, travelling * expert_bytes)
+
+
+def _nodes_of(placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
+    """[E]: on how many nodes each expert is."""
+    found: NDArray[np.int64] = placement.holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1)
+    return found

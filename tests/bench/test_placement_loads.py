@@ -4,23 +4,22 @@ import json
 
 import pytest
 
-from fusedmoe.cli.loads import POLICIES
-from fusedmoe.cli.main import main
-from fusedmoe.placement.load_trace import LoadTrace
+from bench.placement.loads import POLICIES, main
+from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.placement.placement import Placement
 
 SMALL = ["--iterations", "8", "--layers", "2", "--experts", "12", "--ranks", "8", "--tokens", "500"]
 
 
 def test_tables(capsys):
-    assert main(["loads", *SMALL, "--layer", "1", "-t", "3", "-m", "1"]) == 0
+    assert main([*SMALL, "--layer", "1", "-t", "3", "-m", "1"]) == 0
     out = capsys.readouterr().out
     for part in (*POLICIES, "2 × 4 ranks", "t = 3, m = 1", "Layer 1", "straggler", "most asked for then: expert"):
         assert part in out
 
 
 def test_json(capsys):
-    assert main(["loads", *SMALL, "--json", "--policy", "flexmoe"]) == 0
+    assert main([*SMALL, "--json", "--policy", "flexmoe"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data["policies"]) == list(POLICIES) and (data["ranks"], data["ranks_per_node"]) == (8, 4)
     ep, ours = data["policies"]["ep"], data["policies"]["hecate"]
@@ -33,17 +32,17 @@ def test_json(capsys):
 
 def test_loads_that_were_saved(capsys, tmp_path):
     path, picture = tmp_path / "counts.json", tmp_path / "loads.png"
-    assert main(["loads", *SMALL, "--json", "--seed", "7", "--save", str(path)]) == 0
+    assert main([*SMALL, "--json", "--seed", "7", "--save", str(path)]) == 0
     made = capsys.readouterr().out
     assert LoadTrace.from_json(path.read_text()).tokens_ILWE.shape == (8, 2, 8, 12)
-    assert main(["loads", "--trace", str(path), "--json", "--png", str(picture)]) == 0
+    assert main(["--trace", str(path), "--json", "--png", str(picture)]) == 0
     assert capsys.readouterr().out == made
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["loads", "--help"])
+        main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and all(
         word in out for word in ("examples:", "straggler", "counts[iteration]", "hecate")
@@ -62,12 +61,12 @@ def test_help_teaches(capsys):
     ],
 )
 def test_what_cannot_work(flags, says, capsys):
-    assert main(["loads", *SMALL, *flags]) == 2
+    assert main([*SMALL, *flags]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_trace(tmp_path, capsys):
     path = tmp_path / "counts.json"
     path.write_text("{}")
-    assert main(["loads", "--trace", str(path)]) == 2
+    assert main(["--trace", str(path)]) == 2
     assert "load trace" in capsys.readouterr().err

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.placement.baselines import Decision, Policy, Situation
+from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.load_trace import WINDOW, LoadTrace
+from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import Decision, Policy, Situation
 from fusedmoe.placement.price import PlacementCosts, compute_s, exchange_s, load
 
 if TYPE_CHECKING:

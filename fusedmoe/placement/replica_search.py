@@ -1,0 +1,198 @@
+"""A local search behind Algorithm 1: replicas are made, given up and moved as long as that makes a layer faster.
+
+Sparse materialisation looks at one expert after the other. Where slots are few, shares are coarse, and what one expert
+leaves uneven the next ones may not mend: it is a good place to start from for a search that looks at all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.price import EXCHANGES, PlacementCosts
+
+#: In the local search, what the unevenness of all ranks counts beside the busiest one: of equally fast placements it
+#: leads to the more even.
+_EVENNESS = 0.1
+#: Its steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
+_STEPS = 60
+#: So many slots are few: then the search starts from no replicas as well. With more, Algorithm 1 is as good a start.
+_FEW_SLOTS = 16
+#: A step of it that gains a smaller share is not taken.
+_GAIN = 1e-3
+#: Copies that save a smaller share of their layer's time are not made.
+_WORTH = 0.02
+
+
+def improve(
+    placement: Placement, start: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int, costs: PlacementCosts
+) -> Placement:
+    """Returns `start`, or a placement within the same limits that makes the layer faster at the expected load.
+
+    A step gives a replica up, makes one, does both (on one rank, or where another one has a free slot), or lets two
+    replicas change places: whichever lowers the time of the layer most, until none does. Steps are taken from `start`,
+    where there are few slots from `placement` as well, and the fastest of all is taken. The time is that of
+    `price.layer_s` for ranks that all have as many tokens for an expert, where these divide evenly and travel inside a
+    node in no time.
+
+    Args:
+        placement: what stays: a sharding, or one with replicas.
+        start: the placement that Algorithm 1 makes of it.
+        load_E, nodes, t, m: as for `materialise`.
+    Returns:
+        A placement that has all of `placement`, and replicas of `t` other experts at most, with which no rank has more
+        than `m`, unless it had before. The same numbers give the same one.
+    """
+    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
+    if search.compute_s == search.exchange_s == 0:
+        return start  # nothing is known of the time
+    starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
+    ends = [search.descend(begin.holds_EW) for begin in starts]
+    return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
+
+
+def worth(placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts) -> Placement:
+    """Returns `wanted`, which has copies besides all of `placement`, if they save enough time; else `placement`.
+
+    They have to save a share of the layer's time, `_WORTH` at least, at the expected load: experts that travel take
+    something though they are hidden. The time is that of `improve`. Where nothing is known of it, `wanted` is returned.
+    """
+    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
+    saves = search.layer_s(wanted.holds_EW) < (1 - _WORTH) * search.layer_s(placement.holds_EW)
+    return wanted if saves or search.compute_s == search.exchange_s == 0 else placement
+
+
+class _ReplicaSearch:
+    """Changes a placement step by step, for `improve`.
+
+    What a placement costs is a vector [C] of tokens in one all-to-all: [W] that each rank computes, [W] that it
+    receives from other nodes and [N] that each rank of a node sends there, one after the other.
+
+    A change of one expert is (expert, from, to): the rank that gives it up and the one that gets it, W where none does.
+    """
+
+    def __init__(
+        self, placement: Placement, load_E: NDArray[np.float64], nodes: Nodes, t: int, m: int, costs: PlacementCosts
+    ) -> None:
+        self.fixed_EW, self.nodes, self.t = placement.holds_EW, nodes, t
+        self.room_W = np.maximum(m - placement.extra_W(), 0)
+        self.each_E = load_E / nodes.ranks
+        self.compute_s, self.exchange_s = costs.token_s, EXCHANGES * costs.token_bytes / costs.inter_bytes_s
+        self.even = _EVENNESS / max(float(load_E.sum()), 1e-300)
+
+    def layer_s(self, holds_EW: NDArray[np.bool_]) -> float:
+        """Returns the seconds of the layer."""
+        total_C = self.counts(holds_EW, self.each_E).sum(axis=0)
+        ranks = self.nodes.ranks
+        return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
+
+    def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Takes steps from `holds_EW` while they gain, and returns who holds what after the last one."""
+        holds_EW = holds_EW.copy()
+        ranks = self.nodes.ranks
+        only_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row is of no rank
+        counts_EC = self.counts(holds_EW, self.each_E)
+        change_EVVC = np.zeros((len(holds_EW), ranks + 1, ranks + 1, counts_EC.shape[1]))
+        stale = np.flatnonzero(self.each_E > 0)
+        best = float(self.price(counts_EC.sum(axis=0)))
+        for _ in range(_STEPS):
+            # Only experts that the last step has changed are counted again; the changes of all others are known.
+            counts_EC[stale] = self.counts(holds_EW[stale], self.each_E[stale])
+            goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
+            place, source = np.nonzero(goes_AV)
+            expert = stale[place]
+            sets_AVW = (holds_EW[expert] & ~only_VW[source])[:, None] | only_VW
+            change_EVVC[expert, source] = self.counts(sets_AVW, self.each_E[expert, None]) - counts_EC[expert, None]
+            total_C = counts_EC.sum(axis=0)
+            price, changes = min(self.steps(holds_EW, total_C, change_EVVC), key=lambda step: step[0])
+            if price >= best * (1 - _GAIN):
+                break
+            best = price
+            for changed, gone, new in changes:
+                holds_EW[changed] = (holds_EW[changed] & ~only_VW[gone]) | only_VW[new]
+            stale = np.array([changed for changed, _, _ in changes])
+        return holds_EW
+
+    def steps(
+        self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
+    ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
+        """Yields the best step of each kind: the price after it, and its changes.
+
+        Steps that relieve neither the rank that computes most nor the busiest link are not priced: the time is theirs.
+        """
+        ranks, none = self.nodes.ranks, self.nodes.ranks
+        extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.each_E > 0)[:, None]
+        copies_E = extra_EW.sum(axis=1)
+        may_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
+        free_W = extra_EW.sum(axis=0) < self.room_W
+        busiest = [int(total_C[:ranks].argmax()), ranks + int(total_C[ranks:].argmax())]
+        relief_2EVV = [change_EVVC[..., column] for column in busiest]
+
+        # A replica is given up, made, or changes its rank.
+        goes_EV, comes_EV = (
+            np.pad(may_EW, ((0, 0), (0, 1)), constant_values=True) for may_EW in (extra_EW, lacks_EW & free_W)
+        )
+        ok_EVV = goes_EV[:, :, None] & comes_EV[:, None]
+        ok_EVV[:, none] &= may_E[:, None]
+        expert, source, target = np.nonzero(ok_EVV & _relieves(relief_2EVV))
+        yield self.best(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
+
+        # One expert's replica is given up, another's made.
+        gone, at = np.nonzero(extra_EW)
+        new, to = np.nonzero(lacks_EW)
+        ok_AB = (gone[:, None] != new) & ((at[:, None] == to) | free_W[to])
+        ok_AB &= may_E[new] | (copies_E[gone] == 1)[:, None]
+        relief_2AB = [relief[gone, at, none][:, None] + relief[new, none, to] for relief in relief_2EVV]
+        a, b = np.nonzero(ok_AB & _relieves(relief_2AB))
+        nowhere_A, nowhere_B = np.full_like(a, none), np.full_like(b, none)
+        changes_AC = change_EVVC[gone[a], at[a], none] + change_EVVC[new[b], none, to[b]]
+        yield self.best(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
+
+        # Two replicas change places.
+        ok_AA = lacks_EW[gone[:, None], at]
+        relief_2AA = [half + half.T for half in (relief[gone[:, None], at[:, None], at] for relief in relief_2EVV)]
+        a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _relieves(relief_2AA))
+        changes_AC = change_EVVC[gone[a], at[a], at[b]] + change_EVVC[gone[b], at[b], at[a]]
+        yield self.best(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
+
+    def best(
+        self,
+        total_C: NDArray[np.float64],
+        changes_AC: NDArray[np.float64],
+        moves: list[tuple[NDArray[np.int64], ...]],
+    ) -> tuple[float, list[tuple[int, int, int]]]:
+        """Returns the cheapest of these steps: the price after it, and its changes."""
+        if not len(changes_AC):
+            return np.inf, []
+        price_A = self.price(total_C + changes_AC)
+        place = int(price_A.argmin())
+        return float(price_A[place]), [(int(e[place]), int(a[place]), int(b[place])) for e, a, b in moves]
+
+    def counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
+        """Returns [..., C], tokens by resource of experts that ranks [..., W] hold; each rank has `each_X` for them."""
+        nodes = self.nodes
+        each_X = np.asarray(each_X, dtype=np.float64)
+        copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], nodes.count, nodes.per_node).sum(axis=-1)
+        lacks_XN = copies_XN == 0
+        received_X = each_X * nodes.per_node * lacks_XN.sum(axis=-1) / copies_XN.sum(axis=-1)
+        inside_XN = each_X[..., None] * nodes.per_node / np.maximum(copies_XN, 1)
+        received_XW = holds_XW * received_X[..., None]
+        work_XW = holds_XW * np.repeat(inside_XN, nodes.per_node, axis=-1) + received_XW
+        return np.concatenate([work_XW, received_XW, lacks_XN * each_X[..., None]], axis=-1)
+
+    def price(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns what steps lower: the layer's seconds, and some for how uneven all ranks are."""
+        work_XW, inter_XC = counts_XC[..., : self.nodes.ranks], counts_XC[..., self.nodes.ranks :]
+        total: NDArray[np.float64] = sum(
+            seconds * (tokens.max(axis=-1) + self.even * np.einsum("...c,...c->...", tokens, tokens))
+            for seconds, tokens in ((self.compute_s, work_XW), (self.exchange_s, inter_XC))
+        )
+        return total
+
+
+def _relieves(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
+    compute, exchange = changes
+    return (compute < 0) | (exchange < 0)
