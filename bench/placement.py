@@ -48,7 +48,7 @@ def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
     """
     flags = {"--iterations": iterations, "--seed": seed, "--memory": memory}
     pairs = (str(part) for flag in flags.items() for part in flag)
-    done = watch(Process([sys.executable, "-m", "fusedmoe.cli", "loads", "--json", *pairs]), _SECONDS)
+    done = watch(Process([sys.executable, "-m", "fusedmoe", "loads", "--json", *pairs]), _SECONDS)
     if done.code != 0:
         raise RuntimeError(f"fusedmoe loads ended with {done.code}\n{done.output}")
     data: dict[str, Any] = json.loads(done.output[done.output.index("{") :])
