@@ -92,8 +92,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan
 train: $(READY)
 	@gpus=0; \
 	[ $(DEVICE) = cpu ] || gpus=$$($(PY) -c 'import torch; print(min(4, torch.cuda.device_count()))'); \
-	if [ "$$gpus" -gt 0 ]; then set -- --nproc-per-node $$gpus -m fusedmoe.cli train; \
-	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe.cli train $(CPU_LAYOUT); fi; \
+	if [ "$$gpus" -gt 0 ]; then set -- --nproc-per-node $$gpus -m fusedmoe train; \
+	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe train $(CPU_LAYOUT); fi; \
 	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
 
 test: $(READY)

@@ -94,7 +94,7 @@ class Agents:
         address = "127.0.0.1" if self._spaces is None else ADDRESSES[node]
         interface = "lo" if self._spaces is None else self._spaces.interfaces[node]
         settings = ",".join(f"{name}={value}" for name, value in self._rendezvous.items())
-        command, program = [sys.executable, "-m", "torch.distributed.run"], ["-m", "fusedmoe.cli"]
+        command, program = [sys.executable, "-m", "torch.distributed.run"], ["-m", "fusedmoe"]
         if self._forked:
             command = [sys.executable, "-u", "-c", PRELOAD, "--run-path", "--start-method", "fork"]
             program = [str(ROOT / "fusedmoe/cli/__main__.py")]

@@ -35,7 +35,7 @@ def resume(place: Place) -> Outcome:
     ended = _job(place, "halves", "--steps", str(_steps(place)), "--stop-at", str(half))
     if ended.result != "passed":
         return ended
-    command = ["-m", "fusedmoe.cli", "train", "--resume", str(place.scratch / "halves")]
+    command = ["-m", "fusedmoe", "train", "--resume", str(place.scratch / "halves")]
     ended = judge_exit(place.run(command, who="the other half"))
     if ended.result != "passed":
         return ended
@@ -62,7 +62,7 @@ def losses(run: Path) -> list[float]:
 def _job(place: Place, name: str, *flags: str) -> Outcome:
     """The command, with the run folder of that name."""
     sizes = ["--layers", "1", "--model-dim", "32", "--batch", "2", "--seq-len", "32"] if place.rehearsal else []
-    command = ["-m", "fusedmoe.cli", "train", "--device", "cpu" if place.rehearsal else "cuda", *sizes]
+    command = ["-m", "fusedmoe", "train", "--device", "cpu" if place.rehearsal else "cuda", *sizes]
     command += ["--eval-batches", "1", "--run-dir", str(place.scratch / name), *flags]
     return judge_exit(place.run(command, who=name))
 

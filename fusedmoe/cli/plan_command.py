@@ -342,7 +342,7 @@ examples:
     fusedmoe plan --model Mixtral-7B --machine dgx-h100 --ranks 256
     fusedmoe plan --model DeepSeek-V3 --machine gb200-nvl72 --scale --png scale.png
   this machine, measured now or before:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli plan --ranks-per-node 2
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
 
 _FLAGS = (

@@ -36,11 +36,11 @@ find it there; without it they measure by themselves, once.
 EXAMPLES = """\
 examples:
   4 ranks of this machine as 2 nodes of 2, with a picture of points and lines:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli profile --ranks-per-node 2 --plot profile.png
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --plot profile.png
   the same once more, for another network or a quieter machine, and as JSON for fusedmoe plan --costs:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli profile --ranks-per-node 2 --again --json costs.json
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --again --json costs.json
   the layout that a model gets, and products in 16 bits:
-    torchrun --nnodes 4 --nproc-per-node 8 … -m fusedmoe.cli profile --model Mixtral-7B --dtype bf16
+    torchrun --nnodes 4 --nproc-per-node 8 … -m fusedmoe profile --model Mixtral-7B --dtype bf16
   matrix products alone:
     fusedmoe profile --budget 5
 """

@@ -64,11 +64,11 @@ embedding.
 EXAMPLES = """\
 examples:
   4 ranks of this machine as 2 nodes of 2:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli trace --ranks-per-node 2
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe trace --ranks-per-node 2
   the same without overlap, to compare:
-    torchrun … -m fusedmoe.cli trace --ranks-per-node 2 --schedule off --png off.png --json off.json
+    torchrun … -m fusedmoe trace --ranks-per-node 2 --schedule off --png off.png --json off.json
   two layers of a large model by another policy:
-    torchrun … -m fusedmoe.cli trace --model Mixtral-7B --layers 2 --dtype bf16 --schedule fsmoe
+    torchrun … -m fusedmoe trace --model Mixtral-7B --layers 2 --dtype bf16 --schedule fsmoe
 """
 
 # All that a training job's step depends on.

@@ -66,20 +66,20 @@ examples:
   one process:
     fusedmoe train
   4 ranks of this machine as 2 nodes of 2:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe train --ranks-per-node 2
   go on where a job stopped (its settings come with it; flags that are given override):
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --resume runs/2026-01-31_12-00-00
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe train --resume runs/2026-01-31_12-00-00
   a paper's model, fewer layers, another gate, experts in 16 bits on the wire:
     fusedmoe train --model GPT2-Tiny-MoE --layers 4 --gate gshard --wire-dtype bf16 --steps 50
   communication hidden behind computation:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe train --ranks-per-node 2 --schedule auto
   experts copied to where their tokens are:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --placement fssdp
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe train --ranks-per-node 2 --placement fssdp
   2 nodes, of which either may be lost (on each; "meet" is a host that does not train):
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 100
       --rdzv-backend c10d --rdzv-endpoint meet:29500 --rdzv-id job
       --rdzv-conf last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3
-      -m fusedmoe.cli train --survive 10 --timeout 60
+      -m fusedmoe train --survive 10 --timeout 60
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """

@@ -7,7 +7,7 @@
 A thin facade: routing, order, experts, communication and schedules are the library's own. What is Tutel's are the
 names, the layout of parameters and checkpoints, and these semantics, each stated where it is made:
 
-- capacity: k·int(cf·⌈T/E⌉), rounded up as the caller's overlap degree asks (`impls/choice.py`);
+- capacity: k·int(cf·⌈T/E⌉), rounded up as the caller's overlap degree asks (`impls/fast_dispatch.py`);
 - losses: GShard's by first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);
 - the router computes in the dtype of its weights, half precision included, unless fp32_gate (`gates/`);
 - parameters and their shards: `experts/`.

@@ -405,7 +405,7 @@ def descendants(pid: int) -> set[int]:
 def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
-    process = start("fusedmoe.cli", "train", *flags, cwd=tmp_path)
+    process = start("fusedmoe", "train", *flags, cwd=tmp_path)
     try:
         wait_for_steps(process, run)
         process.send_signal(number)
@@ -425,7 +425,7 @@ def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text:
     run = tmp_path / "run"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
-    process = start(*launcher, "-m", "fusedmoe.cli", "train", *flags, cwd=tmp_path)
+    process = start(*launcher, "-m", "fusedmoe", "train", *flags, cwd=tmp_path)
     below: set[int] = set()
     try:
         wait_for_steps(process, run)

@@ -156,6 +156,20 @@ def test_loading_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     torch.testing.assert_close(m["moe"].experts.batched_fc1_w.detach(), before + 1)
 
 
+def test_a_plain_dict_of_another_number_of_ranks_is_refused_in_words() -> None:
+    """Also where it has as many elements: 4 experts of H hidden units against 2 of 2H."""
+    state = dict(model(4).state_dict())
+    for key in [key for key in state if "experts." in key]:
+        state[key] = state[key].reshape(2, -1, *state[key].shape[2:])
+    with pytest.raises(
+        RuntimeError, match=r"batched_fc1_w is \[2, 32, 8\] in the checkpoint and \[4, 16, 8\].*scatter"
+    ):
+        model(4).load_state_dict(state)
+    state = {key: value[:2] if "experts." in key else value for key, value in model(4).state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"batched_fc2_w is \[2, 16, 8\].* 1 ranks have 4 experts"):
+        model(4).load_state_dict(state)
+
+
 def test_old_files_and_namespaces(tmp_path: Path) -> None:
     m = model(4)
     state = m.state_dict()

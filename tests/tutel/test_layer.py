@@ -24,7 +24,7 @@ from fusedmoe.tutel import moe, net
 from fusedmoe.tutel.experts import ffn
 from fusedmoe.tutel.experts.ffn import activation_name
 from fusedmoe.tutel.impls import dispatcher, losses
-from fusedmoe.tutel.impls.choice import alignment_of, capacity_of
+from fusedmoe.tutel.impls.fast_dispatch import alignment_of, capacity_of
 from tests.cluster import Cluster
 from tests.tutel.cases import draw, fill
 

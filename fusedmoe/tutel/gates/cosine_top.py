@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.tutel.gates.top import Float32Linear, refuse_unknown
-from fusedmoe.tutel.impls.choice import experts_of_a_token
+from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
 _MAX_LOG_SCALE = math.log(100.0)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import router_logits
 from fusedmoe.ops import Function
-from fusedmoe.tutel.impls.choice import experts_of_a_token
+from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
 # Up to so large model dimensions, and so many multiply-adds, sums go in an order of their own. It takes 0.1 ms at most,
 # where a matrix library takes 0.01: every step of a sum is an operation by itself.

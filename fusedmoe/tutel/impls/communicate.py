@@ -65,21 +65,13 @@ def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
-def start_swap(group: Group, rows: Tensor) -> Callable[[], Tensor]:
-    """Starts `swap_parts`, once the ranks have come; the result is called for."""
-    if group.handle is None:
-        return lambda: rows
+def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]:
+    """Starts `swap_parts` on contiguous rows, and returns the result and a function that waits for it."""
     part_of(len(rows), group)
-    rows = rows.detach().contiguous()  # as in `collectives`
     out = torch.empty_like(rows)
     _begin(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
-
-    def finish() -> Tensor:
-        ranks.wait(work, group, "all-to-all")
-        return out
-
-    return finish
+    return out, partial(ranks.wait, work, group, "all-to-all")
 
 
 def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
@@ -151,12 +143,8 @@ def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, backgrou
     rows = input.detach().contiguous()
     if get_world_size(group) == 1 or skips_all_to_all():
         return (rows, lambda *_: None) if background else rows
-    if not background:
-        return swap_parts(as_group(group), rows)
-    output, members = torch.empty_like(rows), as_group(group)
-    _begin(members, "all-to-all", rows)
-    work = dist.all_to_all_single(output, rows, group=group, async_op=True)
-    return output, partial(ranks.wait, work, members, "all-to-all")
+    members = as_group(group)
+    return start_swap(members, rows) if background else swap_parts(members, rows)
 
 
 def simple_split(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -233,10 +221,14 @@ def all_to_all(
         return joined(linear(parts, move, move, "all_to_all"))
     if use_2dh:
         raise ConfigError("all_to_all: the two-level algorithm has no background mode; leave one of them out")
-    started = [start_swap(members, parts.detach())]
+    out, wait = start_swap(members, parts.detach())
+    begun = [out]
 
     def there(rows: Tensor) -> Tensor:
-        return started.pop()() if started else move(rows)
+        if not begun:  # the way back of a way back
+            return move(rows)
+        wait()
+        return begun.pop()
 
     return lambda *_: joined(linear(parts, there, move, "all_to_all"))
 

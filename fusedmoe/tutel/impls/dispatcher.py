@@ -26,7 +26,6 @@ from fusedmoe.dispatchers import (
 )
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
 from fusedmoe.ops import (
-    Function,
     Layout,
     Weights,
     contiguous_layout,
@@ -38,30 +37,7 @@ from fusedmoe.ops import (
 )
 from fusedmoe.ops import experts as fused_experts
 from fusedmoe.plans import Workload
-from fusedmoe.tutel.impls.choice import Choice
-
-
-class _Scaled(Function):
-    operation, twice = "moe_layer: rows times their weights", True
-
-    @staticmethod
-    def forward(ctx: Any, rows_NM: Tensor, weight_N: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_NM, weight_N)
-        return rows_NM.to(weight_N.dtype) * weight_N[:, None]
-
-    @staticmethod
-    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
-        rows_NM, weight_N = ctx.saved_tensors
-        # One dot product a row, as one operation: nothing of the rows' size is made for it.
-        dweight_N = torch.bmm(grad_NM[:, None], rows_NM.to(weight_N.dtype)[:, :, None])[:, 0, 0]
-        return (grad_NM * weight_N[:, None]).to(rows_NM.dtype), dweight_N
-
-
-def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
-    """weight_N[n] · rows_NM[n] in the weights' dtype, which is at least as wide. Saves both as they are."""
-    out: Tensor = _Scaled.apply(rows_NM, weight_N)
-    return out
-
+from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
 
 Degree = int | Literal["auto"]
 # Rows of every local expert as a block, [e, C, D] -> [e, C, D_out].

@@ -20,7 +20,6 @@ from fusedmoe.experts import NAMED, UNKNOWN, other_experts, parameter_shardings,
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
 from fusedmoe.tutel.impls import losses
-from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
 from fusedmoe.tutel.impls.described import (
     Description,
@@ -31,7 +30,7 @@ from fusedmoe.tutel.impls.described import (
     wanted_experts,
 )
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
-from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
+from fusedmoe.tutel.impls.fast_dispatch import Choice, agreed_capacity, alignment_of, choose
 from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size, size_of, topology_of
 
 #: In the metadata of a state_dict, whose keys are Tutel's alone: which experts it is of.
@@ -421,9 +420,9 @@ class MOELayer(nn.Module):
         if count not in state_dict:
             logging.warning("%s is missing: a checkpoint of an old format; it is taken to fit", count)
             state_dict[count] = self._num_global_experts
-        found = int(state_dict[count])
-        assert found == self.num_global_experts, (
-            f"{prefix or 'moe_layer'}: the checkpoint has {found} experts in all, this layer {self.num_global_experts}"
+        given = int(state_dict[count])
+        assert given == self.num_global_experts, (
+            f"{prefix or 'moe_layer'}: the checkpoint has {given} experts in all, this layer {self.num_global_experts}"
         )
         self._note_marks()
         for name, parameter in self.experts.named_parameters():
@@ -431,8 +430,18 @@ class MOELayer(nn.Module):
             if key not in state_dict:
                 logging.warning("%s is missing in the checkpoint; it becomes zeros", key)
                 state_dict[key] = torch.zeros_like(parameter)
-            elif state_dict[key].numel() == parameter.numel():
-                state_dict[key] = state_dict[key].reshape(parameter.shape)
+            tensor = state_dict[key]
+            # A plain dict does not say whose experts it holds; but those of another number of ranks show in the number
+            # of experts, the first dimension, even where there are as many elements.
+            same_experts = tensor.dim() != parameter.dim() or len(tensor) == len(parameter)
+            if tensor.numel() == parameter.numel() and same_experts:
+                state_dict[key] = tensor.reshape(parameter.shape)
+                continue
+            args[-1].append(
+                f"{key} is {list(tensor.shape)} in the checkpoint and {list(parameter.shape)} in this layer, whose "
+                f"{self.world_size} ranks have {self.num_global_experts} experts; python -m fusedmoe.tutel.checkpoint."
+                "gather and .scatter turn checkpoints into those of another number of ranks"
+            )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

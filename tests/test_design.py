@@ -1,0 +1,54 @@
+"""The page of the design names files and definitions that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+# A file, and the names that follow it: `engine/run.py` `Pass.dispatch` and `Pass.combine`.
+_CITED = re.compile(r"`([\w/]+\.py)`((?:(?:,| and|)\s+`(?![\w.]*\.py`)[A-Za-z_][\w.]*`)*)")
+
+
+def cited() -> list[tuple[str, str]]:
+    """Lists files below `fusedmoe/` with the names that the page says they define; "" for a file alone."""
+    pairs = []
+    for path, names in _CITED.findall(PAGE):
+        if Path(path).stem not in ("NAME", "X") and path != "tests/house.py":
+            pairs += [(path, name) for name in re.findall(r"`([\w.]+)`", names) or [""]]
+    return sorted(set(pairs))
+
+
+def names_in(tree: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
+    """Maps what a module or a class defines, or a module imports, to the statement."""
+    names: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: node for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), cited())
+def test_what_the_page_names_is_there(path: str, name: str) -> None:
+    file = ROOT / "fusedmoe" / path
+    assert file.is_file(), f"docs/design.md names {path}, which is not there"
+    place: ast.Module | ast.ClassDef = ast.parse(file.read_text(encoding="utf-8"))
+    for part in filter(None, name.split(".")):
+        names = names_in(place)
+        assert part in names, f"docs/design.md says that {path} has {name}"
+        if isinstance(node := names[part], ast.ClassDef):
+            place = node
+
+
+def test_the_page_answers_the_questions() -> None:
+    files = {path for path, _ in cited()}
+    assert len(cited()) > 40 and {"engine/dispatcher.py", "layers/gates/base.py"} <= files
