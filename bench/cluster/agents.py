@@ -97,7 +97,7 @@ class Agents:
         command, program = [sys.executable, "-m", "torch.distributed.run"], ["-m", "fusedmoe"]
         if self._forked:
             command = [sys.executable, "-u", "-c", PRELOAD, "--run-path", "--start-method", "fork"]
-            program = [str(ROOT / "fusedmoe/cli/__main__.py")]
+            program = [str(ROOT / "fusedmoe/__main__.py")]
         command += ["--nnodes", f"1:{self._nodes}"]
         command += ["--nproc-per-node", str(self._per_node), "--max-restarts", "100", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"{self._address}:{self._port}", "--rdzv-id", f"agents-{os.getpid()}"]
