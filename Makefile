@@ -172,5 +172,5 @@ dist: $(VENV)/.extra-dist
 	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) .ci/dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info fusedmoe/comm/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) build dist *.egg-info fusedmoe/comm/one_sided/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

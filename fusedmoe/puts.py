@@ -13,8 +13,8 @@ other, and `fused_experts` takes tokens to their experts and back; `for_all_shar
 
 from __future__ import annotations
 
-from fusedmoe.comm.heaps import open_heap
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.heaps import open_heap
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.one_sided import for_all_shards

@@ -24,12 +24,11 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
     wait,
 )
-from fusedmoe.comm.failure import RENEWED_S
+from fusedmoe.comm.failure.board import RENEWED_S, tell_others
 from fusedmoe.comm.group import Group, launch_in_order_of_issue
-from fusedmoe.comm.heap import no_gpu, not_for_torch
-from fusedmoe.comm.heaps import BACKENDS
+from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
+from fusedmoe.comm.one_sided.heaps import BACKENDS
 from fusedmoe.comm.topology import Topology, group_of
-from fusedmoe.comm.uncaught import tell_others
 from fusedmoe.kernels.libraries import nvshmem_packages
 
 __all__ = [

@@ -20,8 +20,8 @@ from bench.gpu.layer import Layer, leaf
 from bench.gpu.spread import PARTS
 from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.heaps.host import local_heaps
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.heaps import local_heaps
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.engine.route import Route

@@ -1,4 +1,4 @@
-"""Builds libfusedmoe_nvshmem.so beside fusedmoe/comm/nvshmem.py; `make nvshmem` runs it.
+"""Builds libfusedmoe_nvshmem.so beside fusedmoe/comm/one_sided/nvshmem.py; `make nvshmem` runs it.
 
     python csrc/nvshmem/build.py --install constraints/cuda.txt     # NVSHMEM's package too, where it is not there
     python csrc/nvshmem/build.py                                    # with what is installed
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for the library (default: beside its module)")
     arguments = parser.parse_args()
     try:
-        from fusedmoe.comm.nvshmem import LIBRARY, why_not
+        from fusedmoe.comm.one_sided.nvshmem import LIBRARY, why_not
 
         into = arguments.into or LIBRARY.parent
         build(package(arguments.install), into.resolve())

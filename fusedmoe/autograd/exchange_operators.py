@@ -17,19 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
@@ -37,8 +33,6 @@ from fusedmoe.kernels.derivatives import operator, register_fake, register_gradi
 # A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
 # several ways may have a name, and whichever of them is open stands for it.
 _ways: dict[str, WeakSet[Way]] = {}
-_numbers: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-_new_number = count()
 
 
 class Way:
@@ -53,30 +47,19 @@ class Way:
 
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
-        parts = vars(all_to_all).values() if is_dataclass(all_to_all) else [all_to_all]
-        self.name = f"{type(all_to_all).__name__} over {', '.join(map(_identity, (*parts, topology.esp)))}"
+        self.name = f"{all_to_all.identity}, {topology.esp.identity}"
         _ways.setdefault(self.name, WeakSet()).add(self)
 
     @property
     def is_open(self) -> bool:
         """Whether rows can travel: a topology that was closed has no process groups, while others may use them."""
-        leases = (self.topology.ep.lease, self.topology.esp.lease)
-        return all(lease is None or lease.is_open for lease in leases)
+        return self.topology.ep.is_open and self.topology.esp.is_open
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Way:
         return self  # as its topology
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Way, (self.topology, self.all_to_all)
-
-
-def _identity(part: object) -> str:
-    """What parts of two algorithms have in common where they do the same: of groups their process groups."""
-    if isinstance(part, Group):
-        handles = [lease.handle for lease in (part.lease, part.downward) if lease is not None]
-        numbers = [_numbers[one] if one in _numbers else _numbers.setdefault(one, next(_new_number)) for one in handles]
-        return f"{part.axis} {numbers}"
-    return str(part) if isinstance(part, int | None) else f"{type(part).__name__} {next(_new_number)}"
 
 
 @contextmanager

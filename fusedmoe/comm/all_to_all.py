@@ -1,6 +1,6 @@
 """All-to-all algorithms: direct, and two that send less across nodes in fewer, larger messages.
 
-All of them move the same rows to the same places, bit for bit; they differ in who carries them:
+All of them move the same rows to the same ranks, bit for bit; they differ in which ranks carry them:
 
 - `direct`: every rank sends to every rank.
 - `1dh` (Hetu): the ranks of a node gather their rows at a leader, the leaders exchange, each leader scatters.
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, device_of, other_operation
+from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, device_of
+from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -28,29 +29,45 @@ ALGORITHMS = ("direct", "1dh", "2dh")
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """How many rows travel: to and from each rank of the group, and (for two-level algorithms) between all pairs."""
+    """Numbers of rows that travel: to and from each rank of the group, and for two-level algorithms between all pairs.
+
+    Attributes:
+        send, recv: [W] rows to each rank, and from each.
+        pairs_WW: [source, destination] rows between all ranks of the group.
+    """
 
     send: list[int]
     recv: list[int]
     pairs_WW: np.ndarray | None = None
 
     def back(self) -> Traffic:
-        """The same rows on their way home."""
+        """Returns the traffic of the same rows on their way home."""
         return Traffic(self.recv, self.send, None if self.pairs_WW is None else self.pairs_WW.T)
 
 
 class AllToAll(Protocol):
-    """Moves rows between the ranks of one group."""
+    """An algorithm that moves rows between the ranks of one group.
+
+    Attributes:
+        compiles: whether compilers can take layers that exchange by it.
+        identity: its name and its process groups: two algorithms of one identity do the same, so that a compiled graph
+            of one serves the other.
+    """
+
+    compiles: ClassVar[bool]
 
     @property
     def group(self) -> Group: ...
 
+    @property
+    def identity(self) -> str: ...
+
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        """Completes what each rank knows of the traffic with what the algorithm needs. Collective."""
+        """Completes the rows that this rank sends and receives by those of other ranks, if needed. Collective."""
         ...
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        """[sum(send), ...] ordered by destination -> [sum(recv), ...] ordered by source. Collective.
+        """Moves [sum(send), ...], ordered by destination, to [sum(recv), ...], ordered by source. Collective.
 
         The ranks have compared what they call (`collectives.begin`).
         """
@@ -58,7 +75,7 @@ class AllToAll(Protocol):
 
 
 def make_all_to_all(name: str, topology: Topology) -> AllToAll:
-    """The algorithm of that name over the topology's expert-parallel group. Collective for two-level algorithms.
+    """Makes the algorithm of that name over the topology's expert-parallel group. Collective for two-level algorithms.
 
     Raises:
         ConfigError: unknown name, or a group that does not cover its nodes evenly.
@@ -68,7 +85,7 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     group = topology.ep
     if name == "direct":
         return Direct(group)
-    # All groups are looked at, so that every rank refuses if one must.
+    # The ep groups of all ranks are checked, so that every rank refuses if one must.
     groups = [group.ranks] if topology.expert_grid is None else topology.expert_grid.transpose(1, 2).flatten(0, 1)
     for ranks in (tuple(int(rank) for rank in each) for each in groups):
         nodes = _by_node(ranks, topology.ranks_per_node)
@@ -97,9 +114,14 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Direct:
-    """One collective over the whole group."""
+    """The algorithm of one collective over the whole group."""
 
     group: Group
+    compiles: ClassVar[bool] = True
+
+    @property
+    def identity(self) -> str:
+        return f"direct over {self.group.identity}"
 
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return Traffic(send, recv)
@@ -109,22 +131,33 @@ class Direct:
 
 
 def _with_pairs(group: Group, send: list[int], recv: list[int]) -> Traffic:
+    """Gathers the rows between all pairs of ranks, and checks them against the rows that this rank receives."""
     row = torch.tensor(send, device=device_of(group)).view(1, -1)
     pairs_WW = all_gather_rows(group, row, [1] * group.size, "exchange of counts").cpu().numpy()
-    for rank, sent_W, came in zip(group.ranks, pairs_WW, recv, strict=True):
-        if sent_W[group.index] != came or (sent_W < 0).any():
-            raise other_operation(group, "exchange of counts", rank)
+    for rank, sent_W, received in zip(group.ranks, pairs_WW, recv, strict=True):
+        if sent_W[group.index] != received or (sent_W < 0).any():
+            raise other_operation(group.board, "exchange of counts", f"the {group}", rank)
     return Traffic(send, recv, pairs_WW)
 
 
 @dataclass(frozen=True, eq=False)
 class OneLeader:
-    """1DH: gather at the node's leader, exchange between leaders, scatter."""
+    """The 1DH algorithm: gather at the node's leader, exchange between leaders, scatter.
+
+    Attributes:
+        inside: the ranks of this node, the leader first.   leaders: of all nodes; None on ranks that are none.
+    """
 
     group: Group
     inside: Group
     leaders: Group | None
     nodes: int
+    compiles: ClassVar[bool] = True
+
+    @property
+    def identity(self) -> str:
+        leaders = "" if self.leaders is None else f", {self.leaders.identity}"
+        return f"1dh over {self.group.identity}, {self.inside.identity}{leaders}, {self.nodes} nodes"
 
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return _with_pairs(self.group, send, recv)
@@ -135,7 +168,7 @@ class OneLeader:
         # Rows by source node n, source place p, destination node N, destination place P.
         rows_npNP = traffic.pairs_WW.reshape(self.nodes, places, self.nodes, places)
         node, place = divmod(self.group.index, places)
-        if self.leaders is None:
+        if self.leaders is None:  # this rank gives all its rows to the leader, and has none to scatter
             all_to_all_rows(self.inside, rows, _only(0, len(rows), places), [0] * places, operation, agreed=True)
             rows = rows[:0]
             scatter = [0] * places
@@ -154,11 +187,16 @@ class OneLeader:
 
 @dataclass(frozen=True, eq=False)
 class TwoLevel:
-    """2DH: exchange inside the node by the destination's place, then across nodes between ranks of equal place."""
+    """The 2DH algorithm: exchange inside the node by the destination's place in its own, then across nodes."""
 
     group: Group
     inside: Group
-    across: Group
+    across: Group  # the ranks of this rank's place on each node
+    compiles: ClassVar[bool] = True
+
+    @property
+    def identity(self) -> str:
+        return f"2dh over {self.group.identity}, {self.inside.identity}, {self.across.identity}"
 
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return _with_pairs(self.group, send, recv)
@@ -183,7 +221,7 @@ def _only(index: int, count: int, size: int) -> list[int]:
 def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
     """Reorders blocks of rows, as `transpose(axes)` reorders the entries of an array.
 
-    The rows lie in blocks, block (i, j, …) having sizes[i, j, …] rows, the last index fastest. With sizes
+    Rows are in blocks, block (i, j, …) having sizes[i, j, …] rows, the last index fastest. With sizes
     [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
     """
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)

@@ -2,12 +2,13 @@
 
 Every function takes the group first, works on any dtype that the backend can carry, accepts ranks with no rows, and is
 a no-op for a group of one. A wait never lasts longer than the job's time-out: it ends with a `RankError` that names the
-rank at fault as far as it can be known.
+rank at fault as far as it can be known. Once a verdict stands nothing is sent: what other ranks have sent since is of
+the operations that it has ended, and must not be taken for a part of new ones.
 
 On CPUs an envelope goes first: a message of one size that says what the rank calls, and carries its sizes, or all of
-it where that is small (`begin`). Gloo takes whatever arrives for what it waits for: where that is more it ends the
-process, where it is less the rest is uninitialised memory. Envelopes alone travel by all-gather, so ranks that call
-different operations find that out here, at the same place, each with the names of both:
+the data where they are small (`begin`). Gloo takes any bytes that arrive for those it waits for: where they are more it
+ends the process, where they are less the rest is uninitialised memory. Only envelopes travel by all-gather, so ranks
+that call different operations find that out in the same collective, each with the names of both:
 
     rank 0: | all-reduce, 4 bytes inside |            rank 1: | dispatch of layer 2 |      both raise RankError
     rank 0: | exchange of counts, inside | rows |     rank 1: the same                     rows travel
@@ -29,9 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.failure import LOOK_S, ORDER, RENEWED_S, Note, order_of_blame, stopped
-from fusedmoe.comm.group import Group, lost
+from fusedmoe.comm.failure.blame import different, late, lost, other_operation
+from fusedmoe.comm.failure.board import RENEWED_S, Note
+from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.threads import LOOK_S
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """
     if work is None:
         return
-    if device_of(group).type == "cuda":
+    if group.on_gpu:
         # NCCL's wait only orders streams; given a time-out it would block the host and abort the communicator when that
         # passes. Its own watchdog bounds the operation, by the process group's time-out.
         work.wait()
@@ -64,117 +67,70 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
                     work.wait()  # it may have ended well between the time-out and this look
                     break
                 except RuntimeError as error:
-                    raise lost(group.job, group.ranks, operation, f"the {group}", str(error)) from error
-        verdict = board.read()
-        if verdict is not None:
-            raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+                    raise lost(board, group.ranks, operation, f"the {group}", str(error)) from error
+        if (verdict := board.read()) is not None:
+            raise group.ended(operation, verdict)
         board.waits(f"{operation} over the {group}", group.ranks)
         noted, now = True, time.monotonic()
         if earlier is None and now > deadline - RENEWED_S:
             earlier, deadline = board.waiting(group.ranks), max(deadline, now + RENEWED_S)
         elif earlier is not None and now > deadline:
-            raise _late(group, operation, earlier)
+            raise late(board, group.ranks, operation, f"the {group}", group.job.timeout_s, earlier)
     if noted:
         board.waits("")
 
 
-def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:
-    """The error for a wait that lasted too long, with what the others do instead of answering.
-
-    `earlier`: what they waited for when the time was nearly up.
-    """
-    me, here, board = group.job.rank, f"{operation} over the {group}", group.board
-    now = board.waiting(group.ranks)
-    silent = stopped(earlier, now)
-    absent = [rank for rank, note in now.items() if not note.what]
-    waiting = {rank: note for rank, note in now.items() if rank not in silent and note.what}
-    waiting[me] = Note(here, 0, board.calls[operation])
-    elsewhere = [rank for rank, note in waiting.items() if note.what != here]
-    places = [f"rank {rank} is not there" for rank in absent]
-    places += [f"rank {rank} was stopped while it waited for {now[rank].what}" for rank in silent]
-    if absent or silent or elsewhere:  # nobody can know whose operation is the right one: all are named
-        places += [f"rank {rank} waits for {note.what}" for rank, note in waiting.items()]
-    message = (
-        f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. {ORDER}; "
-        "if one is slow, give Topology a larger timeout_s."
-    )
-    culprits = [*absent, *silent, *order_of_blame(waiting)]
-    said = board.explain() or board.blame(culprits[0], operation, message)
-    return RankError(f"rank {me}: {here} ended because {said}")
-
-
-_ENVELOPE, _HEAD, _WORDS = 1024, 10, 214
-#: Bytes that an envelope carries beside the words that say what is called.
-ROOM = _ENVELOPE - _HEAD - _WORDS
+# An envelope is a head (lengths of words and data, how often the rank has called that), words that say what is called,
+# and data: so many bytes.
+_HEAD = struct.Struct("<HII")
+_ENVELOPE, _WORDS = 1024, 214
+_DATA = _HEAD.size + _WORDS  # where data begin
+#: Bytes of data that an envelope carries.
+ROOM = _ENVELOPE - _DATA
 
 
 def begin(group: Group, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
     """Compares what the ranks of a group call, before they do it; returns the data of each, in rank order.
 
-    Where the group is of one rank, or on GPUs, nothing is compared and nothing returned.
+    In a group of one rank, or on GPUs, it compares nothing and returns [].
 
     Args:
         details: what else must be equal, in words: dtype and width of rows, say.
         data: what a rank tells the others, at most `ROOM` bytes.
     Raises:
-        RankError: ranks call different operations; or as `wait`.
+        RankError: ranks call different operations; a verdict stands; or as `wait`.
     """
-    if _alone(group, operation) or device_of(group).type == "cuda":
+    handle = group.handle
+    if handle is None:
         return []
-    call = f"{operation}\n{details}".encode()
-    if len(call) > _WORDS:
-        call = call[: _WORDS - 12] + f"... {zlib.crc32(call):08x}".encode()
+    board = group.board
+    if board.standing is not None:
+        raise group.ended(operation, board.standing)
+    if group.on_gpu:
+        return []
+    words = f"{operation}\n{details}".encode()
+    if len(words) > _WORDS:
+        words = words[: _WORDS - 12] + f"... {zlib.crc32(words):08x}".encode()
+    board.calls[operation] += 1
     envelope = bytearray(_ENVELOPE)
-    group.board.calls[operation] += 1
-    struct.pack_into("<HII", envelope, 0, len(call), len(data), group.board.calls[operation])
-    envelope[_HEAD : _HEAD + len(call)] = call
-    envelope[_HEAD + _WORDS : _HEAD + _WORDS + len(data)] = data
+    _HEAD.pack_into(envelope, 0, len(words), len(data), board.calls[operation])
+    envelope[_HEAD.size : _HEAD.size + len(words)] = words
+    envelope[_DATA : _DATA + len(data)] = data
     own = torch.frombuffer(envelope, dtype=torch.uint8)
-    every = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8)
-    wait(_all_gather_tensor(every, own, group=group.handle, async_op=True), group, operation)
-    came = every.numpy().tobytes()
-    calls, often, found = [], [], []
-    for at in range(0, len(came), _ENVELOPE):
-        length, size, times = struct.unpack_from("<HII", came, at)
-        calls.append(came[at + _HEAD : at + _HEAD + length])
-        often.append(times)
-        found.append(came[at + _HEAD + _WORDS : at + _HEAD + _WORDS + size])
-    if any(of != call for of in calls):
-        words = [of.decode(errors="replace") for of in calls]
-        raise _different(group, operation, dict(zip(group.ranks, map(Note, words, often, often), strict=True)))
-    return found
-
-
-def _different(group: Group, operation: str, calls: dict[int, Note]) -> RankError:
-    """The error for ranks that call different operations."""
-    each = "; ".join(f"rank {rank} calls {' '.join(note.what.split())}" for rank, note in calls.items())
-    text = f"ranks of the {group} call different operations: {each}. {ORDER}"
-    culprit = order_of_blame(calls)[0]
-    said = group.board.explain() or group.board.post(culprit, calls[culprit].what.split("\n")[0], text)
-    return RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {said}")
-
-
-def other_operation(group: Group, operation: str, rank: int) -> RankError:
-    """The error for what came from `rank` and cannot be of this operation: it called another one there, or so did this
-    rank."""
-    me = group.job.rank
-    text = f"what it sent to rank {me} is of another operation; one of the two called that out of order. {ORDER}"
-    said = group.board.post(rank, operation, text)
-    return RankError(f"rank {me}: {operation} over the {group} ended because {said}")
-
-
-def _alone(group: Group, operation: str) -> bool:
-    """Whether there is nobody to talk to.
-
-    Raises:
-        RankError: a verdict stands. What others have sent since is of what it has ended, and must not be taken for a
-            part of what follows.
-    """
-    if group.handle is None:
-        return True
-    if (verdict := group.board.standing) is not None:
-        raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
-    return False
+    envelopes = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8)
+    wait(_all_gather_tensor(envelopes, own, group=handle, async_op=True), group, operation)
+    received = envelopes.numpy().tobytes()
+    words_of_ranks, often_of_ranks, data_of_ranks = [], [], []
+    for start in range(0, len(received), _ENVELOPE):
+        length, size, often = _HEAD.unpack_from(received, start)
+        words_of_ranks.append(received[start + _HEAD.size : start + _HEAD.size + length])
+        often_of_ranks.append(often)
+        data_of_ranks.append(received[start + _DATA : start + _DATA + size])
+    if words_of_ranks.count(words) < group.size:
+        calls = [said.decode(errors="replace") for said in words_of_ranks]
+        notes = map(Note, calls, often_of_ranks, often_of_ranks)
+        raise different(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
+    return data_of_ranks
 
 
 def all_to_all_rows(
@@ -188,19 +144,26 @@ def all_to_all_rows(
     """Sends `send[i]` rows to the i-th rank of the group and returns the rows received, in rank order.
 
     Args:
-        rows: [sum(send), ...], ordered by destination. recv: rows that come from each rank.
+        rows: [sum(send), ...], ordered by destination.   recv: numbers of rows received from each rank.
         agreed: the ranks have compared what they call, and their sizes.
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
+    Raises:
+        RankError: ranks call different operations; a verdict stands; or as `wait`.
     """
-    if _alone(group, operation):
+    handle = group.handle
+    if handle is None:
         return rows
+    if group.board.standing is not None:
+        raise group.ended(operation, group.board.standing)
+    # A detached copy or view: Gloo lets go of tensors on a thread of its own, which must not free an autograd graph.
     rows = rows.detach().contiguous()
     if not agreed:
         sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= ROOM else b""
-        for rank, its, size in zip(group.ranks, begin(group, operation, _rows(rows), sizes), recv, strict=False):
-            if its and struct.unpack_from("<q", its, 8 * group.index)[0] != size:
-                raise other_operation(group, operation, rank)
+        sizes_of_ranks = begin(group, operation, _described(rows), sizes)
+        for rank, its_sizes, size in zip(group.ranks, sizes_of_ranks, recv, strict=False):
+            if its_sizes and struct.unpack_from("<q", its_sizes, 8 * group.index)[0] != size:
+                raise other_operation(group.board, operation, f"the {group}", rank)
     out = rows.new_empty((sum(recv), *rows.shape[1:]))
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
@@ -208,12 +171,12 @@ def all_to_all_rows(
         for work in _start_duplex(group, wire_out, wire, send, recv):
             wait(work, group, operation)
         return out
-    work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=group.handle, async_op=True)
+    work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=handle, async_op=True)
     wait(work, group, operation)
     return out
 
 
-def _rows(rows: Tensor) -> str:
+def _described(rows: Tensor) -> str:
     return f"of {str(rows.dtype).removeprefix('torch.')} {list(rows.shape[1:])}"
 
 
@@ -224,21 +187,23 @@ def all_gather_rows(
 
     `agreed`: as for `all_to_all_rows`.
     """
-    if _alone(group, operation):
+    handle = group.handle
+    if handle is None:
         return rows
+    if group.board.standing is not None:
+        raise group.ended(operation, group.board.standing)
     rows = rows.detach().contiguous()
-    on_gpu = device_of(group).type == "cuda"
-    if not (on_gpu or agreed):
+    if not (group.on_gpu or agreed):
         small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= ROOM
-        found = begin(group, operation, f"{_rows(rows)} by {list(counts)}", _bytes(rows) if small else b"")
+        gathered = begin(group, operation, f"{_described(rows)} by {list(counts)}", _bytes(rows) if small else b"")
         if small:
-            return _tensor(b"".join(found), rows.dtype).view(sum(counts), *rows.shape[1:])
-    if not on_gpu or len(set(counts)) > 1:
-        # Nothing is padded, and every rank sends its own rows to every other.
+            return _tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
+    if not group.on_gpu or len(set(counts)) > 1:
+        # Backends gather as many rows from each rank, or pad them. So every rank sends its own rows to every other.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, agreed=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
-    wait(_all_gather_tensor(out, rows, group=group.handle, async_op=True), group, operation)
+    wait(_all_gather_tensor(out, rows, group=handle, async_op=True), group, operation)
     return out
 
 
@@ -258,7 +223,7 @@ def reduce_scatter_rows(
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """The sum along the first axis, in its order."""
+    """Sums along the first axis, in its order, in at least float32."""
     wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
@@ -268,39 +233,40 @@ def _sum(parts: Tensor) -> Tensor:
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "all-reduce") -> Tensor:
     """Reduces `tensor` over the group in place ("sum", "max" or "min") and returns it."""
-    if _alone(group, operation):
+    handle = group.handle
+    if handle is None:
         return tensor
     small = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= ROOM
     details = f"of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}, {op}"
-    found = begin(group, operation, details, _bytes(tensor.detach()) if small else b"")
-    if found and small:
-        every = torch.stack([_tensor(its, tensor.dtype) for its in found])
-        done = _sum(every) if op == "sum" else every.amax(0) if op == "max" else every.amin(0)
+    gathered = begin(group, operation, details, _bytes(tensor.detach()) if small else b"")
+    if gathered and small:  # the envelopes have carried it
+        parts = torch.stack([_tensor(part, tensor.dtype) for part in gathered])
+        result = _sum(parts) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0)
         with torch.no_grad():
-            tensor.copy_(done.view(tensor.shape))
+            tensor.copy_(result.view(tensor.shape))
         return tensor
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    wait(dist.all_reduce(tensor.detach(), ops[op], group=group.handle, async_op=True), group, operation)
+    wait(dist.all_reduce(tensor.detach(), ops[op], group=handle, async_op=True), group, operation)
     return tensor
 
 
-def all_gather_object(group: Group, thing: Any, operation: str = "all-gather of objects") -> list[Any]:
-    """Returns every rank's picklable `thing`, in rank order."""
+def all_gather_object(group: Group, value: Any, operation: str = "all-gather of objects") -> list[Any]:
+    """Returns every rank's picklable `value`, in rank order."""
     if group.handle is None:
-        return [thing]
-    device, data = device_of(group), pickle.dumps(thing)
+        return [value]
+    device, data = device_of(group), pickle.dumps(value)
     size = struct.pack("<q", len(data))
-    if device.type == "cuda":
+    if group.on_gpu:
         own_18 = torch.frombuffer(bytearray(size), dtype=torch.uint8)[None].to(device)
-        every = [_bytes(of.cpu()) for of in all_gather_rows(group, own_18, [1] * group.size, operation)]
+        gathered = [_bytes(row.cpu()) for row in all_gather_rows(group, own_18, [1] * group.size, operation)]
     else:
-        every = begin(group, operation, data=size + data[: ROOM - len(size)])
-    sizes = [struct.unpack_from("<q", its)[0] for its in every]
-    if device.type == "cpu" and max(sizes) <= ROOM - len(size):
-        return [pickle.loads(its[len(size) :]) for its in every]
+        gathered = begin(group, operation, data=size + data[: ROOM - len(size)])
+    sizes = [struct.unpack_from("<q", start)[0] for start in gathered]
+    if not group.on_gpu and max(sizes) <= ROOM - len(size):
+        return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    gathered = all_gather_rows(group, rows, sizes, operation, agreed=True).cpu()
-    return [pickle.loads(_bytes(part)) for part in gathered.split(sizes)]
+    parts = all_gather_rows(group, rows, sizes, operation, agreed=True).cpu().split(sizes)
+    return [pickle.loads(_bytes(part)) for part in parts]
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -312,16 +278,14 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def device_of(group: Group) -> torch.device:
-    """Where tensors must lie to travel over this group."""
-    if group.handle is not None and dist.get_backend(group.handle) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Returns the device on which tensors must lie to travel over this group."""
+    return torch.device("cuda", torch.cuda.current_device()) if group.on_gpu else torch.device("cpu")
 
 
 def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
     """Runs `action` on every rank and returns all results, in rank order. Collective over all ranks.
 
-    For local work whose failure on one rank must end it on all: nobody goes on before everybody has succeeded.
+    For local work whose failure on one rank must end it on all: no rank goes on before all have succeeded.
 
     Raises:
         ConfigError: every rank's action raised one; each rank raises its own.
@@ -337,10 +301,10 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
     message = None if failure is None else (str(failure) if refused else f"{type(failure).__name__}: {failure}")
     outcomes = all_gather_object(world, (message, refused, result), operation)
     of_ranks = zip(world.ranks, outcomes, strict=True)
-    failures = [(rank, text, its_own) for rank, (text, its_own, _) in of_ranks if text is not None]
+    failures = [(rank, text, refuses) for rank, (text, refuses, _) in of_ranks if text is not None]
     if not failures:
         return [value for _, _, value in outcomes]
-    if len(failures) == len(outcomes) and all(its_own for _, _, its_own in failures):
+    if len(failures) == len(outcomes) and all(refuses for _, _, refuses in failures):
         assert failure is not None
         raise failure
     ranks = [rank for rank, _, _ in failures]
@@ -349,29 +313,34 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
 
 
 def _start_duplex(group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> list[dist.Work]:
-    """Starts what `all_to_all_rows` does: rows to higher ranks go over `handle`, those to lower ones over `downward`.
+    """Starts an all-to-all whose rows to higher ranks go over `handle`, and those to lower ranks over `downward`.
 
     A Gloo connection carries one direction at a time: an all-to-all over a link between two hosts takes twice the time
     that the link needs. With one process group for each direction every connection has only one to carry. Measured
     between two ranks at 200 Mbit/s: 2.1 times the ideal time with one group, 1.07 with two. On plain loopback it gains
     nothing.
 
-    `rows` are ordered by destination and `out` by source, so what travels in one direction is one slice of each.
+    `rows` are ordered by destination and `out` by source, so the rows of one direction are one slice of each.
     """
-    me = group.index
-    assert group.downward is not None
-    below, above = slice(0, sum(send[:me])), slice(sum(send[: me + 1]), None)
-    from_below, from_above = slice(0, sum(recv[:me])), slice(sum(recv[: me + 1]), None)
-    works = [
-        dist.all_to_all_single(out[into], rows[of], came, left, group=handle, async_op=True)
-        for handle, into, of, came, left in (
-            (group.handle, from_below, above, _only(recv, range(me)), _only(send, range(me + 1, group.size))),
-            (group.downward.handle, from_above, below, _only(recv, range(me + 1, group.size)), _only(send, range(me))),
-        )
-    ]
-    out[from_below.stop : from_above.start] = rows[below.stop : above.start]
-    return works
-
-
-def _only(counts: Sequence[int], ranks: range) -> list[int]:
-    return [count if rank in ranks else 0 for rank, count in enumerate(counts)]
+    me, size = group.index, group.size
+    assert group.handle is not None and group.downward is not None
+    below, above = sum(send[:me]), sum(send[: me + 1])  # before and after this rank's own rows
+    from_below, from_above = sum(recv[:me]), sum(recv[: me + 1])
+    upward = dist.all_to_all_single(
+        out[:from_below],
+        rows[above:],
+        [*recv[:me], *[0] * (size - me)],
+        [*[0] * (me + 1), *send[me + 1 :]],
+        group=group.handle,
+        async_op=True,
+    )
+    downward = dist.all_to_all_single(
+        out[from_above:],
+        rows[:below],
+        [*[0] * (me + 1), *recv[me + 1 :]],
+        [*send[:me], *[0] * (size - me)],
+        group=group.downward,
+        async_op=True,
+    )
+    out[from_below:from_above] = rows[below:above]
+    return [upward, downward]

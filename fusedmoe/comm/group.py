@@ -3,11 +3,12 @@
 A process group costs threads and connections (Gloo) or a communicator and memory on the GPU (NCCL). So each is made
 once for its ranks, its purpose and its time-out, by its members alone, and every topology that needs it leases it.
 
-`torch.distributed.new_group(use_local_synchronization=True)` is meant for groups that their members make, but names a
-group by how many groups the process has: members that have made different numbers of others (`new_group` of some ranks
-is enough) wait for each other under different names. Where the default group is bound to a device it also splits that
-group's communicator, for which NCCL waits for all ranks of the job. And it sorts ranks, where a group's order says who
-holds which experts.
+PyTorch's `new_group(use_local_synchronization=True)` is meant for groups that their members make, but does not do:
+
+- It names a group by how many groups the process has. Members that have made different numbers of groups (a
+  `new_group` of some ranks is enough) wait for each other under different names.
+- Where the default group is bound to a device it splits that group's communicator, for which NCCL waits for all ranks.
+- It sorts ranks, where a group's order says which rank holds which experts.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure import Board, attempt, stopped
+from fusedmoe.comm.failure.blame import lost
+from fusedmoe.comm.failure.board import Board, attempt
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S, Helper
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every group of a job shares: this rank, how long a wait may last, where failures are posted.
+    """A job as all its groups share it: this rank, how long a wait may last, where failures are posted.
 
-    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use
-    (`fusedmoe.comm.heap`).
+    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use (`Heap`).
     """
 
     rank: int = 0
@@ -47,7 +49,7 @@ class Job:
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
     def refuse_pickle(self) -> None:
-        """Raises `ConfigError` for what is about to be pickled and has ranks to talk to."""
+        """Raises `ConfigError` where an object of a job of several ranks is about to be pickled."""
         if self.board is not None:
             raise ConfigError(
                 f"rank {self.rank}: pickle, or torch.save, of a model over ranks: its process groups stay in this "
@@ -60,70 +62,75 @@ class Job:
         return Job, (self.rank, self.timeout_s)  # heaps stay in their process
 
 
-class Lease:
-    """A process group, for as long as the topology that has leased it is open.
+class Group:
+    """The ranks along one axis of the topology, this rank among them.
 
-    `key`: by which the pool knows it: ranks and purpose, and the time-out.
+    Attributes:
+        axis: the name of the axis, for errors.
+        ranks: global numbers, in the group's order.   index: this rank's place among them.   size: how many they are.
+        handle: their process group; None exactly when the group has one rank (then every collective is a no-op and
+            nothing needs initialising).
+        downward: a second process group of the same ranks, for rows to lower ones (`collectives`); None without.
+        job: what it shares with the other groups.   board: the job's, of a group that communicates.
+        on_gpu: whether tensors must lie on this rank's GPU to travel over it (NCCL).
+    Raises:
+        ConfigError: of `handle` and `downward`, once the topology was closed.
     """
 
-    def __init__(self, handle: dist.ProcessGroup, key: tuple[str, float] = ("", 0.0)) -> None:
-        self._handle: dist.ProcessGroup | None = handle
-        self.key = key
+    # Plain attributes, since each collective of each step reads them.
+    handle: dist.ProcessGroup | None
+    downward: dist.ProcessGroup | None
 
-    @property
-    def handle(self) -> dist.ProcessGroup:
-        if self._handle is None:
+    def __init__(
+        self,
+        axis: str,
+        ranks: tuple[int, ...] = (0,),
+        index: int = 0,
+        handle: dist.ProcessGroup | None = None,
+        job: Job | None = None,
+        downward: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
+        self.handle, self.downward = handle, downward
+        self.job = job or Job()
+        self.board: Board = self.job.board  # type: ignore[assignment]  # only a group of one can have none
+        self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks only for what is not there: `close` has deleted it.
+        if name in ("handle", "downward"):
             raise ConfigError(
                 "this topology was closed, and its process groups are gone: use it before close(), or make another"
             )
-        return self._handle
+        raise AttributeError(name)
+
+    def close(self) -> None:
+        """Lets go of the process groups: the group cannot communicate from then on."""
+        self.__dict__.pop("handle", None)
+        self.__dict__.pop("downward", None)
 
     @property
     def is_open(self) -> bool:
-        return self._handle is not None
-
-    def end(self) -> None:
-        self._handle = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks along one axis of the topology, this one among them.
-
-    `ranks` are global, in the group's order; `index` is this rank's place among them; `lease` is of their process
-    group, None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
-    `downward`: of a second process group of the same ranks, for rows to lower ones (see `collectives`); None without.
-    """
-
-    axis: str
-    ranks: tuple[int, ...] = (0,)
-    index: int = 0
-    lease: Lease | None = None
-    job: Job = field(default_factory=Job)
-    downward: Lease | None = None
+        return "handle" in self.__dict__
 
     @property
-    def handle(self) -> dist.ProcessGroup | None:
-        """The process group; None for a group of one.
+    def identity(self) -> str:
+        """The axis and the numbers of its process groups: the same for two groups over which rows travel alike.
 
-        Raises:
-            ConfigError: the topology was closed.
+        Process groups are numbered when they are first asked for, so ranks that ask in the same order say the same.
         """
-        return None if self.lease is None else self.lease.handle
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+        handles = [handle for handle in (self.handle, self.downward) if handle is not None]
+        for handle in handles:
+            if handle not in _NUMBERS:
+                _NUMBERS[handle] = next(_new_number)
+        return f"{self.axis} {[_NUMBERS[handle] for handle in handles]}"
 
     def count_call(self) -> int:
-        """The number of a layer's call over the group, the same on all of its ranks."""
-        return 0 if self.handle is None else process_groups().count_call(self.handle)
-
-    @property
-    def board(self) -> Board:
-        """The job's board, of a group that communicates."""
-        assert self.job.board is not None
-        return self.job.board
+        """Counts a layer's call over the process group; returns its number, the same on all of the group's ranks."""
+        if (handle := self.handle) is None:
+            return 0
+        _CALLS[handle] = number = _CALLS.get(handle, 0) + 1
+        return number
 
     def refuse(self, operation: str, text: str) -> NoReturn:
         """Raises what is wrong with this rank's part in an operation that has not begun, and tells the other ranks."""
@@ -131,6 +138,10 @@ class Group:
             raise ConfigError(f"{operation}: {text}")
         self.job.board.post(self.job.rank, operation, text)
         raise RankError(f"rank {self.job.rank}: {operation} over the {self}: {text}")
+
+    def ended(self, operation: str, verdict: object) -> RankError:
+        """Returns the error for an operation that a verdict ended."""
+        return RankError(f"rank {self.job.rank}: {operation} over the {self} ended because {verdict}")
 
     def __getstate__(self) -> dict[str, Any]:
         self.job.refuse_pickle()
@@ -143,24 +154,36 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# A store that a process hosts goes last when the process ends.
-_HOST_EXIT_S = 1.0
-# How long a peer may take to be gone after a wait of PyTorch's own broke, on top of the time that has passed.
+# Calls of layers, and numbers for `identity`, are by process group: topologies that share one need not lie alike on all
+# ranks, nor end there at the same time.
+_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_NUMBERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_new_number = count()
+
+# Seconds that a peer may take to be gone after a wait of PyTorch's own broke, on top of the time that has passed.
 _SLOW_EXIT_S = 6.0
 
-_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-
-#: What a rank says of its groups of some ranks and one purpose: the number of the one it could use, 0 for none, and how
+#: A rank's process groups of the same ranks and purpose: the number of the one that it could use, 0 for none, and how
 #: many it has made.
 Held = tuple[int, int]
 
 
-def launch_in_order_of_issue() -> None:
-    """Has NCCL launch what several communicators do in the order in which the host issues it (`runtime/nccl.md`).
+class Lease(NamedTuple):
+    """A process group, for as long as the topology that has leased it is open.
 
-    NCCL reads the variable when it first launches something: call this before. A value that is set already stays.
+    `key`: the pool's, of ranks, purpose and time-out.
     """
-    os.environ.setdefault(_LAUNCH_ORDER, "1")
+
+    handle: dist.ProcessGroup
+    key: tuple[str, float]
+
+
+def launch_in_order_of_issue() -> None:
+    """Has NCCL launch the operations of several communicators in the order in which the host issues them.
+
+    NCCL reads the variable at its first launch: call this before. A value that is set already stays.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass
@@ -186,31 +209,21 @@ class ProcessGroups:
         self._made: dict[tuple[str, float], _Made] = {}
         self._last: dict[str, int] = {}
         self._layers: Counter[tuple[int, ...]] = Counter()
-        # By process group: topologies that share one need not lie alike on all ranks, nor end there at the same time.
-        self._calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-    def count_call(self, handle: dist.ProcessGroup) -> int:
-        """How many calls of layers there were over a process group, this one included."""
-        self._calls[handle] = number = self._calls.get(handle, 0) + 1
-        return number
 
     def number_layer(self, ranks: tuple[int, ...]) -> int:
-        """How many layers these ranks have made, another one included."""
+        """Counts another layer of these ranks; returns how many they have made."""
         self._layers[ranks] += 1
         return self._layers[ranks]
 
     def held(self, timeout_s: float) -> dict[str, Held]:
-        """What this rank holds by ranks and purpose, for other ranks to compare."""
-        return {name: (self._number(name, timeout_s), last) for name, last in self._last.items()}
-
-    def _number(self, name: str, timeout_s: float) -> int:
-        made = self._made.get((name, timeout_s))
-        return 0 if made is None or made.handle() is None else made.number
+        """Returns what this rank holds, by ranks and purpose, for the other ranks to compare."""
+        alive = {key: made.number for key, made in self._made.items() if made.handle() is not None}
+        return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last.items()}
 
     def lease(
         self, job: Job, purpose: str, ranks: Sequence[int], held: Sequence[Mapping[str, Held]] | None = None
     ) -> Lease:
-        """The process group of these ranks, in this order, for one purpose. Collective over them.
+        """Leases the process group of these ranks, in this order, for one purpose. Collective over them.
 
         Args:
             held: what each of its ranks holds, where they have just told each other; else they do so here.
@@ -218,22 +231,24 @@ class ProcessGroups:
             RankError: one of them failed, or did not come within the job's time-out.
         """
         ranks = tuple(ranks)
-        name, key = _name(purpose, ranks), (_name(purpose, ranks), job.timeout_s)
+        name = f"{purpose}/{','.join(map(str, ranks))}"
+        key = (name, job.timeout_s)
         if held is None:
-            own = {of: value for of, value in self.held(job.timeout_s).items() if of == name}
+            own = self.held(job.timeout_s).get(name, (0, 0))
             assert job.board is not None
-            held = job.board.meet(ranks, own, job.timeout_s, operation=f"making a process group for {purpose}")
-        every = [of.get(name, (0, 0)) for of in held]
-        numbers = {number for number, _ in every}
+            operation = f"making a process group for {purpose}"
+            held = [{name: value} for value in job.board.meet(ranks, own, job.timeout_s, operation=operation)]
+        of_ranks = [rank.get(name, (0, 0)) for rank in held]
+        numbers = {number for number, _ in of_ranks}
         if len(numbers) > 1 or 0 in numbers:
-            number = max(last for _, last in every) + 1
+            number = max(last for _, last in of_ranks) + 1
             handle = _make(job, ranks, f"fusedmoe/{attempt()}/{name}/{number}")
             self._made[key], self._last[name] = _Made(ref(handle), number), number
         made = self._made[key]
         made.leases += 1
-        there = made.handle()
-        assert there is not None
-        return Lease(there, key)
+        leased = made.handle()
+        assert leased is not None
+        return Lease(leased, key)
 
     def give_back(self, leases: Iterable[Lease]) -> None:
         """Ends leases. Their process groups stay, for the next topology, until `destroy`."""
@@ -242,20 +257,20 @@ class ProcessGroups:
                 made.leases -= 1
 
     def leased(self, leases: Iterable[Lease]) -> dict[str, int]:
-        """By ranks and purpose how many leases of the same process groups are out."""
+        """Returns, by ranks and purpose, how many leases of the same process groups are out."""
         return {lease.key[0]: made.leases for lease in leases if (made := self._of(lease)) is not None}
 
     def destroy(self, lease: Lease) -> None:
-        """Frees a process group that no member of it uses any more."""
+        """Frees a process group that none of its members uses any more."""
         if self._of(lease) is not None:
             del self._made[lease.key]
             c10d: Any = dist.distributed_c10d
             tag = c10d._world.pg_to_tag.get(lease.handle)
             dist.destroy_process_group(lease.handle)
-            c10d._world.tags_to_pg.pop(tag, None)  # its list of this group alone, which PyTorch leaves there empty
+            c10d._world.tags_to_pg.pop(tag, None)  # PyTorch leaves an empty list there
 
     def _of(self, lease: Lease) -> _Made | None:
-        """The process group that was made for a lease, unless a newer one has replaced it."""
+        """Returns the entry of a lease's process group, unless a newer group has replaced it."""
         made = self._made.get(lease.key)
         return made if made is not None and made.handle() is lease.handle else None
 
@@ -264,20 +279,15 @@ _OF_JOB: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary
 
 
 def process_groups() -> ProcessGroups:
-    """The pool of the job: that of `torch.distributed`'s default group, which must be there.
-
-    Modules of PyTorch that are imported late keep the default group for ever, as default values of arguments.
-    """
+    """Returns the pool of the job: of `torch.distributed`'s default group, which must be there."""
+    # The pool may outlive its job, and so holds process groups weakly: modules of PyTorch that are imported late keep
+    # the default group of that time for ever, as default values of arguments.
     default: Any = dist.group.WORLD
     return _OF_JOB.setdefault(default, ProcessGroups())
 
 
-def _name(purpose: str, ranks: tuple[int, ...]) -> str:
-    return f"{purpose}/{','.join(map(str, ranks))}"
-
-
 def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    """A new process group of these ranks, in this order. Collective over them, under the same name."""
+    """Makes a process group of these ranks, in this order. Collective over them, under the same name."""
     c10d: Any = dist.distributed_c10d
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
@@ -313,17 +323,17 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
             text = f"{error}. Raise its limits of memory and of threads (ulimit -v, ulimit -u, the container's)"
             said = board.post(job.rank, operation, text)
             raise RankError(f"rank {job.rank}: {operation} over {where} ended because {said}") from error
-        # Where the time was up, whoever is gone has been so for long.
+        # Where the time was up, a rank that is gone has been so for long.
         reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
         exit_s = max(1.0, deadline - time.monotonic())
-        raise lost(job, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
+        raise lost(board, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
 
 
 def _unmake(making: Future[Any]) -> None:
-    """Frees a process group that was made when this rank did not wait for it any more."""
+    """Frees a process group that was made after this rank had stopped waiting for it."""
     c10d: Any = dist.distributed_c10d
     if making.exception() is None:
         handle, _ = making.result()
@@ -332,58 +342,15 @@ def _unmake(making: Future[Any]) -> None:
             dist.destroy_process_group(handle)
 
 
-# What Gloo raises where the system has no thread for it.
+# The words with which Gloo fails where the system has no thread for it.
 _NO_ROOM = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
-def lost(
-    job: Job,
-    ranks: Sequence[int],
-    operation: str,
-    where: str,
-    reason: str,
-    exit_s: float | None = None,
-    absent: Sequence[int] = (),
-) -> RankError:
-    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not.
-
-    `exit_s`: how long a peer may take to be gone; None: as an error makes it take. `absent`: who had not come when the
-    connection could not be made.
-    """
-    me, board = job.rank, job.board
-    assert board is not None
-    others = tuple(rank for rank in ranks if rank != me)
-    here, earlier, cut_off = f"{operation} over {where}", None, False
-    deadline, dead = time.monotonic() + (board.exit_s if exit_s is None else exit_s), board.gone(others)
-    while (said := board.explain()) is None and not dead and time.monotonic() < deadline:
-        board.waits(here, ranks)
-        earlier = earlier or board.waiting(others)
-        time.sleep(0.02)
-        dead = board.gone(others)
-        if board.cut_off and not cut_off:  # nobody will say why any more
-            cut_off, deadline = True, min(deadline, time.monotonic() + _HOST_EXIT_S)
-    verdict: object = said
-    if verdict is None and dead:
-        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
-    elif verdict is None:
-        silent = stopped(earlier or {}, board.waiting(others))  # on other hosts: those on this one have been asked
-        mine = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
-        gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
-        late = f"it did not come: it is late, or it was stopped, or its host; see its log ({reason})"
-        if silent:
-            verdict = board.blame(silent[0], operation, gone)
-        elif absent:
-            verdict = board.blame(absent[0], operation, late)
-        else:
-            verdict = board.blame(me, operation, mine)
-    return RankError(f"rank {me}: {here} ended because {verdict}")
-
-
 def _patience(job: Job) -> timedelta:
-    """The time-out of the backend.
+    """Returns the time-out of the backend, which passes after the job's.
 
-    It comes after the job's, and ends what a rank that gave up had begun: Gloo's threads would otherwise keep its
-    process from ending for as long as the default group's time-out says.
+    It ends what a rank that gave up had begun: Gloo's threads would otherwise keep the rank's process from ending for
+    as long as the default group's time-out says.
     """
     return timedelta(seconds=job.timeout_s + 2.0)
 
@@ -395,10 +362,10 @@ def _set_timeout(patience: timedelta, handle: dist.ProcessGroup) -> None:
 
 @contextmanager
 def bounded(group: Group, operation: str) -> Iterator[None]:
-    """A context around collectives of PyTorch's own over a group: bounded by the job's time-out, noted on the board.
+    """Wraps collectives of PyTorch's own over a group: bounds them by the job's time-out, notes them on the board.
 
     Raises:
-        RankError: a connection broke, or a rank did not come. What else they raise stays as it is.
+        RankError: a connection broke, or a rank did not come. Other errors of theirs stay as they are.
     """
     job, handle = group.job, group.handle
     if handle is None:
@@ -413,17 +380,18 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in reason:
             raise
         exit_s, absent = min(_SLOW_EXIT_S, group.board.exit_s), []
-        if "Timed out" in reason:  # whoever was gone by then has been so for long
+        if "Timed out" in reason:  # a rank that was gone by then has been so for long
             exit_s, absent = 1.0, group.board.absent(group.ranks)
-        raise lost(job, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
+        raise lost(group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
     finally:
         _set_timeout(_patience(job), handle)
 
 
 def _to_connect(patience: timedelta) -> timedelta:
-    """The time-out with which a process group is made: what its thread waits for, if others end meanwhile.
+    """Returns the time-out with which a process group is made: how long its thread waits where ranks end meanwhile.
 
-    Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met.
+    Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met, so a fifth
+    is enough.
     """
     if dist.get_backend() != "gloo":
         return patience
@@ -432,7 +400,7 @@ def _to_connect(patience: timedelta) -> timedelta:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """The default group without its device: its communicator is not split then."""
+    """Takes the device from the default group meanwhile, so that its communicator is not split."""
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:

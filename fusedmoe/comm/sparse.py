@@ -22,7 +22,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.threads import Helper
 
 if TYPE_CHECKING:
-    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
 # (expert, source, target, step), in an order that is the same on all ranks.
 Transfers = Sequence[tuple[int, int, int, int]]

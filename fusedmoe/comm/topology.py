@@ -1,11 +1,10 @@
-"""Where ranks stand: data, model, expert and expert-sharding parallelism over the ranks of a job."""
+"""Topologies: data, model, expert and expert-sharding parallelism over the ranks of a job."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -16,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import _StopRecomputationError
 
 from fusedmoe.comm.collectives import all_gather_object, device_of
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from fusedmoe.comm.group import Group, Held, Job, Lease, launch_in_order_of_issue, process_groups
-from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -129,9 +127,9 @@ class Topology:
         for axis, name in named.items():
             if name is not None and name not in names:
                 raise ConfigError(f"{axis}={name!r} is not a dimension of the mesh, which has {list(names)}")
-        for one, other in (("ep", "esp"), ("ep", "pp"), ("esp", "pp"), ("mp", "pp")):
-            if named[one] is not None and named[one] == named[other]:
-                raise ConfigError(f"{one} and {other} name the same mesh dimension {named[one]!r}; they need one each")
+        for first, second in (("ep", "esp"), ("ep", "pp"), ("esp", "pp"), ("mp", "pp")):
+            if (name := named[first]) is not None and name == named[second]:
+                raise ConfigError(f"{first} and {second} name the same mesh dimension {name!r}; they need one each")
         if mesh.mesh.numel() != world:
             raise ConfigError(f"the mesh holds {mesh.mesh.numel()} ranks of a world of {world}; pass the whole mesh")
         ranks = mesh.mesh.cpu()
@@ -157,10 +155,10 @@ class Topology:
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
     ) -> Topology:
-        """The ranks of one process group as a world of their own: for a layer that only some ranks of the job hold.
+        """Makes a world of the ranks of one process group, for a layer that only some ranks of the job hold.
 
         Collective over that group only. Gradients of dense parts and of copies of an expert are not its business: it
-        has no meshes, `dp` is the whole group, and `edp` is what lies beside `experts`.
+        has no meshes, `dp` is the whole group, and `edp` the axis of `experts` before the last two.
 
         Args:
             handle: the group; None for a world of one.
@@ -182,10 +180,12 @@ class Topology:
         topology._begin(job, per_node, duplex=False)
         topology.size = len(ranks)
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
-        topology.world = Group("world", ranks, ranks.index(job.rank), Lease(handle), job)
+        topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
-        topology.dp = replace(topology.subgroup("dp", ranks), axis="dp")
+        everyone = topology.subgroup("dp", ranks)  # the group of `ep` perhaps
+        topology.dp = Group("dp", ranks, everyone.index, everyone.handle, job)
+        topology._groups.append(topology.dp)
         topology.mp = topology.subgroup("mp", (job.rank,))
         return topology
 
@@ -200,7 +200,7 @@ class Topology:
         duplex: bool,
     ) -> Topology:
         topology = cls.__new__(cls)
-        if experts.numel() == 1:  # alone in its stage perhaps
+        if experts.numel() == 1:  # the only rank of its pipeline stage perhaps
             topology._lay_out(Job(timeout_s=job.timeout_s), None, None, ranks_per_node=1)
             return topology
         if duplex and dist.get_backend() == "nccl":
@@ -211,6 +211,7 @@ class Topology:
     def _begin(self, job: Job, ranks_per_node: int, duplex: bool) -> None:
         self.job, self.rank, self.ranks_per_node, self._duplex = job, job.rank, ranks_per_node, duplex
         self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._groups: list[Group] = []  # of leased process groups
         self._leases: list[Lease] = []
         if dist.is_available() and dist.is_initialized():
             # With the last reference to the topology its leases end.
@@ -240,10 +241,9 @@ class Topology:
         everyone = tuple(sorted(experts.flatten().tolist()))
         default: Any = dist.group.WORLD
         if nccl and self.size == dist.get_world_size():
-            world = Lease(default)
+            self.world = Group("world", everyone, everyone.index(self.rank), default, job)
         else:
-            world = self._lease("world", everyone, held and [held[rank] for rank in everyone])
-        self.world = Group("world", everyone, everyone.index(self.rank), world, job)
+            self.world = self._group("world", "world", everyone, held)
         # Each axis has a group of its own, of the same ranks as another's, too: gradients travel over one while rows
         # travel over another.
         for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
@@ -256,29 +256,33 @@ class Topology:
         if len(ranks) == 1:
             return Group(axis, ranks, 0, None, self.job)
         mine = held if held is None else [held[rank] for rank in ranks]
-        downward = self._lease(f"{purpose} down", ranks, mine) if self._duplex else None
-        return Group(axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, mine), self.job, downward)
+        downward = self._lease(f"{purpose} down", ranks, mine) if self._duplex and purpose != "world" else None
+        group = Group(axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, mine), self.job, downward)
+        self._groups.append(group)
+        return group
 
-    def _lease(self, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, Held]] | None = None) -> Lease:
+    def _lease(
+        self, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, Held]] | None = None
+    ) -> dist.ProcessGroup:
         lease = process_groups().lease(self.job, purpose, ranks, held)
         self._leases.append(lease)
-        return lease
+        return lease.handle
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
-        """A group of some ranks, this one among them; made on first use, by its members only."""
+        """Returns a group of some ranks, this one among them; its members alone make it, on first use."""
         if ranks not in self._subgroups:
             self._subgroups[ranks] = self._group(axis, "subgroup", ranks)
         return self._subgroups[ranks]
 
     def beside(self, group: Group, purpose: str) -> Group:
-        """Another group of the same ranks, for what goes on at the same time as something over `group`.
+        """Returns another group of the same ranks, for collectives that run at the same time as those over `group`.
 
-        Collective over the group. The same for the same purpose.
+        Collective over the group. The same purpose gives the same process group.
         """
         return self._group(group.axis, f"{group.axis} {purpose}", group.ranks)
 
     def number_layer(self) -> int:
-        """The number of another layer on these ranks, by which ranks that call different ones find that out."""
+        """Counts another layer on these ranks; by its number ranks find out that they call different layers."""
         return 0 if self.size == 1 else process_groups().number_layer(self.world.ranks)
 
     @property
@@ -297,13 +301,13 @@ class Topology:
     def _mesh(self, grid: torch.Tensor | None, names: tuple[str, ...]) -> DeviceMesh | None:
         if grid is None:
             return None
-        groups = [getattr(self, name).handle or self._lease("alone", (self.rank,)).handle for name in names]
+        groups = [getattr(self, name).handle or self._lease("alone", (self.rank,)) for name in names]
         return DeviceMesh.from_group(groups, device_of(self.world).type, grid, mesh_dim_names=names)
 
     def close(self) -> None:
         """Frees the process groups that no other topology uses. Collective over all ranks, when nothing travels.
 
-        What stands on this topology cannot communicate from then on. A second call does nothing.
+        Layers on this topology cannot communicate from then on. A second call does nothing.
 
         Raises:
             RankError: a rank failed, or did not come within `timeout_s`.
@@ -314,12 +318,12 @@ class Topology:
         pool = process_groups()
         pool.give_back(leases)
         own, timeout_s = pool.leased(leases), self.job.timeout_s
-        every = self.world.board.meet(self.world.ranks, own, timeout_s, operation="closing the topology")
+        leases_out = self.world.board.meet(self.world.ranks, own, timeout_s, operation="closing the topology")
         for lease in leases:
-            if all(of.get(lease.key[0], 0) == 0 for of in every):
+            if all(out.get(lease.key[0], 0) == 0 for out in leases_out):
                 pool.destroy(lease)
-        for lease in leases:
-            lease.end()
+        for group in self._groups:
+            group.close()
 
     def __enter__(self) -> Topology:
         return self
@@ -328,46 +332,49 @@ class Topology:
         if kind is None:  # after an error the other ranks may never come
             self.close()
 
-    def agree(self, facts: dict[str, Any], what: str) -> None:
-        """Checks that all ranks hold the same facts. Collective over all ranks.
+    def agree(self, facts: dict[str, Any], subject: str) -> None:
+        """Checks that all ranks hold the same facts about a subject. Collective over all ranks.
 
         Raises:
             RankError: they do not; the message, the same everywhere, names a fact and who holds which value.
         """
-        every = all_gather_object(self.world, facts, f"comparing {what}")
+        facts_of_ranks = all_gather_object(self.world, facts, f"comparing {subject}")
         for name in facts:
             holders: dict[str, list[int]] = {}
-            for rank, others in zip(self.world.ranks, every, strict=True):
-                holders.setdefault(repr(others.get(name)), []).append(rank)
+            for rank, its_facts in zip(self.world.ranks, facts_of_ranks, strict=True):
+                holders.setdefault(repr(its_facts.get(name)), []).append(rank)
             if len(holders) > 1:
-                found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
-                raise RankError(f"{what}: {name} is {found}. Build {what} from the same configuration on every rank.")
+                values = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
+                text = f"{subject}: {name} is {values}. Build {subject} from the same configuration on every rank."
+                raise RankError(text)
 
     def check(self) -> None:
         """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.puts`).
 
-        On a GPU nobody else waits for them. Where there are such it waits for the current stream.
+        On a GPU the host does not wait for them anywhere else. Where such kernels have run, this waits for the current
+        stream.
 
         Raises:
-            RankError: a wait ended early; it names rank, peer, what was waited for, expected and seen signal.
+            RankError: a wait ended early; it names rank, peer, the awaited rows, expected and seen signal.
         """
         for heap in list(self.job.heaps):
             if not heap.abandoned:
                 heap.check()
 
     def fail(self, operation: str, message: str) -> None:
-        """Posts that this rank failed, so that the others end with an error that names it."""
+        """Posts that this rank failed, so that the other ranks end with an error that names it."""
         if self.job.board is not None:
             self.job.board.post(self.rank, operation, message)
 
     def stop(self, operation: str, error: BaseException) -> None:
-        """Posts an exception of this rank, but for one that the rank at fault, or who noticed first, has posted."""
-        if not isinstance(error, (RankError, _StopRecomputationError)):  # with the latter checkpointing ends its work
+        """Posts an exception of this rank, unless the rank at fault, or the first to notice, has posted it already."""
+        # Checkpointing ends a recomputation that has all it needs by raising the latter: no failure.
+        if not isinstance(error, (RankError, _StopRecomputationError)):
             self.fail(operation, f"{type(error).__name__}: {error}")
 
     @contextmanager
     def guard(self, operation: str = "the guarded block") -> Iterator[None]:
-        """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
+        """Posts any exception that leaves the block, with which all ranks end then, wherever they wait."""
         try:
             yield
         except BaseException as error:
@@ -383,8 +390,8 @@ class Topology:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
-        of = self.size if self.world.index == self.rank else f"the ranks {list(self.world.ranks)}"
-        return f"Topology(rank {self.rank} of {of}; {sizes}; {self.ranks_per_node} ranks a node)"
+        world = self.size if self.world.index == self.rank else f"the ranks {list(self.world.ranks)}"
+        return f"Topology(rank {self.rank} of {world}; {sizes}; {self.ranks_per_node} ranks a node)"
 
 
 def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
@@ -398,7 +405,7 @@ def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
     """
     rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
     job = Job(rank, timeout_s, Board(dist.distributed_c10d._get_default_store(), rank))
-    return Group(name, ranks, ranks.index(rank), Lease(handle), job)
+    return Group(name, ranks, ranks.index(rank), handle, job)
 
 
 def _world_size() -> int:
@@ -414,7 +421,7 @@ def _world_size() -> int:
 
 
 def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
-    """The ranks along one axis of a grid on whose line this rank is."""
+    """Returns the ranks on this rank's line along one axis of a grid."""
     at = [int(index) for index in (grid == rank).nonzero()[0]]
     return tuple(grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)].tolist())
 
@@ -422,8 +429,11 @@ def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
 def _meet(
     timeout_s: float, arguments: str, ranks: Sequence[int] | None = None
 ) -> tuple[Job, list[dict[str, Held]] | None]:
-    """The job of these ranks, by default all, once they are here with the same arguments; and what process groups each
-    of them holds."""
+    """Waits for these ranks, by default all; returns their job, and the process groups that each of them holds.
+
+    Raises:
+        RankError: the ranks have different arguments, or one of them does not come.
+    """
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
         return Job(timeout_s=timeout_s), None
@@ -432,13 +442,13 @@ def _meet(
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
-    every = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    facts = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
     if len(ranks) == dist.get_world_size():
         board.forget_addresses()
-    for other, (theirs, _) in zip(ranks, every, strict=True):
-        if theirs != arguments:
+    for peer, (its_arguments, _) in zip(ranks, facts, strict=True):
+        if its_arguments != arguments:
             raise RankError(
-                f"topology: rank {rank} has {arguments}, rank {other} has {theirs}. Pass the same on every rank; "
+                f"topology: rank {rank} has {arguments}, rank {peer} has {its_arguments}. Pass the same on every rank; "
                 "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
             )
-    return Job(rank, timeout_s, board), [held for _, held in every]
+    return Job(rank, timeout_s, board), [held for _, held in facts]

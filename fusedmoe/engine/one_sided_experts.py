@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fusedmoe.comm.receive_buffers import ReceiveBuffers
+from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.route import Route

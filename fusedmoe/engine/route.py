@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.receive_buffers import ReceiveBuffers
+from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, Put, Sends, Wait, find_rows, plan_sends, read_metadata

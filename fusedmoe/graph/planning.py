@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.files import cache_dir, read_kept

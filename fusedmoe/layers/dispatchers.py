@@ -109,7 +109,7 @@ class _InTurns:
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
     """Whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
-    from fusedmoe.comm.heaps import find_backend
+    from fusedmoe.comm.one_sided.heaps import find_backend
 
     group = _group(topology)
     return group is not None and bool(find_backend(group, device)[0])
@@ -172,8 +172,8 @@ _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
 def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
-    from fusedmoe.comm.heaps import open_heap
-    from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+    from fusedmoe.comm.one_sided.heaps import open_heap
+    from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 
     # Chunks cost next to no room: the same buffers serve layers with any numbers of them.
     degree = max(BufferSizes.degree, *transport.degrees)

@@ -28,7 +28,7 @@ from fusedmoe.comm.collectives import (
     device_of,
     reduce_scatter_rows,
 )
-from fusedmoe.comm.heaps import find_backend, open_heap
+from fusedmoe.comm.one_sided.heaps import find_backend, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import triton_serves
@@ -40,7 +40,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
 
 if TYPE_CHECKING:
-    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll
+    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
 
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
@@ -253,8 +253,8 @@ class _Profiler:
         """What a signal takes between kernels, where all ranks have memory that those of the others address."""
         if not triton_serves(self._device):
             return None
-        from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
-        from fusedmoe.comm.receive_buffers import TOKEN_TILE
+        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+        from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 
         found = {}
         for link, group in (("inter", self._topology.ep), ("intra", self._topology.esp)):

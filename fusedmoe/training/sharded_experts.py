@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
-from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -387,7 +387,7 @@ def _dynamic(model: nn.Module) -> list[DynamicExperts]:
 def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
-    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
     return SparseCollectives(topology.ep, OneSidedAllToAll(heap))
 

@@ -207,7 +207,7 @@ class Rank:
             torch._dynamo.reset()
             self._capture()
         if layout.moves:
-            from fusedmoe.comm.heaps import open_heap
+            from fusedmoe.comm.one_sided.heaps import open_heap
 
             options: dict[str, Any] = {"overlap": 4, "memory": 2, "costs": PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)}
             if layout.moves == "heap":
@@ -384,8 +384,8 @@ class Rank:
 
     def one_sided(self) -> dict[str, Any]:
         """All-to-alls by puts; rank r sends d to rank p in step s bytes that follow from all three."""
-        from fusedmoe.comm.heaps import open_heap
-        from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll
+        from fusedmoe.comm.one_sided.heaps import open_heap
+        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
 
         heap = self.stack.enter_context(open_heap(self.topology.ep, CPU))
         exchange, ranks = OneSidedAllToAll(heap, rows=2), range(self.layout.world)

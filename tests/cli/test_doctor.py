@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 
 from fusedmoe.cli import doctor
 from fusedmoe.cli.main import main
-from fusedmoe.comm import heaps
-from fusedmoe.comm.heaps import symm
+from fusedmoe.comm.one_sided import heaps
 
 NAMES = ["gloo", "nccl", "host", "local", "symm", "nvshmem"]
 
@@ -122,7 +120,7 @@ def test_heaps_answer_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((name, device.type))
             return f"no {name}"
 
-        monkeypatch.setitem(heaps.BACKENDS, name, replace(backend, why_not=why_not))
+        monkeypatch.setattr(backend, "why_not", staticmethod(why_not))
     said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heaps.BACKENDS}
     assert said == {name: f"no {name}" for name in ("host", "symm", "nvshmem")}
     assert asked == [("host", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
@@ -167,7 +165,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, pairs: set[tuple[int, int]], coun
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
     for place, name, value in (
         (doctor, "no_gpu", lambda: ""),
-        (symm, "no_gpu", lambda: ""),
+        (heaps, "no_gpu", lambda: ""),
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: count),

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +22,15 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm import group as groups
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce, all_to_all_rows
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Board
+from fusedmoe.comm.failure.board import RENEWED_S, Board, blame, tell_others_of_uncaught
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.errors import RankError
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.threads import LOOK_S
 from fusedmoe.training.data_parallel import distributed_data_parallel
 from tests.cluster import Cluster
 
@@ -359,7 +357,7 @@ def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
     pids = all_gather_object(topology.world, os.getpid())
     board, last = topology.world.board, (culprit + 1) % world
     if rank == last:
-        while not board.waiting([culprit])[culprit].what:
+        while not board.waiting([culprit])[culprit].operation:
             time.sleep(0.01)
         os.kill(pids[culprit], signal.SIGSTOP)
     try:
@@ -385,7 +383,7 @@ def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
         topology.world.board.exit_s = 2 * RENEWED_S
         pids = all_gather_object(topology.world, os.getpid())
         if rank == (culprit + 1) % world:
-            while not topology.world.board.waiting([culprit])[culprit].what:
+            while not topology.world.board.waiting([culprit])[culprit].operation:
                 time.sleep(0.01)
             os.kill(pids[culprit], signal.SIGKILL)
         add_on(topology)
@@ -560,6 +558,7 @@ class Lonely:
     """A board whose store went when `until_s` had come; no process has ended."""
 
     exit_s = 10.0
+    rank = 1
 
     def __init__(self, clock: Clock, until_s: float) -> None:
         self._clock, self._until_s = clock, until_s
@@ -586,9 +585,9 @@ def test_nobody_is_waited_for_whose_word_cannot_come(monkeypatch: pytest.MonkeyP
     """Whoever hosted the store has left the job, but its process goes on."""
     for until_s, seconds in ((0.0, 1.0), (2.0, 3.0), (1000.0, 10.0)):
         clock = Clock()
-        monkeypatch.setattr(groups, "time", clock)
-        job: Any = SimpleNamespace(rank=1, board=Lonely(clock, until_s), timeout_s=300.0)
-        text = str(groups.lost(job, (0, 1), "adding", "the world group", "connection closed"))
+        monkeypatch.setattr(blame, "time", clock)
+        board: Any = Lonely(clock, until_s)
+        text = str(blame.lost(board, (0, 1), "adding", "the world group", "connection closed"))
         assert ("hosting the job's store" in text) == (until_s < 1000)
         assert abs(clock.now_s - seconds) < 0.1
 

@@ -7,15 +7,14 @@ import errno
 import gc
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fusedmoe.comm import heaps
-from fusedmoe.comm.heaps import find_backend, host, open_heap
-from fusedmoe.comm.heaps.host import local_heaps
+from fusedmoe.comm.one_sided import heaps
+from fusedmoe.comm.one_sided.heap import Heap
+from fusedmoe.comm.one_sided.heaps import find_backend, local_heaps, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
@@ -70,7 +69,7 @@ def test_an_abandoned_heap_is_not_used_again(cluster: Cluster) -> None:
 def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
     """Rank 1 has no memory for what rank 0 has made; rank 0 comes to rank 1's when that is closed, or another's."""
     topology = Topology.from_sizes(ep=world, timeout_s=20)
-    real = host._view
+    real = heaps._view
 
     def view(path: str, size: int, inode: int) -> torch.Tensor:
         if rank == 1:
@@ -83,12 +82,12 @@ def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
 
     try:
         with topology.guard("the test"), open_heap(topology.ep, CPU) as opened:
-            host._view = view
+            heaps._view = view
             opened.allocate((3,), torch.uint8)
     except (RankError, MemoryError) as error:
         return f"{type(error).__name__}: {error}", mapped()
     finally:
-        host._view = real
+        heaps._view = real
     return "no error", mapped()
 
 
@@ -106,10 +105,10 @@ def test_a_rank_without_memory_for_a_heap(cluster: Cluster, number: int) -> None
 
 
 def test_another_file_of_that_number_is_not_opened() -> None:
-    file = host._new_file(100)
+    file = heaps._new_file(100)
     try:
         with pytest.raises(FileNotFoundError, match="it is another file by now"):
-            host._view(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
+            heaps._view(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
     finally:
         os.close(file)
 
@@ -154,15 +153,19 @@ CHOICES = {
 }
 
 
+def stand_in(backend: type[Heap], name: str, reason: str) -> type[Heap]:
+    """A backend that does not work for `reason`; to open it returns its name."""
+    opens = {"__new__": lambda cls, group, device: name, "why_not": staticmethod(lambda device: reason)}
+    return type("StandIn", (backend,), opens)
+
+
 def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
     ep, found = Topology.from_sizes(ep=world, timeout_s=20).ep, []
     with pytest.MonkeyPatch.context() as patch:
         for hosts, symm, nvshmem, _, _ in CHOICES.values():
             patch.setattr(heaps, "_host", lambda name=hosts[rank]: (name, ""))
             for name, reasons in (("symm", symm), ("nvshmem", nvshmem)):
-                opened = lambda group, device, name=name: name  # noqa: E731
-                of = replace(heaps.BACKENDS[name], open=opened, why_not=lambda device, why=reasons[rank]: why)
-                patch.setitem(heaps.BACKENDS, name, of)
+                patch.setitem(heaps.BACKENDS, name, stand_in(heaps.BACKENDS[name], name, reasons[rank]))
             try:
                 said = str(open_heap(ep, GPU))
             except ConfigError as error:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm import group
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster

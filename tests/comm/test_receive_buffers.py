@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.group import Job
-from fusedmoe.comm.heaps.host import LocalHeap
-from fusedmoe.comm.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.heaps import LocalHeap
+from fusedmoe.comm.one_sided.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
 from fusedmoe.kernels.one_sided import Network
 
 CPU = torch.device("cpu")

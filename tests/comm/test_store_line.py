@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fusedmoe.comm import store_line
-from fusedmoe.comm.failure import Board
-from fusedmoe.comm.store_line import StoreLine, line_to
+from fusedmoe.comm.failure import store_line
+from fusedmoe.comm.failure.board import Board
+from fusedmoe.comm.failure.store_line import StoreLine, line_to
 from fusedmoe.errors import RankError
 
 
@@ -71,7 +71,7 @@ def test_its_host_is_named(stuck: threading.Event, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RankError, match="rank 3: meeting ended because rank 0 failed in hosting the job's store: no "):
         board.meet([2, 3], None, 0.1, operation="meeting")
     assert agent.startswith("torchrun on the host of rank 0 failed in hosting the job's store: no answer for ")
-    assert board.read() is None and not board.waiting([2])[2].what
+    assert board.read() is None and not board.waiting([2])[2].operation
     stuck.set()
     assert soon(lambda: board.read() is None and not line_to(store).trouble)
     assert board.blame(2, "all-to-all", "it did not come") == "rank 2 failed in all-to-all: it did not come"

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.group import Group, Lease
-from fusedmoe.comm.heaps.symm import INTERFACE, SymmHeap
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.one_sided.heaps import INTERFACE, SymmHeap
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -72,7 +73,8 @@ def heap_of_two(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **state: 
     monkeypatch.setattr(SymmHeap, "_gather", lambda self, thing: [thing, thing])
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **more: tensor(*args, **more))
-    return SymmHeap(Group("ep", (0, 1), 1, Lease(PairGroup())), torch.device(device))  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    return SymmHeap(Group("ep", (0, 1), 1, PairGroup()), torch.device(device))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm import watch
 from fusedmoe.comm.group import Group, Job
-from fusedmoe.comm.heap import Heap
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided import watch
+from fusedmoe.comm.one_sided.heap import Heap
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.training import copies

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.blocks.pipeline import pipeline
-from fusedmoe.comm.heaps import open_heap
+from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm import nvshmem
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heaps.nvshmem_heap import NvshmemHeap
-from fusedmoe.comm.nvshmem import Nvshmem
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided import nvshmem
+from fusedmoe.comm.one_sided.heaps import NvshmemHeap
+from fusedmoe.comm.one_sided.nvshmem import Nvshmem
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedmoe.comm import nvshmem
 from fusedmoe.comm.group import Group, Job
-from fusedmoe.comm.nvshmem import FUNCTIONS, PREFIX, Nvshmem
+from fusedmoe.comm.one_sided import nvshmem
+from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, Nvshmem
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels import libraries

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedmoe.comm.nvshmem import FUNCTIONS, PREFIX, why_not
+from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, why_not
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -67,7 +67,7 @@ def test_it_exports_what_the_binding_expects_and_nothing_else(library: Path) -> 
 NO_GPU = """
 import ctypes
 from pathlib import Path
-from fusedmoe.comm import nvshmem
+from fusedmoe.comm.one_sided import nvshmem
 
 nvshmem.LIBRARY = Path({library!r})
 nvshmem.no_gpu = lambda: ""  # the binding would not even load it
@@ -137,7 +137,7 @@ def test_two_ranks(
 def test_a_thread_without_a_context_is_told(library: Path, stand_ins: Path, nvshmem_site: Path, tmp_path: Path) -> None:
     lines = (
         "from pathlib import Path",
-        "from fusedmoe.comm import nvshmem",
+        "from fusedmoe.comm.one_sided import nvshmem",
         "from tests.comm.nvshmem.ranks import stand_in",
         f"stand_in(Path({str(stand_ins)!r}), Path({str(library)!r}))",
         "assert nvshmem.why_not() == '', nvshmem.why_not()",

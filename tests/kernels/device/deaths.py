@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from tests.cluster import Cluster

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heaps.host import HostHeap
+from fusedmoe.comm.one_sided.heaps import HostHeap
 from fusedmoe.kernels.one_sided import Network
 from fusedmoe.kernels.triton.grouped import dhidden, up
 from fusedmoe.kernels.triton.one_sided import network, put, wait

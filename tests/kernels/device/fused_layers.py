@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm import heaps
-from fusedmoe.comm.receive_buffers import TOKEN_TILE
+from fusedmoe.comm.one_sided import heaps
+from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.layers import planner
@@ -90,7 +89,7 @@ def without_a_heap(rank: int, world: int) -> list[str]:
     """One rank cannot have one: what differs from collectives, in words."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setitem(heaps.BACKENDS, "host", replace(heaps.BACKENDS["host"], why_not=lambda device: "no memory"))
+            patch.setattr(heaps.HostHeap, "why_not", staticmethod(lambda device: "no memory"))
         wrong = same_as_collectives(rank, world, {"ep": world})
     return wrong
 

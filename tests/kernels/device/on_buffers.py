@@ -20,9 +20,9 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import Heap
-from fusedmoe.comm.heaps import open_heap
-from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.heap import Heap
+from fusedmoe.comm.one_sided.heaps import open_heap
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import tokens
 from fusedmoe.engine.chunk_experts import GroupedExperts

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.failure import LOOK_S
+from fusedmoe.comm.failure.board import LOOK_S
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import no_gpu, not_for_torch
+from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
 from fusedmoe.threads import Helper

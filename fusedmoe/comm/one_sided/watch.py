@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.failure import LOOK_S
-from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.failure.board import LOOK_S
+from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds
 from fusedmoe.threads import Helper

@@ -1,16 +1,12 @@
-"""A symmetric heap: memory of the same shape on every rank of a group, which kernels of all of them can address.
+"""A symmetric heap: memory of the same shape on every rank of a group, which kernels of all its ranks can address.
 
     with open_heap(group, device) as heap:
         rows = heap.allocate((2, 4, 128, 512), torch.bfloat16)
         rows.own            # this rank's copy
         rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/triton/one_sided/remote.py)
 
-Backends (`fusedmoe.comm.heaps`), each where it works: `host` (processes of one host, memory shared by the kernel; for
-Triton's interpreter), `local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory),
-`nvshmem` (GPUs of several nodes).
-
-After an error anywhere nothing that was in flight may meet new data: an abandoned heap is never used again, the next
-operation takes a new one.
+`heaps.py` has the backends and `open_heap`. After an error on any rank, rows that were in flight must not mix with new
+ones: an abandoned heap is never used again, and the next operation takes a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from fusedmoe.kernels.one_sided import Network
 
 
 def no_gpu() -> str:
-    """Why the driver offers no GPU here; "" where it does. Loads nothing but the driver."""
+    """Returns why the driver offers no GPU, "" where it does. Loads nothing but the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -45,7 +41,7 @@ def no_gpu() -> str:
 
 
 def not_for_torch() -> str:
-    """Why PyTorch cannot use the driver's GPUs; "" where it can."""
+    """Returns why PyTorch cannot use the driver's GPUs, "" where it can."""
     if torch.version.cuda is None:
         return "this PyTorch is a build without CUDA; install one for CUDA"
     if not torch.cuda.is_available():
@@ -53,7 +49,7 @@ def not_for_torch() -> str:
     return ""
 
 
-# Rows start where vector and bulk copies can.
+# Rows start at addresses where vector and bulk copies can start.
 _ALIGNMENT = 256
 
 
@@ -63,8 +59,8 @@ class Symmetric:
 
     Attributes:
         own: this rank's copy, zeros at first.
-        table: [W] int64, on the device, the address of each rank's copy in this process; 0 for ranks that are far,
-            where only the heap's network leads.
+        table: [W] int64, on the device, the address of each rank's copy in this process; 0 for far ranks, which only
+            the heap's network reaches.
     """
 
     own: Tensor
@@ -72,20 +68,24 @@ class Symmetric:
 
 
 class Heap:
-    """Symmetric memory of a group. Every call is collective: the same ones in the same order on all ranks.
+    """Symmetric memory of a group. Every call is collective: all ranks make the same calls in the same order.
 
-    Backends say how memory is had (`_map`). On leaving the `with` block the ranks meet before memory is given back, so
-    that no peer still writes into it; where an error leaves the block they do not, and each keeps what peers may still
-    address until its process ends or the memory's owner is gone, whichever the backend needs.
+    A backend is a subclass that maps memory (`_map`). On leaving the `with` block the ranks meet before memory is given
+    back, so that no peer still writes into it. Where an error leaves the block they do not meet: each rank keeps the
+    memory that peers may still address until its process ends or the memory's owner is gone, whichever the backend
+    needs.
 
     Attributes:
+        backend: the name under which `open_heap` knows it.
+        one_host: the backend joins ranks of one host only.
         group, device: whose memory, and where.
         abandoned: after an error; nothing can be allocated from then on.
-        network: leads to far ranks; None on all ranks where none is far from any.
-        checks: each raises what kernels missed that waited for what others put here (`fusedmoe.comm.watch`).
+        network: leads to far ranks; None on all ranks where no rank is far from any.
+        checks: each raises what kernels missed that waited for signals in this memory (`Watch`).
     """
 
     backend: str
+    one_host = True
     network: Network | None = None
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -94,8 +94,13 @@ class Heap:
         self.checks: list[Callable[[], None]] = []
         group.job.heaps.add(self)
 
+    @staticmethod
+    def why_not(device: torch.device) -> str:
+        """Returns why the backend does not work for the device in this process, and what to do; "" where it does."""
+        raise NotImplementedError
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
-        """Zeros of this shape on every rank; all ranks have theirs when it returns.
+        """Allocates zeros of this shape on every rank; all ranks have theirs when it returns.
 
         Raises:
             RankError: the ranks ask for different shapes, one does not come, or the heap is abandoned.
@@ -103,11 +108,11 @@ class Heap:
         if self.abandoned:
             raise RankError(f"rank {self.group.job.rank}: this heap was left after an error; open a new one")
         wanted = (list(shape), str(dtype))
-        for rank, other in zip(self.group.ranks, self._gather(wanted), strict=True):
-            if other != wanted:
+        for rank, asked in zip(self.group.ranks, self._gather(wanted), strict=True):
+            if asked != wanted:
                 raise RankError(
                     f"rank {self.group.job.rank}: symmetric memory must be alike on all ranks, but rank {rank} wants "
-                    f"{other} and this rank {wanted}"
+                    f"{asked} and this rank {wanted}"
                 )
         count = torch.Size(shape).numel()
         size = max(_ALIGNMENT, -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
@@ -119,7 +124,7 @@ class Heap:
         """Raises what kernels missed that waited for other ranks; on a GPU it waits for the current stream first.
 
         Raises:
-            RankError: a wait ended early (`fusedmoe.comm.watch`).
+            RankError: a wait ended early (`Watch`).
         """
         for check in self.checks:
             check()
@@ -142,7 +147,7 @@ class Heap:
         self._free()
 
     def abandon(self) -> None:
-        """Leaves the heap without meeting the others: after an error."""
+        """Leaves the heap without meeting the other ranks, after an error."""
         self.abandoned = True
 
     def __enter__(self) -> Heap:
@@ -155,11 +160,14 @@ class Heap:
             self.abandon()
 
     def _free(self) -> None:
-        """Gives back what nobody addresses any more."""
+        """Gives back memory that no rank addresses any more."""
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
-        """This rank's bytes, zeros, and every rank's address of theirs; all ranks have mapped all when it returns."""
+        """Maps zeros of `size` bytes; returns this rank's, and the address of every rank's.
+
+        All ranks have mapped all when it returns.
+        """
         raise NotImplementedError
 
-    def _gather(self, thing: Any) -> list[Any]:
-        return all_gather_object(self.group, thing, f"allocation on the {self.backend} heap")
+    def _gather(self, value: Any) -> list[Any]:
+        return all_gather_object(self.group, value, f"allocation on the {self.backend} heap")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.heap import Heap
-from fusedmoe.comm.receive_buffers import make_receive_buffer
-from fusedmoe.comm.watch import Watch
+from fusedmoe.comm.one_sided.heap import Heap
+from fusedmoe.comm.one_sided.receive_buffers import make_receive_buffer
+from fusedmoe.comm.one_sided.watch import Watch
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.wait import wait_signals
 

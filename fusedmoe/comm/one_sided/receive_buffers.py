@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.heap import Heap, Symmetric
-from fusedmoe.comm.watch import Watch
+from fusedmoe.comm.one_sided.heap import Heap, Symmetric
+from fusedmoe.comm.one_sided.watch import Watch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 
