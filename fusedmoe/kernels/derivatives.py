@@ -81,9 +81,34 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             return Differentiated.apply(*inputs, keyset)
 
         _library.impl(name, by_autograd, "Autograd", with_keyset=True)
+        _library.impl(name, lambda *inputs: _one_by_one(overload, inputs), "FuncTorchBatched")
         return overload
 
     return define
+
+
+def _one_by_one(overload: Any, inputs: tuple[Any, ...]) -> Any:
+    """Calls an operator under `torch.func.vmap` once for each element: PyTorch's fallback takes no lists of tensors."""
+    # Nobody else needs these modules, which take a while to load.
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    def element(value: Any, dim: Any, number: int) -> Any:
+        if isinstance(value, list):
+            return [element(*pair, number) for pair in zip(value, dim, strict=True)]
+        return value if dim is None else value.select(dim, number)
+
+    def batched(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+        outputs = []
+        for number in range(info.batch_size):
+            given = (element(value, dim, number) for value, dim in zip(values, in_dims, strict=True))
+            outputs.append(overload(*given))
+        if isinstance(outputs[0], Tensor):
+            return torch.stack(outputs), 0
+        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
+
+    level: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(level, batched, overload, *inputs)
 
 
 def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
