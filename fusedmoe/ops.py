@@ -19,8 +19,7 @@ from __future__ import annotations
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import require_values
 from fusedmoe.autograd.clamped_swiglu import clamped_swiglu
-from fusedmoe.autograd.experts import experts
-from fusedmoe.autograd.experts_in_parts import WeightParts, experts_in_parts
+from fusedmoe.autograd.experts import WeightParts, experts, experts_in_parts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.grouped_linear import grouped_linear
 from fusedmoe.autograd.linear import Move, linear

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, refuse
-from fusedmoe.kernels import operators
-from fusedmoe.kernels.derivatives import register_gradient
+from fusedmoe.kernels import clamped_swiglu as kernels
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
 
 def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -31,18 +31,38 @@ def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
         refuse("clamped_swiglu", f"h_NH must be [N, 2·I], got {list(h_NH.shape)}")
     if not limit > 0:
         refuse("clamped_swiglu", f"limit must be positive, got {limit!r}")
-    out: Tensor = operators.clamped_swiglu(h_NH, float(alpha), float(limit))
+    out: Tensor = clamped_swiglu_operator(h_NH, float(alpha), float(limit))
     return out
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+@operator("clamped_swiglu")
+def clamped_swiglu_operator(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return kernels.clamped_swiglu(h_NH, alpha, limit)
+
+
+@register_fake(clamped_swiglu_operator)
+def _(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
+
+
+@operator("clamped_swiglu_backward")
+def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return kernels.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
+
+
+@register_fake(clamped_swiglu_backward)
+def _(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty(h_NH.shape)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
     h_NH, ctx.alpha, ctx.limit = inputs
     ctx.save_for_backward(h_NH)
 
 
-def _backward(ctx: Any, da_NI: Tensor) -> tuple[Tensor, None, None]:
+def _gradients(ctx: Any, da_NI: Tensor) -> tuple[Tensor, None, None]:
     (h_NH,) = ctx.saved_tensors
-    return operators.clamped_swiglu_backward(da_NI, h_NH, ctx.alpha, ctx.limit), None, None
+    return clamped_swiglu_backward(da_NI, h_NH, ctx.alpha, ctx.limit), None, None
 
 
-register_gradient(operators.clamped_swiglu, _backward, _setup)
+register_gradient(clamped_swiglu_operator, _gradients, _keep)

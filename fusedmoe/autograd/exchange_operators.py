@@ -119,9 +119,8 @@ def dispatch(
         weight_R = rows_NM.new_empty(0)
         if weight_N is not None:
             weight_R = part.all_gather(part.dispatch(weight_N[: part.sent, None]))[layout.pair_N, 0]
-        counts_e, offsets_e1, source_R, pair_R, row_R1 = layout.tensors
-        assert source_R is not None
-        return rows_RM, weight_R, counts_e, offsets_e1, source_R, pair_R, row_R1
+        assert layout.source_N is not None
+        return rows_RM, weight_R, layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
 
 
 @register_fake(dispatch)

@@ -1,4 +1,7 @@
-"""A router as one differentiable function: logits, choice of experts, weights, and sums for the auxiliary losses."""
+"""The router: logits, choice of experts, weights and sums for the auxiliary losses, as functions with gradients.
+
+Below them are the operators, which only Triton serves; elsewhere the definition in plain torch does.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,10 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
-from fusedmoe.kernels import operators
-from fusedmoe.kernels.derivatives import first_order, register_gradient
+from fusedmoe.kernels.derivatives import first_order, operator, register_fake, register_gradient
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
-
-
-def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x·Wᵀ [S, E] in float32, as exact as float32, of any mix of float32 and half precision; Triton only.
-
-    Saves x and W as they are, no cast copies. Differentiable once; gradients come in the operands' dtypes.
-    """
-    return operators.router_product(x_SM, weight_EM)
 
 
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
@@ -52,7 +46,7 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
         refuse("gate", f"{shapes} do not fit; they must be [S, M] and [E, M]")
     _check(weight_EM.shape[0], x_SM, rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
-        return _asked_for(operators.gate(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
+        return _asked_for(gate_operator(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
     with torch.autocast(x_SM.device.type, enabled=False):
         return define_choice(x_SM.to(dtype) @ weight_EM.to(dtype).t(), rule, bias_E)
@@ -78,7 +72,7 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
     _check(logits_SE.shape[1], logits_SE, rule, bias_E)
     logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
     if fits_kernels(logits_SE.shape[1], rule.k) and has_kernels(logits_SE):
-        choice = _asked_for(operators.gate_from_logits(logits_SE, _single(bias_E), *_fields(rule)), rule)
+        choice = _asked_for(gate_from_logits_operator(logits_SE, _single(bias_E), *_fields(rule)), rule)
         return choice._replace(logits_SE=logits_SE.detach())
     return define_choice(logits_SE, rule, bias_E)
 
@@ -100,8 +94,8 @@ def _check(experts: int, of_tokens: Tensor, rule: GateRule, bias_E: Tensor | Non
     rule.sequences(of_tokens.shape[0])
 
 
-def _fields(rule: GateRule) -> tuple[Any, ...]:
-    """The rule as the operators take it."""
+def _fields(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bool]:
+    """Returns the rule as the operators take it; `GateRule(*fields)` is the inverse."""
     return rule.k, rule.score, rule.normalize, rule.scale, rule.statistics, rule.sequence, rule.logsumexp
 
 
@@ -117,7 +111,105 @@ def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+@operator("gate")
+def gate_operator(
+    x_SM: Tensor,
+    weight_EM: Tensor,
+    bias_E: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the six tensors of a `GateChoice`; an empty tensor for each that the rule does not ask for."""
+    from fusedmoe.kernels.triton.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
+
+
+@register_fake(gate_operator)
+def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
+    return _fake_choice(x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32), GateRule(*rule))
+
+
+@operator("gate_from_logits")
+def gate_from_logits_operator(
+    logits_SE: Tensor,
+    bias_E: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns what `gate` does, from float32 logits, in whose place there is an empty tensor."""
+    from fusedmoe.kernels.triton.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    choice = choose.choose(logits_SE, rule, bias_E)
+    return _all_six(choice._replace(logits_SE=logits_SE.new_empty(0)))  # an operator returns no argument
+
+
+@register_fake(gate_from_logits_operator)
+def _(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
+    expert_SK, weight_SK, _, *sums = _fake_choice(logits_SE, GateRule(*rule))
+    return expert_SK, weight_SK, logits_SE.new_empty(0), *sums
+
+
+def _all_six(choice: GateChoice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # A schema knows no optional results.
+    filled = (choice.weight_SK.new_empty(0) if tensor is None else tensor for tensor in choice)
+    expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = filled
+    return expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S
+
+
+def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
+    S, E = logits_SE.shape
+    sums = (rule.sequences(S), E) if rule.statistics else (0,)
+    return (
+        logits_SE.new_empty((S, rule.k), dtype=torch.int64),
+        logits_SE.new_empty((S, rule.k)),
+        logits_SE,
+        logits_SE.new_empty(sums),
+        logits_SE.new_empty(sums),
+        logits_SE.new_empty(S if rule.logsumexp else 0),
+    )
+
+
+@operator("gate_backward")
+def gate_backward(
+    logits_SE: Tensor,
+    expert_SK: Tensor,
+    dweight_SK: Tensor | None,
+    dscore_BE: Tensor | None,
+    dlogsumexp_S: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> Tensor:
+    """Returns the gradient of the logits, [S, E] float32."""
+    from fusedmoe.kernels.triton.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
+
+
+@register_fake(gate_backward)
+def _(logits_SE: Tensor, *others: Any) -> Tensor:
+    return logits_SE.new_empty(logits_SE.shape)
+
+
+def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     x_SM, weight_EM, _, *ctx.rule = inputs
     expert_SK, _, logits_SE, _, count_BE, _ = output
     ctx.set_materialize_grads(False)
@@ -125,7 +217,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
     dlogits_SE = _dlogits(logits_SE, expert_SK, grads, ctx.rule)
     found = (*_product_gradients(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
@@ -135,7 +227,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return found
 
 
-def _setup_from_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     logits_SE, _, *ctx.rule = inputs
     expert_SK, _, nothing, _, count_BE, _ = output
     ctx.set_materialize_grads(False)
@@ -143,21 +235,67 @@ def _setup_from_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(logits_SE, expert_SK)
 
 
-def _backward_from_logits(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _from_logits_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK = ctx.saved_tensors
     return _dlogits(logits_SE, expert_SK, grads, ctx.rule), *(None,) * 8
 
 
 def _dlogits(logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any]) -> Tensor:
     _, dweight_SK, _, dscore_BE, _, dlogsumexp_S = grads
-    return operators.gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule)
+    return gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule)
 
 
-def _setup_product(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+register_gradient(gate_operator, _gate_gradients, _keep_choice)
+register_gradient(gate_from_logits_operator, _from_logits_gradients, _keep_choice_from_logits)
+
+
+@operator("router_product")
+def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    """Returns x·Wᵀ [S, E] in float32, as exact as float32, of any mix of float32 and half precision; Triton only.
+
+    Saves x and W as they are, no cast copies. Differentiable once; gradients come in the operands' dtypes.
+    """
+    from fusedmoe.kernels.triton.gate import router
+
+    return router.logits(x_SM, weight_EM)
+
+
+@register_fake(router_product)
+def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    return x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32)
+
+
+@operator("router_dx")
+def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns dlogits·W, [S, M]."""
+    from fusedmoe.kernels.triton.gate import router
+
+    return router.dx(dlogits_SE, weight_EM, dtype)
+
+
+@register_fake(router_dx)
+def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    return dlogits_SE.new_empty((dlogits_SE.shape[0], weight_EM.shape[1]), dtype=dtype)
+
+
+@operator("router_dw")
+def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns dlogitsᵀ·x, [E, M]."""
+    from fusedmoe.kernels.triton.gate import router
+
+    return router.dw(dlogits_SE, x_SM, dtype)
+
+
+@register_fake(router_dw)
+def _(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_SM.new_empty((dlogits_SE.shape[1], x_SM.shape[1]), dtype=dtype)
+
+
+def _keep_operands(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _product_backward(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _router_gradients(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x_SM, weight_EM = ctx.saved_tensors
     return _product_gradients(dlogits_SE.contiguous(), x_SM, weight_EM, ctx.needs_input_grad)
 
@@ -165,10 +303,8 @@ def _product_backward(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tens
 def _product_gradients(
     dlogits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    dx_SM = operators.router_dx(dlogits_SE, weight_EM, x_SM.dtype) if needs[0] else None
-    return dx_SM, operators.router_dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
+    dx_SM = router_dx(dlogits_SE, weight_EM, x_SM.dtype) if needs[0] else None
+    return dx_SM, router_dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
 
 
-register_gradient(operators.gate, _backward, _setup)
-register_gradient(operators.gate_from_logits, _backward_from_logits, _setup_from_logits)
-register_gradient(operators.router_product, _product_backward, _setup_product)
+register_gradient(router_product, _router_gradients, _keep_operands)

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
-from fusedmoe.kernels import operators
-from fusedmoe.kernels.derivatives import register_gradient
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.grouped_linear import grouped_dweight, grouped_product
+from fusedmoe.kernels.layout import Layout, LayoutTensors
 
 
 def grouped_linear(
@@ -47,21 +47,54 @@ def grouped_linear(
             refuse(
                 "grouped_linear", f"the rows are {rows_NK.dtype} and {name} is {tensor.dtype}; convert one with .to()"
             )
-    out: Tensor = operators.grouped_linear(rows_NK, weight, bias_EO, transposed, *layout.tensors)
+    out: Tensor = grouped_linear_operator(rows_NK, weight, bias_EO, transposed, layout.tensors)
     return out
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows_NK, weight, bias_EO, transposed, *layout = inputs
+@operator("grouped_linear")
+def grouped_linear_operator(
+    rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool, layout: LayoutTensors
+) -> Tensor:
+    return grouped_product(rows_NK, weight, bias_EO, Layout.of(layout), transposed)
+
+
+@register_fake(grouped_linear_operator)
+def _(rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool, layout: LayoutTensors) -> Tensor:
+    return rows_NK.new_empty((rows_NK.shape[0], weight.shape[1 if transposed else 2]))
+
+
+@operator("grouped_linear_backward")
+def grouped_linear_backward(
+    dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, transposed: bool, layout: LayoutTensors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns gradients of the rows, the weights and the bias; an empty tensor where there is none."""
+    of_rows = Layout.of(layout)
+    drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
+    left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
+    dweight = grouped_dweight(left, right, of_rows)
+    if not biased:
+        return drows_NK, dweight, dout_NO.new_empty(0)
+    dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)
+    return drows_NK, dweight, dbias_EO[:, 0].contiguous()
+
+
+@register_fake(grouped_linear_backward)
+def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = dout_NO.new_empty((weight.shape[0], dout_NO.shape[1]) if biased else 0)
+    return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    rows_NK, weight, bias_EO, transposed, layout = inputs
     ctx.save_for_backward(rows_NK, weight, *layout)
     ctx.biased, ctx.transposed = bias_EO is not None, transposed
 
 
-def _backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows_NK, weight, *layout = ctx.saved_tensors
-    grads = operators.grouped_linear_backward(dout_NO, rows_NK, weight, ctx.biased, ctx.transposed, *layout)
+    grads = grouped_linear_backward(dout_NO, rows_NK, weight, ctx.biased, ctx.transposed, layout)
     drows_NK, dweight, dbias_EO = grads
-    return drows_NK, dweight, dbias_EO if ctx.biased else None, *(None,) * 6
+    return drows_NK, dweight, dbias_EO if ctx.biased else None, None, None
 
 
-register_gradient(operators.grouped_linear, _backward, _setup)
+register_gradient(grouped_linear_operator, _gradients, _keep)

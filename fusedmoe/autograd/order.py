@@ -1,4 +1,7 @@
-"""Order and its inverse as differentiable functions. None saves a tensor but the layout's integers."""
+"""Order and moves of rows: each operation as a function with a gradient, then as an operator.
+
+None saves a tensor for backward but the layout's integers.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_layout, check_rows, check_tensor, refuse
-from fusedmoe.kernels import operators
-from fusedmoe.kernels.derivatives import register_gradient
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels import gather_sum
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.layout import Layout, LayoutTensors, build_layout, row_bound
 
 
 def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
@@ -39,9 +42,32 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
             shapes = f"{list(priority_S.shape)} for {list(expert_SK.shape)} choices"
             refuse("order", f"priority_S must have one number for each token, got {shapes}")
         priority_S = priority_S.detach()
-    found = operators.order(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
-    counts_E, offsets_E1, source_N, pair_N, row_SK = found
-    return Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
+    tensors = order_operator(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
+    return Layout.of(tensors)
+
+
+@operator("order")
+def order_operator(
+    expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too."""
+    layout = build_layout(expert_SK, experts, capacity, priority_S)
+    if padded:
+        layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
+    assert layout.source_N is not None
+    return layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
+
+
+@register_fake(order_operator)
+def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
+    tokens, K = expert_SK.shape
+    # Shapes in a graph never depend on values where the caller asked for padding; CUDA's kernels pad anyway.
+    rows: Any = row_bound(tokens, K, experts, capacity)
+    if not padded and not expert_SK.is_cuda:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    sizes = ((experts,), (rows,), (rows,), (tokens, K))
+    counts_E, source_N, pair_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
+    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, pair_N, row_SK
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
@@ -54,7 +80,17 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
     """
     check_layout("permute", layout)
     check_rows("permute", "x_SM", x_SM, layout.tokens, layout.row_SK)
-    return x_SM if layout.source_N is None else operators.permute(x_SM, *layout.tensors)
+    return x_SM if layout.source_N is None else permute_operator(x_SM, layout.tensors)
+
+
+@operator("permute")
+def permute_operator(x_SM: Tensor, layout: LayoutTensors) -> Tensor:
+    return gather_sum.permute(x_SM, Layout.of(layout))
+
+
+@register_fake(permute_operator)
+def _(x_SM: Tensor, layout: LayoutTensors) -> Tensor:
+    return x_SM.new_empty((Layout.of(layout).rows, x_SM.shape[1]))
 
 
 def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
@@ -68,7 +104,17 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
     """
     check_layout("unpermute", layout)
     check_rows("unpermute", "rows_NM", rows_NM, layout.rows, layout.row_SK)
-    return rows_NM if layout.source_N is None else operators.unpermute(rows_NM, *layout.tensors)
+    return rows_NM if layout.source_N is None else unpermute_operator(rows_NM, layout.tensors)
+
+
+@operator("unpermute")
+def unpermute_operator(rows_NM: Tensor, layout: LayoutTensors) -> Tensor:
+    return gather_sum.gather_sum(rows_NM, Layout.of(layout))
+
+
+@register_fake(unpermute_operator)
+def _(rows_NM: Tensor, layout: LayoutTensors) -> Tensor:
+    return rows_NM.new_empty((Layout.of(layout).tokens, rows_NM.shape[1]))
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
@@ -84,22 +130,40 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     if value_SK.shape != layout.row_SK.shape:
         shapes = f"{list(layout.row_SK.shape)} pairs, got {list(value_SK.shape)}"
         refuse("take_pairs", f"value_SK must have a value for each of the layout's {shapes}")
-    return operators.take_pairs(value_SK, *layout.tensors)
+    return take_pairs_operator(value_SK, layout.tensors)
 
 
-def _keep_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+@operator("take_pairs")
+def take_pairs_operator(value_SK: Tensor, layout: LayoutTensors) -> Tensor:
+    return gather_sum.take_pairs(value_SK, Layout.of(layout))
 
 
-def _adjoint(there: Any, back: Any) -> None:
+@register_fake(take_pairs_operator)
+def _(value_SK: Tensor, layout: LayoutTensors) -> Tensor:
+    return value_SK.new_empty(Layout.of(layout).rows)
+
+
+@operator("put_pairs")
+def put_pairs_operator(value_N: Tensor, layout: LayoutTensors) -> Tensor:
+    """The adjoint of `take_pairs`."""
+    return gather_sum.put_pairs(value_N, Layout.of(layout))
+
+
+@register_fake(put_pairs_operator)
+def _(value_N: Tensor, layout: LayoutTensors) -> Tensor:
+    return value_N.new_empty(Layout.of(layout).row_SK.shape)
+
+
+def _keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, layout = inputs
+    ctx.save_for_backward(*layout)
+
+
+def _register_adjoints(there: Any, back: Any) -> None:
     """Registers two linear operators that take a layout as each other's backward."""
-    for one, other in ((there, back), (back, there)):
-
-        def backward(ctx: Any, grad: Tensor, other: Any = other) -> tuple[Tensor | None, ...]:
-            return other(grad, *ctx.saved_tensors), *(None,) * 5
-
-        register_gradient(one, backward, _keep_layout)
+    register_gradient(there, lambda ctx, grad: (back(grad, ctx.saved_tensors), None), _keep_layout)
+    register_gradient(back, lambda ctx, grad: (there(grad, ctx.saved_tensors), None), _keep_layout)
 
 
-_adjoint(operators.permute, operators.unpermute)
-_adjoint(operators.take_pairs, operators.put_pairs)
+_register_adjoints(permute_operator, unpermute_operator)
+_register_adjoints(take_pairs_operator, put_pairs_operator)

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import uses_triton
 
+#: A layout as one argument of an operator; `source_N` may be None.
+LayoutTensors = list[Tensor | None]
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -77,9 +80,16 @@ class Layout:
         return replace(self, source_N=source_N, pair_N=self.pair_N[:kept])
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """The five of them, in order: `Layout(*layout.tensors)`."""
-        return self.counts_E, self.offsets_E1, self.source_N, self.pair_N, self.row_SK
+    def tensors(self) -> LayoutTensors:
+        """The five tensors, in order, as operators take them; `Layout.of` is the inverse."""
+        return [self.counts_E, self.offsets_E1, self.source_N, self.pair_N, self.row_SK]
+
+    @classmethod
+    def of(cls, tensors: LayoutTensors) -> Layout:
+        """Makes a layout of its five tensors, whose numbers are known to fit each other."""
+        counts_E, offsets_E1, source_N, pair_N, row_SK = tensors
+        assert counts_E is not None and offsets_E1 is not None and pair_N is not None and row_SK is not None
+        return cls(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
 
     def zero_padding(self, value_N: Tensor) -> Tensor:
         """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""

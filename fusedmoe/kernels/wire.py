@@ -41,11 +41,6 @@ def pack_bf16(rows_NM: Tensor) -> Tensor:
     return rows_NM.to(torch.bfloat16)
 
 
-def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, M] bfloat16 -> [n, M] of `dtype`."""
-    return packed_NM.to(dtype)
-
-
 def pack_fp8(rows_NM: Tensor) -> Tensor:
     """[n, M] floating point -> [n, M + 4] uint8."""
     if uses_triton(rows_NM):

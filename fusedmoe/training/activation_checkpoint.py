@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fusedmoe.autograd import exchange_operators, gate  # noqa: F401  they register the operators
+from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  they register the operators
 
 #: Which experts see a token, and all that ranks do together: for a policy of one's own.
 KEPT = frozenset(

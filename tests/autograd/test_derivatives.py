@@ -63,11 +63,11 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "router_product", (x_SM, weight_EM)
     yield "router_dx", (logits_SE, weight_EM, torch.float32)
     yield "router_dw", (logits_SE, x_SM, torch.float32)
-    given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, *layout.tensors)
+    given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, layout.tensors)
     yield "experts_backward", (x_SM, *given, "gelu")
     yield (
         "grouped_linear_backward",
-        (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, *layout.tensors),
+        (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, layout.tensors),
     )
     yield "clamped_swiglu_backward", (torch.randn(3, 2).requires_grad_(), x_SM, 1.7, 7.0)
     yield "refuse_gradient", (torch.ones(()), torch.randn(3).requires_grad_(), "x", False)

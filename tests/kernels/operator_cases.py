@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd import clamped_swiglu, experts, gate, grouped_linear, order, wire_formats  # noqa: F401  they register the gradients
-from fusedmoe.kernels import operators
+from fusedmoe.autograd.order import order_operator
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from tests.kernels.routings import choose
 
@@ -18,8 +18,8 @@ Cases = dict[str, list[tuple[Any, ...]]]
 def cases(device: torch.device) -> Cases:
     """Inputs for each of the operators that every device has."""
     expert_SK = choose(13, 2, 4, 0.3).to(device)
-    layout = Layout(*operators.order(expert_SK, 4, 5, None, True))
-    full = Layout(*operators.order(choose(13, 2, 4, 0.0).to(device), 4, None, None, True))  # slack of H has no value
+    layout = Layout(*order_operator(expert_SK, 4, 5, None, True))
+    full = Layout(*order_operator(choose(13, 2, 4, 0.0).to(device), 4, None, None, True))  # slack of H has no value
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=True)
@@ -30,18 +30,18 @@ def cases(device: torch.device) -> Cases:
     rows_NM = torch.randn(7, 9, device=device)
     return {
         "order": [(expert_SK, 4, 5, torch.rand(13, device=device), True), (expert_SK, 4, None, None, True)],
-        "permute": [(random(13, 8), *layout.tensors)],
-        "unpermute": [(random(layout.rows, 8), *layout.tensors)],
-        "take_pairs": [(random(13, 2), *layout.tensors)],
-        "put_pairs": [(random(layout.rows), *layout.tensors)],
+        "permute": [(random(13, 8), layout.tensors)],
+        "unpermute": [(random(layout.rows, 8), layout.tensors)],
+        "take_pairs": [(random(13, 2), layout.tensors)],
+        "put_pairs": [(random(layout.rows), layout.tensors)],
         "experts": [
-            (random(13, 8), random(full.rows), *gated, *full.tensors, "swiglu"),
-            (random(13, 8), random(full.rows), *biased, *full.tensors, "gelu"),
-            (random(13, 8), None, *biased, *plain.tensors, "relu"),
+            (random(13, 8), random(full.rows), *gated, full.tensors, "swiglu"),
+            (random(13, 8), random(full.rows), *biased, full.tensors, "gelu"),
+            (random(13, 8), None, *biased, plain.tensors, "relu"),
         ],
         "grouped_linear": [
-            (random(full.rows, 8), random(4, 6, 8), random(4, 6), True, *full.tensors),
-            (random(13, 8), random(4, 8, 6), None, False, *plain.tensors),
+            (random(full.rows, 8), random(4, 6, 8), random(4, 6), True, full.tensors),
+            (random(13, 8), random(4, 8, 6), None, False, plain.tensors),
         ],
         "clamped_swiglu": [(random(13, 8), 1.702, 0.5), (random(0, 8), 1.0, 7.0)],
         "pack_bf16": [(rows_NM.detach().requires_grad_(),)],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedmoe.kernels import operators
+from fusedmoe.autograd.order import order_operator
 from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
 
@@ -16,8 +16,8 @@ def test_operator(name: str) -> None:
 def test_padded_layouts_have_valid_slack() -> None:
     expert_SK = choose(20, 3, 4, 0.3)
     for capacity in (None, 14):
-        exact = operators.order(expert_SK, 4, capacity, None, False)
-        padded = operators.order(expert_SK, 4, capacity, None, True)
+        exact = order_operator(expert_SK, 4, capacity, None, False)
+        padded = order_operator(expert_SK, 4, capacity, None, True)
         rows = len(exact[3])
         assert len(padded[3]) == (60 if capacity is None else 56) > rows
         for name, one, other in zip(("counts", "offsets", "source", "slot", "row"), exact, padded, strict=True):

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.wire_formats import unpack_bf16
 from fusedmoe.kernels.wire import (
     SCALE_BYTES,
     define_pack_fp8,
     define_unpack_fp8,
     pack_bf16,
     pack_fp8,
-    unpack_bf16,
     unpack_fp8,
 )
 

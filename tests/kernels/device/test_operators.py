@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe.autograd.gate import gate
+from fusedmoe.autograd.order import order_operator
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import operators
 from fusedmoe.kernels.gate import GateRule
 from fusedmoe.kernels.layout import build_layout
 from tests.kernels.operator_cases import cases, check
@@ -128,5 +128,5 @@ def test_slack_of_the_operator_equals_that_of_the_kernel(device: torch.device) -
     expert_SK = choose(20, 3, 4, 0.3).to(device)
     for capacity in (None, 7):
         layout = build_layout(expert_SK, 4, capacity)
-        tensors = operators.order(expert_SK, 4, capacity, None, True)
+        tensors = order_operator(expert_SK, 4, capacity, None, True)
         assert all(torch.equal(a, b) for a, b in zip(layout.tensors, tensors, strict=True))
