@@ -9,13 +9,13 @@ import pytest
 from bench.paper_degree import paper_degree
 from bench.simulate.grid import run_grid
 from fusedmoe.schedule.cost import CostModel, Durations, Line, fit
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
@@ -73,7 +73,7 @@ def test_fit_24_points(benchmark) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("contention", [1.0, 0.75])
-@pytest.mark.parametrize("policy", LAYER_POLICIES)
+@pytest.mark.parametrize("policy", layer_policies())
 def test_plan_a_step(benchmark, policy: str, contention: float) -> None:  # type: ignore[no-untyped-def]
     here = costs(contention=contention)
     plan = benchmark.pedantic(POLICIES[policy].plan, args=(here,), rounds=5, warmup_rounds=1)
@@ -81,7 +81,7 @@ def test_plan_a_step(benchmark, policy: str, contention: float) -> None:  # type
 
 
 @pytest.mark.parametrize("contention", [1.0, 0.75])
-@pytest.mark.parametrize("policy", WHOLE_POLICIES)
+@pytest.mark.parametrize("policy", whole_policies())
 def test_plan_24_layers(benchmark, policy: str, contention: float) -> None:  # type: ignore[no-untyped-def]
     """Of two kinds, in up to 16 micro-batches: less than a minute."""
     model = TESTBEDS["B"].costs

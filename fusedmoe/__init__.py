@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
     from fusedmoe.memory import keep_memory as keep_memory
-    from fusedmoe.schedule.own_policies import register_policy as register_policy
+    from fusedmoe.schedule.policies import register_policy as register_policy
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _HOMES = {
     "Topology": "comm.topology",
     "keep_memory": "memory",
     "pipeline": "blocks.pipeline",
-    "register_policy": "schedule.own_policies",
+    "register_policy": "schedule.policies",
     "trace": "layers.profiled",
 }
 __all__ = [*_HOMES, *_MODULES]

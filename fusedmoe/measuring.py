@@ -10,10 +10,9 @@ from __future__ import annotations
 from fusedmoe.layers.schedule import measured_costs, require_same_plans, undisturbed
 from fusedmoe.runtime.cache import cached_observed, cached_plans, cached_profile, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.runtime.observing import BUDGET_S as STEPS_BUDGET_S
-from fusedmoe.runtime.observing import observe_steps
 from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S
-from fusedmoe.runtime.profiler import Profile
+from fusedmoe.runtime.profiler import STEPS_BUDGET_S as STEPS_BUDGET_S
+from fusedmoe.runtime.profiler import Profile, observe_steps
 from fusedmoe.runtime.progress import Display, WorkBar, make_display
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 

@@ -14,21 +14,20 @@ from __future__ import annotations
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.candidates import PlanCandidate
-from fusedmoe.schedule.cost import CostModel, Costs, Line
+from fusedmoe.schedule.cost import CostModel, Costs, Line, Observed
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
-from fusedmoe.schedule.machines import MACHINES, Machine, scale_of, slowest_of, spread_of
-from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine, scale_of, slowest_of, spread_of
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, layer_policies
+from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse
 from fusedmoe.schedule.refit import Row, compare, observe, refit
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
-from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
-from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import PHASES, Timeline, align, save_trace
+from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.timeline import Timeline, align, save_trace
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "POLICIES",
     "TESTBEDS",
     "WEIGHT_GRADIENTS",
-    "WHOLE_POLICIES",
     "ChunkedPass",
     "CostModel",
     "Costs",
@@ -77,5 +75,6 @@ __all__ = [
     "step_plan",
     "stretches",
     "three_queues",
+    "whole_policies",
     "with_sparse",
 ]

@@ -17,12 +17,13 @@ from bench.cluster.step import Step
 from bench.cluster.turns import in_turns, seconds_of, spread
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
+from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
+from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.bucket_search import BucketSearch
 

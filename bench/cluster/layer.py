@@ -26,10 +26,10 @@ from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES
+from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.task import PHASES, RESOURCES
 from fusedmoe.schedule.workload import Workload
 
 #: Experts that a token goes to.
@@ -43,7 +43,10 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     x_SM = torch.randn(setting.S // _K, setting.M).requires_grad_()
     model = off._planner.measured(x_SM.detach())
     dy_SM = torch.randn(setting.S // _K, setting.M)
-    made = {"off": off, **{name: make_layer(setting, topology, Schedule(name, costs=model)) for name in LAYER_POLICIES}}
+    made = {
+        "off": off,
+        **{name: make_layer(setting, topology, Schedule(name, costs=model)) for name in layer_policies()},
+    }
     auto = Schedule.named("auto")
     assert auto is not None
     made["auto"] = make_layer(setting, topology, replace(auto, costs=model))

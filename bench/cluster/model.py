@@ -35,12 +35,12 @@ from fusedmoe.blocks.pipeline import Parts, PipelinedBlocks
 from fusedmoe.cli.step_plans import probes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.observing import BUDGET_S, observe_steps
+from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.contest import Contest
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.training import PlanTuning, sync_gradients
@@ -135,14 +135,14 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         return recorded_step(topology, partial(model.step, probed.buckets))
 
     tell(topology, "observing steps")
-    seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, BUDGET_S)
+    seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, STEPS_BUDGET_S)
     costs = replace(costs, observed={workload.shapes: replace(seen, rows=workload.rows)})
     tuning = PlanTuning(model, topology, "auto", costs, workload, **more, tell=partial(tell, topology))
     explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(tuning.buckets))))
     step = PlannedStep(model, topology, costs, workload, **more)
     base = makespan(POLICIES["sequential"].plan(step.costs), step.costs)
     candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
-    candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else LAYER_POLICIES)}
+    candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else layer_policies())}
     candidates["auto"] = tuning.now
     first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}

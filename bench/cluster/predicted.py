@@ -17,8 +17,7 @@ from fusedmoe.schedule.machines import Known, Link, Machine
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
-from fusedmoe.schedule.task import LINKS
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import LINKS, PHASES
 
 # Of a frame of Ethernet, 1,500 bytes and their head, what TCP carries; loopback's frames are 64 KiB.
 _FRAME, _LOOPBACK_FRAME = 1448 / 1514, 65483 / 65550

@@ -15,15 +15,16 @@ from bench.cluster.step import Step
 from bench.cluster.turns import recorded_step
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.observing import BUDGET_S, observe_steps
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.observed import Observed
+from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
+from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import refit
-from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload
 
 # In how many chunks: whole, and some.
@@ -68,7 +69,7 @@ def profile_stack(setting: Setting, topology: Topology, step: Step) -> StackProf
     def run(plan: Plan, number: int) -> Timeline:
         return recorded_step(topology, partial(step.run, plan))
 
-    seen = observe_steps(topology, _probes(before), before, run, BUDGET_S)
+    seen = observe_steps(topology, _probes(before), before, run, STEPS_BUDGET_S)
     return StackProfile(found.costs, found.points, found.seconds, seen, refit(before, seen))
 
 

@@ -18,13 +18,14 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
-from fusedmoe.schedule.passes import PassOption, search, three_queues
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies
+from fusedmoe.schedule.policies.fsmoe_plans import PassOption, search
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import RESOURCES
 
 DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
 
@@ -35,7 +36,7 @@ def measure_steps(
     """Every policy beside its prediction, with exposed communication: seconds in which a link works and this rank
     computes nothing, by the recorded timeline as by the predicted one. Rank 0 draws them into `folder`. Collective."""
     costs = profile.stack
-    policies = {policy: POLICIES[policy].plan(costs.by_layer(), LIMIT) for policy in LAYER_POLICIES}
+    policies = {policy: POLICIES[policy].plan(costs.by_layer(), LIMIT) for policy in layer_policies()}
     plans = plans_of(costs, LIMIT) if setting.blocks else policies
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     difference = same_results(step, plans)

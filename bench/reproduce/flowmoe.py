@@ -17,14 +17,15 @@ from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS
 from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.list_schedule import fill_idle_slots
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import PlanSearch, pipemoe, sequential
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
-from fusedmoe.schedule.step import StepSplit, gradient_buckets, micro_schedule
+from fusedmoe.schedule.step import gradient_buckets
 from fusedmoe.schedule.step_costs import ChunkTimes, LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training.bucket_search import BucketSearch
 
 SIZES = Table(
@@ -310,7 +311,7 @@ def speedups(costs: StepCosts) -> list[float]:
         search.ablation["attention"],
         with_buckets(costs, experts, _MB),
         min(sized, key=lambda plan: makespan(plan, costs)),
-        search.flowmoe,
+        search.plan("flowmoe"),
     ]
     whole_s = makespan(sequential(costs), costs)
     return [whole_s / makespan(plan, costs) for plan in plans]
@@ -357,7 +358,7 @@ _SAMPLES = 8
 
 def tuned(costs: StepCosts, seed: int) -> tuple[float, float]:
     """Step time with the S_p of a grid, and in the mean of random ones, over that with Bayesian optimisation's."""
-    split, largest = StepSplit.from_plan(PlanSearch(costs).flowmoe), max(costs.gradient_bytes)
+    split, largest = StepSplit.from_plan(PlanSearch(costs).plan("flowmoe")), max(costs.gradient_bytes)
 
     def seconds(size: int) -> float:
         return micro_schedule(costs, split._replace(bucket_bytes=size)).makespan_s(costs.contention)

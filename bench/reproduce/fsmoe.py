@@ -15,14 +15,14 @@ from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS, PUBLISHED, run_grid, workloads
 from fusedmoe.models.config import MODELS
 from fusedmoe.schedule.cost import fit
+from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree, three_queues_s
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import ChunkTimes, StageTime, StepCosts, chunk_times
-from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
 from fusedmoe.schedule.workload import Workload
 
-_FIG_5 = "the paper's Fig. 5, in the units that fit its Table 2 (`fusedmoe/schedule/testbeds.py`)"
+_FIG_5 = "the paper's Fig. 5, in the units that fit its Table 2 (`fusedmoe/schedule/machines.py`)"
 
 TABLE_2 = Table(
     "fsmoe-table2",

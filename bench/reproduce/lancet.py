@@ -12,7 +12,10 @@ from dataclasses import replace
 from bench.reproduce.sample import costs_of, sampled
 from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS
-from fusedmoe.schedule.lancet import (
+from fusedmoe.schedule.machines import TESTBEDS
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import pipemoe, sequential, tutel
+from fusedmoe.schedule.policies.lancet_plans import (
     Gap,
     forward_ranges,
     gaps_of,
@@ -21,12 +24,9 @@ from fusedmoe.schedule.lancet import (
     place_greedily,
     placement_hides_s,
 )
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import pipemoe, sequential, tutel
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Degrees, pass_tasks
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 
 GREEDY = Table(
     "lancet-greedy",

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 from bench.simulate.grid import LAYERS, workloads
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from bench.simulate.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
 from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.testbeds import TESTBEDS
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
 from fusedmoe.schedule.workload import Workload
 
 #: Layers of a simulated step, unless the caller says otherwise.
@@ -185,5 +185,5 @@ _ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe
 
 def _whole_row(costs: StepCosts) -> dict[str, float]:
     model = PlanSearch(costs)
-    plans = {name: model.plan(name) for name in WHOLE_POLICIES} | model.ablation
+    plans = {name: model.plan(name) for name in whole_policies()} | model.ablation
     return {name: makespan(plan, costs) for name, plan in plans.items()} | {"bound": bound_s(costs)}

@@ -38,7 +38,7 @@ from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, ru
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.sparse_collectives import add_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task
 from fusedmoe.schedule.workload import Workload
 

@@ -28,7 +28,6 @@ from fusedmoe.models.block import block_workload, make_experts, make_gate
 from fusedmoe.plans import (
     IN_LAYERS,
     POLICIES,
-    WHOLE_POLICIES,
     ChunkedPass,
     CostModel,
     Plan,
@@ -79,7 +78,7 @@ def policy_of(settings: Settings) -> str:
 
 def splits_layers(settings: Settings) -> bool:
     """Whether micro-batches go through all layers by the settings' schedule."""
-    return policy_of(settings) in WHOLE_POLICIES and why_not_split(settings) is None
+    return POLICIES[policy_of(settings)].whole and why_not_split(settings) is None
 
 
 def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
@@ -197,7 +196,7 @@ def plans_of(
     layered = step_costs(settings, launch, sizes, costs)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = [name for name in WHOLE_POLICIES if name in policies and why_not_split(settings) is None]
+    whole = [name for name in POLICIES if name in policies and POLICIES[name].whole and why_not_split(settings) is None]
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     found = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:

@@ -41,8 +41,8 @@ from fusedmoe.graph.splitting import (
     run_part,
 )
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.lancet import best_ranges
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies.lancet_plans import best_ranges
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import Task
 

@@ -17,7 +17,7 @@ from torch import fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
 from fusedmoe.graph.instructions import is_all_to_all, is_start, is_wait
-from fusedmoe.schedule.lancet import solved
+from fusedmoe.schedule.policies.lancet_plans import solved
 
 # Of the solver's work (`fusedmoe.schedule.lancet`).
 _LIMIT = 2.0

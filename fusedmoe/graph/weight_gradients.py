@@ -14,7 +14,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait
-from fusedmoe.schedule.lancet import Gap, Placement, place_exactly, place_greedily, with_leftovers
+from fusedmoe.schedule.policies.lancet_plans import Gap, Placement, place_exactly, place_greedily, with_leftovers
 
 # Up to so many choices (a weight gradient and an all-to-all) the exact programme is asked, and for so long.
 _EXACT, _LIMIT = 400, 2.0

@@ -22,14 +22,15 @@ from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.profiler import observe_steps
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.cost import Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.timeline import Timeline
 
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)

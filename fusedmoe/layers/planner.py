@@ -33,8 +33,7 @@ from fusedmoe.layers.measure import FUSED_DEGREES, observe_fused, observe_layer
 from fusedmoe.layers.orders import Order
 from fusedmoe.layers.schedule import Schedule, measured_costs, measured_parts, require_same_plans, undisturbed
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 

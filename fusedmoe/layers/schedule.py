@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,15 +17,12 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.observed import Observed
-from fusedmoe.schedule.own_policies import PolicyFunction, own_policy
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, Policy, any_order, layer_policies
+from fusedmoe.schedule.cost import CostModel, Observed
+from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, own_policy
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import FUSED, PHASES
 from fusedmoe.schedule.workload import Workload, one_sided_s
 
 #: The policy of a layer whose kernels send and receive by themselves, where they can and it is shorter. It is for
@@ -41,7 +38,7 @@ class Schedule:
     """How a layer overlaps what it sends with what it computes. Results do not depend on it.
 
     Attributes:
-        policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, or "fused": kernels that send and receive by
+        policy: a name of `fusedmoe.schedule.policies.layer_policies()`, or "fused": kernels that send and receive by
             themselves, where they can and it is shorter, and else the best order of each pass; or your own, a function
             from a `Workload` and `StepCosts` to a `Plan`, or the name that `fusedmoe.register_policy` gave it.
         degrees: chunks forward and backward, of collectives or of kernels that send by themselves; None has the policy
@@ -113,7 +110,7 @@ class Schedule:
         policy = self._planned_by
         kind = next((kind for kind in FUSED if kind in kinds), None) if self.puts else None
         if self.degrees is not None:
-            made = partial(pass_by_degree, policy.name, kinds) if kind is None else partial(fused_pass, kind)
+            made = partial(pass_by_degree, policy.order, kinds) if kind is None else partial(fused_pass, kind)
             return Plans(*map(made, self.degrees, PHASES))
         costs = self.costs or costs
         assert costs is not None and workload is not None
@@ -130,14 +127,14 @@ class Schedule:
                     "own need one number for both passes"
                 )
             return Plans(forward, pass_of(plan, 0, "backward"))
-        return Plans(forward, pass_by_degree(policy.name, kinds, max(forward.degrees.values()), "backward"))
+        return Plans(forward, pass_by_degree(policy.order, kinds, max(forward.degrees.values()), "backward"))
 
     def __str__(self) -> str:
         name = self._planned_by.name
         return name if self.degrees is None else f"{name} in {self.degrees} chunks"
 
 
-_FUSED = Policy(FUSED_POLICY, any_order, "kernels that send and receive by themselves", True, False)
+_FUSED = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
 
 
 def _names() -> tuple[str, ...]:
@@ -179,7 +176,7 @@ def _best_fused(
 
 def _elsewhere(name: object) -> str:
     """What to do with a name that is another part's."""
-    if name in WHOLE_POLICIES:
+    if name in POLICIES and POLICIES[str(name)].whole:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
 

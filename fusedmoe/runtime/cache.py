@@ -41,10 +41,9 @@ from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, w
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate
-from fusedmoe.schedule.observed import Observed
-from fusedmoe.schedule.own_policies import own_plans
+from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import PlanSearch, sequential
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans, sequential
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
@@ -241,7 +240,7 @@ def cached_plans(
     While they are searched, rank 0 shows a bar, or tells `show` how many parts are done, of how many.
 
     Args:
-        policies: names of `fusedmoe.schedule.policies.WHOLE_POLICIES`.
+        policies: names of policies of whole layers.
         costs: the same on every rank.
         limit, samples: the most chunks, and the samples of a batch (`PlanSearch`).
         again: search in any case.
@@ -250,7 +249,9 @@ def cached_plans(
     """
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
-    texts = {name: read_kept(path) if first and not again else None for name, path in paths.items()}
+    # The library cannot tell whether a user's function is still the one that made a file.
+    kept = {name for name in paths if name not in POLICIES or not POLICIES[name].own}
+    texts = {name: read_kept(paths[name]) if first and not again and name in kept else None for name in paths}
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     found = {name: _valid_plan(texts[name], costs) for name in paths}
     plans = {name: plan for name, plan in found.items() if plan is not None}
@@ -259,7 +260,7 @@ def cached_plans(
             model = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
             plans = {name: plans.get(name) or model.plan(name) for name in paths}
     for name in paths:
-        if first and found[name] is None:
+        if first and found[name] is None and name in kept:
             write(paths[name], _plan_text(name, plans[name], costs), "what was planned")
     return plans
 

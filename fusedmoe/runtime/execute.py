@@ -27,8 +27,17 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import COUNTS, FUSED, GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, resources_of
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import (
+    COUNTS,
+    FUSED,
+    GATHER,
+    PIPELINE,
+    REDUCE,
+    RESOURCES,
+    WEIGHT_GRADIENTS,
+    Task,
+    resources_of,
+)
 from fusedmoe.threads import LOOK_S, Helper
 
 Bodies = Mapping[str, Callable[[Task], None]]

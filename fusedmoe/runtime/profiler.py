@@ -33,11 +33,15 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.execute import Streams, execute
+from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, line_through
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, Observed, line_through
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.refit import observe
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
@@ -45,11 +49,17 @@ if TYPE_CHECKING:
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
 
+#: Seconds for all steps that are done to be measured.
+STEPS_BUDGET_S = 60.0
+
 #: Below this r² times say little of the next: a line through them is hardly better than their mean.
 FAIR_R2 = 0.9
 
 #: How often each size is measured; its time is the median.
 ROUNDS = 5
+
+# How often each plan's step is measured.
+_STEP_ROUNDS = 3
 
 # The paper's ladders: 1 to 24 (1 to 12) units of elements, of a collective's buffer in fp32 and of a product's left
 # factor.
@@ -434,3 +444,44 @@ class _Profiler:
         self._together()
         execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
         return self._recorder.timeline().duration_s
+
+
+def observe_steps(
+    topology: Topology,
+    plans: Sequence[Plan],
+    costs: StepCosts,
+    run: Callable[[Plan, int], Timeline],
+    budget_s: float = STEPS_BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Observed:
+    """What the parts of steps by these plans take, the same on every rank. Collective over all ranks.
+
+    Args:
+        costs: of the steps, before.
+        run: a step by a plan, in so many-th round, on this rank; its timeline begins with it. The first step of each
+            plan is not counted: it takes memory that the system has to hand out first.
+        budget_s: no step begins that would not end in so many seconds, but for the first two.
+        clock: on this rank, in seconds.
+    """
+    steps: list[list[list[Timeline]]] = [[] for _ in plans]
+    with WorkBar("measuring steps") as bar:
+        run(plans[0], 0)
+        began_s, taken_s, longest_s = clock(), 0.0, 0.0
+        for number in range(_STEP_ROUNDS * len(plans)):
+            which, round_ = number % len(plans), number // len(plans)
+            in_turn = 2 if 0 < number < len(plans) else 1
+            if taken_s + in_turn * longest_s > budget_s:
+                break
+            if in_turn == 2:
+                run(plans[which], 0)
+            timeline = run(plans[which], round_)
+            ranks = all_gather_object(topology.world, (timeline, clock() - began_s), "measuring steps")
+            steps[which].append([timeline for timeline, _ in ranks])
+            before_s, taken_s = taken_s, max(seconds for _, seconds in ranks)
+            longest_s = max(longest_s, (taken_s - before_s) / in_turn)
+            if topology.is_first:
+                bar.show(number + 1, _STEP_ROUNDS * len(plans))
+    found = Observed()
+    for plan, timelines in zip(plans, steps, strict=True):
+        found |= observe(plan, costs, timelines)
+    return found

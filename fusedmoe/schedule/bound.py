@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.passes import MAX_DEGREE
 from fusedmoe.schedule.step_costs import (
+    MAX_DEGREE,
     LayerCosts,
     StageTime,
     StepCosts,

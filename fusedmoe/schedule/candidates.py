@@ -8,27 +8,15 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch
+from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, whole_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import (
-    ChunkedPass,
-    Degrees,
-    StepSplit,
-    buckets_after,
-    idle_slot_plan,
-    micro_schedule,
-    pass_of,
-    step_plan,
-)
+from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
 #: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
 OFF = "off"
-
-# Families whose gradients all wait for the end of the backward pass.
-_EXPOSED = ("sequential", "tutel", "pipemoe")
 
 # Of the plans beside one, so many are worth measuring.
 _BESIDE = 4
@@ -59,9 +47,17 @@ class PlanCandidate(NamedTuple):
         if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
             found += ", W tasks"
         size = _largest_bucket(self.plan)
-        return (
-            f"{found}, buckets of {size / 2**10:.0f} KiB" if size and (self.whole or self.family == "lina") else found
-        )
+        in_buckets = self.whole or self._gradients == "idle slots"
+        return f"{found}, buckets of {size / 2**10:.0f} KiB" if size and in_buckets else found
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of its family; None for `OFF`, and for one that a job before had registered."""
+        return ANY_ORDER if self.family == ANY_ORDER.name else POLICIES.get(self.family)
+
+    @property
+    def _gradients(self) -> str | None:
+        return None if self.policy is None else self.policy.gradients
 
 
 def _span(degrees: Iterable[int]) -> str:
@@ -90,7 +86,7 @@ def family_candidates(
         costs, limit, samples, progress: as for `PlanSearch`.
     """
     found = PlanSearch(costs, limit, samples, progress).families
-    whole = [name for name in ("flowmoe", "lancet", "joint") if name in found]
+    whole = whole_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in found.items()]
     candidates.append(PlanCandidate(OFF, Plan(), False, makespan(found["sequential"], costs)))
     return distinct(candidates)
@@ -98,7 +94,7 @@ def family_candidates(
 
 def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
     """Plans of the same family with some more or fewer chunks, or other buckets; the best of them by prediction."""
-    if one.family in (OFF, "sequential", "lancet") or (one.family in POLICIES and POLICIES[one.family].own):
+    if one.policy is None or not one.policy.varies:
         return []
     plans = _splits_beside(one.plan, costs, limit, samples) if one.whole else _layers_beside(one, costs, limit)
     found = distinct(PlanCandidate(one.family, plan, one.whole, makespan(plan, costs)) for plan in plans)
@@ -148,9 +144,9 @@ def _layers_beside(one: PlanCandidate, costs: StepCosts, limit: int) -> Iterator
     largest = _largest_bucket(plan)
 
     def rebuilt(there: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
-        if one.family == "lina" and bucket_bytes:
+        if one._gradients == "idle slots" and bucket_bytes:
             return idle_slot_plan(costs, there, back, bucket_bytes)
-        if one.family in _EXPOSED:
+        if one._gradients == "exposed":
             return step_plan(costs, there, back, exposed=True)
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
@@ -163,7 +159,7 @@ def _layers_beside(one: PlanCandidate, costs: StepCosts, limit: int) -> Iterator
             if same
             else [rebuilt(there, backward, largest), rebuilt(forward, back, largest)]
         )
-    if one.family == "lina" and largest > 1:
+    if one._gradients == "idle slots" and largest > 1:
         yield rebuilt(forward, backward, largest // 2)
 
 

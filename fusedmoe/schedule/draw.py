@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.timeline import KINDS, RESOURCES, SYMBOLS, Span, Timeline, align, lanes
+from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS
+from fusedmoe.schedule.timeline import Span, Timeline, align, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import RESOURCES
 
 _COUNT, _NEVER = len(RESOURCES), float("inf")
 _INTRA, _INTER = RESOURCES.index("intra"), RESOURCES.index("inter")

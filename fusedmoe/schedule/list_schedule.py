@@ -23,8 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, Task, standard_dependencies
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import LINKS, RESOURCES, Task, standard_dependencies
 
 _GRADIENT = "gradient-all-reduce"
 _ROUNDS = 3

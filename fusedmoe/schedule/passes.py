@@ -10,10 +10,6 @@ Each function of an order gives the order of every resource for one layer and pa
 
 How long a pass takes is known in closed form, or else from the simulator. There D, AG, X, RS, C are the seconds of one
 chunk's dispatch, all-gather, expert, reduce-scatter and combine, gar those of the gradient all-reduces in the middle.
-
-Gradient all-reduces hide in backward passes (FSMoE §5). In the order of back-propagation each layer has two places for
-a bucket of the gradients of the layers before it: the middle of its pipeline, between the last dispatch and the first
-combine, and beside its dense part. What fits in neither runs after everything, where nothing hides it.
 """
 
 from __future__ import annotations
@@ -21,15 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, StepCosts, chunk_times, pass_bound_s
+from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, Task
 
 Orders = dict[str, list[Task]]
@@ -177,88 +171,3 @@ class Partition(NamedTuple):
 
     middle: tuple[float, ...]
     beside: tuple[float, ...]
-
-
-class PassOption(NamedTuple):
-    """A way to run a layer's backward pass. With all-reduces of g seconds: max(busy_s + g, free_s) seconds."""
-
-    order: Order
-    degree: int
-    busy_s: float
-    free_s: float
-
-    @classmethod
-    def from_stages(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> PassOption:
-        """The option of this order and degree, exact without contention.
-
-        With it all-reduces slow down what they hide behind, so that a pass can take a little longer than its option
-        says.
-        """
-        free_s = pass_s(chunks, degree, order=order, contention=contention)
-        exposed_s = 2 * free_s + 1.0  # of which something must stay exposed
-        busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
-        return cls(order, degree, busy_s, free_s)
-
-    @property
-    def slack_s(self) -> float:
-        """Seconds of all-reduces that it hides."""
-        return self.free_s - self.busy_s
-
-
-def pass_options(
-    chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE
-) -> list[PassOption]:
-    """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
-    less busy."""
-    best = choose_degree(chunks, order=order, contention=contention, limit=limit)
-    found: list[PassOption] = []
-    for degree in range(best.degree, 0, -1):
-        option = PassOption.from_stages(chunks, order, degree, contention)
-        if not found or option.busy_s < found[-1].busy_s:
-            found.append(option)
-    return found
-
-
-def search(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition:
-    """The best partition, where passes take what their options say: exact, by a dynamic programme over the layers.
-
-    The paper fills what is free and spreads the rest by differential evolution; tests compare with that.
-
-    Nothing but the ends of what an option hides, and all or nothing, can be best for a place: between them a byte costs
-    the same as at the end. Of two states the one with less time and less left over wins.
-    """
-    line = costs.all_reduce
-    seconds, ready = np.zeros(1), np.zeros(1)  # of each state: so far, and the bytes that wait for a place
-    steps = []
-    for layer in reversed(range(len(of))):
-        dense_s = costs.layers[layer].dense_total_s("backward")
-        amounts = np.array([0.0, np.inf, *(line.amount(option.slack_s) for option in of[layer])])
-        middle = np.minimum(ready[:, None], amounts)
-        busy_s = _all_reduce_s(line, middle)
-        pass_s = np.minimum.reduce([np.maximum(option.busy_s + busy_s, option.free_s) for option in of[layer]])
-        left = ready[:, None] - middle
-        beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
-        # [3, states, amounts], then one row of all that is not beaten: by time, each with less left over.
-        seconds = (seconds[:, None] + pass_s + np.maximum(dense_s, _all_reduce_s(line, beside))).ravel()
-        ready = (left - beside + costs.layers[layer].gradient_bytes).ravel()
-        order = np.lexsort((ready, seconds))
-        least = np.minimum.accumulate(ready[order])
-        kept = order[np.concatenate([[True], ready[order][1:] < least[:-1] - 0.5])]
-        steps.append((middle, beside, kept))
-        seconds, ready = seconds[kept], ready[kept]
-    place = int(np.argmin(seconds + _all_reduce_s(line, ready)))
-    found: list[tuple[float, float]] = []
-    for middle, beside, kept in reversed(steps):
-        which = np.unravel_index(kept[place], beside.shape)
-        found.append((float(middle[which[1:]]), float(beside[which])))
-        place = int(which[1])
-    return Partition(*(tuple(part) for part in zip(*found, strict=True))) if found else Partition((), ())
-
-
-def bucket_s(line: Line, size: float) -> float:
-    """Seconds of a bucket; less than a byte is rounding, and does not even start."""
-    return line.seconds(size) if size >= 1 else 0.0
-
-
-def _all_reduce_s(line: Line, size: Any) -> Any:
-    return np.where(size >= 1, line.alpha_s + line.beta_s * size, 0.0)

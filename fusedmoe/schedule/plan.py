@@ -44,8 +44,17 @@ from functools import cached_property
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.events import followers_of, issue_order
-from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, resources_of, standard_dependencies
-from fusedmoe.schedule.timeline import PHASES, RESOURCES, SYMBOLS
+from fusedmoe.schedule.task import (
+    FUSED,
+    LINKS,
+    PHASES,
+    PIPELINE,
+    RESOURCES,
+    SYMBOLS,
+    Task,
+    resources_of,
+    standard_dependencies,
+)
 
 _SYMBOLS = {kind: symbol or kind for kind, symbol in SYMBOLS.items()}
 _KINDS = {symbol: kind for kind, symbol in _SYMBOLS.items()}

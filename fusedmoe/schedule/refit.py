@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fusedmoe.schedule.cost import Line, line_through
-from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
-from fusedmoe.schedule.timeline import PHASES, Span, Timeline, idle_s
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 _GRADIENT = "gradient-all-reduce"
 # No clock is finer.

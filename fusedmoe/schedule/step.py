@@ -11,30 +11,27 @@ the gradients of its input only.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from fusedmoe.schedule.list_schedule import ListSchedule, fill_idle_slots, list_plan
-from fusedmoe.schedule.passes import Order, Partition, one_queue, three_queues
+from fusedmoe.schedule.list_schedule import fill_idle_slots
+from fusedmoe.schedule.passes import Order, Partition
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.step_costs import StepCosts, gradient_ends, resource_bound_s
-from fusedmoe.schedule.task import LINKS, PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, resources_of, weight_gradient
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
-
-#: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
-THREE_QUEUES = ("fsmoe", "fused", "joint")
+from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
+from fusedmoe.schedule.task import (
+    LINKS,
+    PIPELINE,
+    RESOURCES,
+    STAGES,
+    Task,
+    resources_of,
+    weight_gradient,
+)
 
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
 
 _GRADIENT = "gradient-all-reduce"
-
-# A list schedule that takes so many times the best split's seconds is not made the best by improving it.
-_HOPELESS = 1.05
 
 
 class ChunkedPass(NamedTuple):
@@ -212,13 +209,12 @@ def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     return tuple(found)
 
 
-def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str) -> Plan:
-    """One layer's pass with that many chunks, in the order that a policy has for chunks.
+def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str) -> Plan:
+    """Returns one layer's pass with that many chunks, in an order of chunks.
 
     `kinds`: those of the layer, of which its parts count.
     """
-    order = three_queues if policy in THREE_QUEUES else one_queue
-    return Plan.from_orders(order(kinds, degree, phase))
+    return Plan.from_orders(order(kinds, degree, phase, 0, ()))
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
@@ -229,151 +225,3 @@ def fused_pass(kind: str, degree: int, phase: str) -> Plan:
 
 def _is_chunk(task: Task, layer: int, phase: str) -> bool:
     return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE
-
-
-class StepSplit(NamedTuple):
-    """How a step is split.
-
-    `forward`, `backward`: micro-batches of both passes, of all layers or of each. `bucket_bytes`: of a gradient
-    all-reduce (S_p); None: a bucket for each layer. `weights`: weight gradients are W tasks.
-    """
-
-    forward: int | tuple[Degrees, ...]
-    backward: int | tuple[Degrees, ...]
-    bucket_bytes: int | None = None
-    weights: bool = False
-
-    @classmethod
-    def from_plan(cls, plan: Plan) -> StepSplit:
-        """How a plan of `micro_schedule` is split. Its `bucket_bytes` are those of the largest bucket there is."""
-        counts = Counter((task.kind, task.phase, task.layer) for task in plan.compute)
-        forward, backward = (
-            tuple(
-                Degrees(counts["attention", phase, layer], plan.degrees[phase, layer])
-                for layer in sorted(layer or 0 for there, layer in plan.degrees if there == phase)
-            )
-            for phase in PHASES
-        )
-        bucket_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
-        weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
-        return cls(_in_short(forward), _in_short(backward), bucket_bytes, weights)
-
-    def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
-        """By phase, of each of so many layers."""
-        return {
-            phase: (Degrees(of, of),) * layers if isinstance(of, int) else of
-            for phase, of in zip(PHASES, (self.forward, self.backward), strict=True)
-        }
-
-    def with_degrees(self, degrees: Mapping[str, tuple[Degrees, ...]]) -> StepSplit:
-        """The same with these, by phase, of each layer."""
-        return self._replace(forward=degrees["forward"], backward=degrees["backward"])
-
-    def bound_s(self, costs: StepCosts) -> float:
-        """Seconds that no order of a step that is split so beats."""
-        buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
-        return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
-
-    def tasks(self, costs: StepCosts) -> Iterator[Task]:
-        """All tasks of a step that is split so, in an order in which they could run.
-
-        Raises `ConfigError` for layers that cannot be (`LayerCosts.micro`).
-        """
-        forward, backward = self.degrees(len(costs.layers)).values()
-        for layer, degrees in enumerate(forward):
-            yield from pass_tasks(costs, layer, "forward", degrees)
-        yield from loss_tasks(costs)
-        buckets: dict[int, list[Task]] = {}
-        for bucket in gradient_buckets(costs.gradient_bytes, self.bucket_bytes):
-            buckets.setdefault(bucket.layer or 0, []).append(bucket)
-        for layer, degrees in reversed(list(enumerate(backward))):
-            yield from pass_tasks(costs, layer, "backward", degrees, weights=self.weights)
-            yield from buckets.get(layer, ())
-        yield from optimizer_tasks(costs)
-
-
-def _in_short(degrees: tuple[Degrees, ...]) -> int | tuple[Degrees, ...]:
-    """One number where that is all there is to say."""
-    found = {one for of in degrees for one in of}
-    return found.pop() if len(found) == 1 else degrees
-
-
-def micro_schedule(costs: StepCosts, split: StepSplit, hopeless_s: float = math.inf) -> ListSchedule:
-    """A step that is split so, every order by list scheduling: its plan, and its makespan at a fraction of the cost.
-
-    `hopeless_s`: see `ListSchedule`.
-
-    Raises:
-        ConfigError: layers that cannot be split (`LayerCosts.micro`).
-    """
-    tasks = list(split.tasks(costs))
-    return ListSchedule(tasks, costs.durations(tasks), hopeless_s=hopeless_s)
-
-
-def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
-    """The plan of a step that is split so, where all gradients wait for the end of the backward pass.
-
-    Raises:
-        ConfigError: layers that cannot be split.
-    """
-    late = ("gradient-all-reduce", "optimizer")
-    found = list(split.tasks(costs))
-    tasks = [task for task in found if task.kind not in late]
-    plan = list_plan(tasks, costs.durations(tasks))
-    buckets, end = ([task for task in found if task.kind == kind] for kind in late)
-    orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *buckets]}
-    return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
-
-
-#: The seconds of a split step, and what makes its plan.
-Evaluation = tuple[float, Callable[[], Plan]]
-
-
-def in_micro_batches(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """A split step by list scheduling. Where it is no better than the best, its seconds may be wrong."""
-    schedule = micro_schedule(costs, split, best_s * _HOPELESS)
-    seconds = schedule.makespan_s()  # contention makes nothing shorter
-    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
-
-
-def with_exposed_gradients(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    plan = exposed_plan(costs, split)
-    return makespan(plan, costs), lambda: plan
-
-
-class SplitSearch:
-    """The best split so far. What cannot be better by its bound is not looked at."""
-
-    def __init__(
-        self, costs: StepCosts, evaluate: Callable[[StepCosts, StepSplit, float], Evaluation], step: Callable[[], None]
-    ) -> None:
-        self._costs, self._evaluate, self._step = costs, evaluate, step
-        self._tried: frozenset[StepSplit] = frozenset()
-        self._best_s = math.inf
-        self.best: StepSplit
-        self.plan: Callable[[], Plan]
-
-    @property
-    def best_s(self) -> float:
-        return self._best_s
-
-    def copy(self) -> SplitSearch:
-        """A search that starts from here, apart from this one."""
-        return copy(self)
-
-    def bucket_bytes(self, buckets: int) -> int:
-        """Bytes of a bucket, where the largest gradient of a layer goes in so many."""
-        return max(1, -(-max(self._costs.gradient_bytes) // buckets))
-
-    def try_all(self, splits: Iterable[StepSplit]) -> None:
-        splits = list(splits)  # as the best one was when the search began
-        least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
-        for split in sorted(least, key=least.__getitem__):
-            if least[split] < self._best_s:
-                seconds, plan = self._evaluate(self._costs, split, self._best_s)
-                if seconds * (1 + ROUNDING) < self._best_s:
-                    self._best_s, self.best, self.plan = seconds, split, plan
-            self._step()
-        for _ in range(len(splits) - len(least)):
-            self._step()
-        self._tried |= least.keys()

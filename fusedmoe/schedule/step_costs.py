@@ -15,8 +15,7 @@ from typing import NamedTuple
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, weight_gradient
 
 #: The largest degree that is tried, unless the caller says otherwise.
 MAX_DEGREE = 16

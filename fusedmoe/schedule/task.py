@@ -58,6 +58,15 @@ class TaskKind(StrEnum):
 
 _K = TaskKind
 
+#: All kinds of tasks.
+KINDS: tuple[str, ...] = tuple(TaskKind)
+
+#: What a task occupies: the processor, the links inside a node, the links between nodes.
+RESOURCES = ("compute", "intra", "inter")
+
+#: The two passes of a training step.
+PHASES = ("forward", "backward")
+
 #: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
 PIPELINE: tuple[str, ...] = (_K.DISPATCH, _K.ALL_GATHER, _K.EXPERT, _K.REDUCE_SCATTER, _K.COMBINE)
 
@@ -97,6 +106,27 @@ LINKS: dict[str, str] = {
     _K.GRADIENT_ALL_REDUCE: "inter",
     GATHER: "inter",
     REDUCE: "inter",
+}
+
+#: Short names of the kinds, as in the text form of a plan: ``D0`` is the dispatch of chunk 0, ``DEC0`` a fused
+#: operation that is its expert and its combine as well.
+SYMBOLS: dict[str, str] = {
+    _K.GATE: "G",
+    _K.PERMUTE: "P",
+    COUNTS: "CX",
+    **dict(zip(PIPELINE, ("D", "AG", "E", "RS", "C"), strict=True)),
+    _K.DISPATCH_EXPERT_COMBINE: "DEC",
+    _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: "AGERS",
+    _K.UNPERMUTE: "U",
+    _K.ATTENTION: "A",
+    _K.WEIGHT_GRADIENT: "WG",
+    _K.ATTENTION_WEIGHT_GRADIENT: "AWG",
+    _K.GRADIENT_ALL_REDUCE: "AR",
+    GATHER: "SAG",
+    REDUCE: "SRS",
+    _K.LOSS: "L",
+    _K.OPTIMIZER: "Opt",
+    _K.OTHER: "",
 }
 
 _OCCUPIED = {kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()} | {

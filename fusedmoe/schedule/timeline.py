@@ -27,38 +27,7 @@ from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
-from fusedmoe.schedule.task import COUNTS, FUSED, TaskKind
-
-#: What a span may be doing.
-KINDS: tuple[str, ...] = tuple(TaskKind)
-
-#: What a span may occupy: the processor, the links inside a node, the links between nodes.
-RESOURCES = ("compute", "intra", "inter")
-
-#: The two passes of a training step.
-PHASES = ("forward", "backward")
-
-_PARTS = {"dispatch": "D", "all-gather": "AG", "expert": "E", "reduce-scatter": "RS", "combine": "C"}
-
-#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0, ``DEC0`` a fused
-#: operation that is its expert and its combine as well.
-SYMBOLS = {
-    "gate": "G",
-    "permute": "P",
-    COUNTS: "CX",
-    **_PARTS,
-    **{kind: "".join(_PARTS[part] for part in parts) for kind, parts in FUSED.items()},
-    "unpermute": "U",
-    "attention": "A",
-    "weight-gradient": "WG",
-    "attention-weight-gradient": "AWG",
-    "gradient-all-reduce": "AR",
-    "sparse-all-gather": "SAG",
-    "sparse-reduce-scatter": "SRS",
-    "loss": "L",
-    "optimizer": "Opt",
-    "other": "",
-}
+from fusedmoe.schedule.task import KINDS, PHASES, RESOURCES
 
 SOURCES = ("measured", "predicted")
 

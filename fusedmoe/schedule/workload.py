@@ -9,8 +9,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.refit import refit
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
-from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import FUSED, LINKS, PHASES, PIPELINE
 
 #: What a model's costs know its shapes by where they are of steps whose chunks end with their layer, beside those of
 #: steps whose micro-batches go through whole layers.

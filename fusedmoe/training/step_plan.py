@@ -19,14 +19,13 @@ from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_ki
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.own_policies import own_plans
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, layer_policies
+from fusedmoe.schedule.policies import POLICIES, layer_policies, own_plans
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.sparse_collectives import add_sparse
 from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
@@ -153,7 +152,7 @@ class PlannedStep:
             raise ConfigError(
                 f"unknown schedule {policy!r}; choose {', '.join((*known, AUTO))}, or fusedmoe.register_policy one"
             )
-        if self.blocks is None or policy not in WHOLE_POLICIES:
+        if self.blocks is None or not POLICIES[policy].whole:
             plan = POLICIES[policy].plan(self.costs, self.limit)
         else:
             limits: dict[str, Any] = {"limit": self.limit, "samples": self.samples}

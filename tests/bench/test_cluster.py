@@ -33,9 +33,9 @@ from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime import cache
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.sharded_experts import POLICIES as POLICIES_OF_PLACEMENT
@@ -71,7 +71,7 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
     torch.manual_seed(rank)
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
     right = {name: tensor.clone() for name, tensor in step.run(POLICIES["sequential"].plan(costs, 8)).items()}
-    plans = [POLICIES[name].plan(costs.by_layer(), 8) for name in LAYER_POLICIES]
+    plans = [POLICIES[name].plan(costs.by_layer(), 8) for name in layer_policies()]
     plans += [plan_of(costs, 3, 8), plan_of(costs, 8, 1)]
     for plan in plans:
         for name, found in step.run(plan).items():
@@ -83,7 +83,7 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
 def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
-    assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(LAYER_POLICIES) + 2}
+    assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(layer_policies()) + 2}
 
 
 def every_whole_policy(rank: int, world: int, setting: Setting) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from bench.simulate import grid
 from bench.simulate.grid import ABLATION, COLUMNS, PUBLISHED, run_grid, workloads
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.machines import TESTBEDS
 
 
 def check(results) -> None:

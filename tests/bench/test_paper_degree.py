@@ -8,9 +8,9 @@ import pytest
 
 from bench.paper_degree import paper_cases, paper_degree
 from bench.simulate.grid import workloads
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree, three_queues_s
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, chunk_times
-from fusedmoe.schedule.testbeds import TESTBEDS
 
 
 def case_by_hand(r: int, times: ChunkTimes, gar: float) -> float:

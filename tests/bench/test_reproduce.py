@@ -24,10 +24,10 @@ from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.lancet import Gap
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.policies.lancet_plans import Gap
 
 QUICK = ("fsmoe-table2", "flowmoe-table2", "hecate-table1", "hecate-volume")
 

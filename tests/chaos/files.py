@@ -41,8 +41,8 @@ from fusedmoe.files import read_text, sealed
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.training.planted import changes, tamper

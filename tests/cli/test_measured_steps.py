@@ -17,8 +17,7 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.observed import Sample
+from fusedmoe.schedule.cost import CostModel, Line, Sample
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.workload import IN_LAYERS
 from tests.cluster import Cluster

@@ -16,10 +16,10 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.task import RESOURCES
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 
@@ -147,7 +147,7 @@ def test_plans_are_searched_once(
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     first = planned(capsys, *FLOWMOE)
-    assert len(list(tmp_path.glob("plan-*.json"))) == len(WHOLE_POLICIES)
+    assert len(list(tmp_path.glob("plan-*.json"))) == len(whole_policies())
     monkeypatch.setattr(PlanSearch, "plan", None)
     assert planned(capsys, *FLOWMOE) == first
     with pytest.raises(TypeError):

@@ -25,11 +25,11 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import RESOURCES
 from tests.cluster import Cluster
 
 # Costs of fused operations so low that whoever may will take them.
@@ -49,7 +49,7 @@ def settings_of(
 
 
 def can_run(policy: str, settings: Settings, sizes: Sizes) -> set[str]:
-    split = policy in WHOLE_POLICIES and not why_not_split(settings)
+    split = policy in whole_policies() and not why_not_split(settings)
     return set(runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if split else "step"))
 
 
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_plan_has_only_what_can_run(sizes: tuple[int, int, int], dtype: str, model: dict[str, Any]) -> None:
     settings, launch, found = settings_of("auto", *sizes, dtype, **model)
     plans = plans_of(settings, launch, found, FUSED_COSTS)
-    several = {*LAYER_POLICIES} if model else {*POLICIES}
+    several = {*layer_policies()} if model else {*POLICIES}
     assert plans.keys() == (several if found.ep * found.esp > 1 else {"sequential"})
     for name, (plan, _) in plans.items():
         assert {task.kind for task in plan} <= can_run(name, settings, found), name

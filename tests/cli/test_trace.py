@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusedmoe.cli.main import main
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.machines import TESTBEDS
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 

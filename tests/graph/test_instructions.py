@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait
 from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton, units_of
-from fusedmoe.schedule.lancet import Gap
+from fusedmoe.schedule.policies.lancet_plans import Gap
 
 aten = torch.ops.aten
 

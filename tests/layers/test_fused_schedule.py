@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
-from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, any_order
+from fusedmoe.schedule.policies import any_order, layer_policies
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.task import FUSED, PIPELINE
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import FUSED, PHASES, PIPELINE
 from fusedmoe.schedule.workload import Workload, one_sided_s
 
 OVER_EXPERTS = (Workload(1, 4096, 1024, 4096, 8, ep=8), PIPELINE[::2], "dispatch-expert-combine")
@@ -86,7 +84,7 @@ def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...],
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("schedule", [*LAYER_POLICIES, FUSED_POLICY])
+@pytest.mark.parametrize("schedule", [*layer_policies(), FUSED_POLICY])
 def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
     """Whatever the costs say, by hand as well; and "fused" where it can by what is shorter."""
     rng, seen = random.Random(), set()

@@ -16,9 +16,8 @@ from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.measure import observe_fused, observe_layer
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.observed import Observed, Sample
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
+from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step
 from fusedmoe.training import step_plan as step_plan_module

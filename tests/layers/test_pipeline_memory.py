@@ -18,7 +18,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import run as engine
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.layers.test_pipeline import one_after_the_other
 from tests.layers.test_pipeline_plans import COSTS, halves

@@ -22,7 +22,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.gates.base import Routing
 from fusedmoe.layers.mp_tokens import MpInput
 from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireCast, WireFp8
-from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_hooks import SEAMS, Note
 from tests.layers.test_pipeline import LAYERS, Attention, Double, E, H, L, M

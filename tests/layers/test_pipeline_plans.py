@@ -20,8 +20,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
-from fusedmoe.schedule.step import Degrees, StepSplit, fused_pass, micro_schedule, one_pass
+from fusedmoe.schedule.policies import POLICIES, whole_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
+from fusedmoe.schedule.step import Degrees, fused_pass, one_pass
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import STAGES
 from fusedmoe.schedule.workload import Workload
@@ -71,7 +72,7 @@ def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     "policy",
     [
         pytest.param(one, marks=() if one in ("lancet", "joint") else pytest.mark.slow)
-        for one in ("fsmoe", *WHOLE_POLICIES)
+        for one in ("fsmoe", *whole_policies())
     ],
 )
 def test_every_policy_on_ranks(cluster: Cluster, policy: str) -> None:

@@ -26,10 +26,9 @@ from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import CACHE, cached_profile
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.own_policies import register_policy
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import POLICIES, register_policy
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload

@@ -8,7 +8,7 @@ import numpy as np
 
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import EXCHANGES, PlacementCosts, dispatch
-from fusedmoe.schedule.lancet import solved
+from fusedmoe.schedule.policies.lancet_plans import solved
 
 
 def best_placement(

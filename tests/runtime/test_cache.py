@@ -31,11 +31,11 @@ from fusedmoe.runtime.cache import (
 )
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
@@ -253,7 +253,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Counted(PlanSearch):
         def plan(self, name: str) -> Plan:
-            if name in WHOLE_POLICIES:
+            if name in whole_policies():
                 names.append(name)
             return super().plan(name)
 

@@ -23,8 +23,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import fused_pass
-from fusedmoe.schedule.task import FUSED, PIPELINE, Task, resources_of
-from fusedmoe.schedule.timeline import KINDS
+from fusedmoe.schedule.task import FUSED, KINDS, PIPELINE, Task, resources_of
 from tests.schedule.plans import random_costs, random_plan
 from tests.schedule.test_events import any_plan
 

@@ -13,7 +13,7 @@ import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.task import Task
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets
@@ -73,9 +73,9 @@ def layers_with_schedules(topology: Topology, policy: str) -> None:
 
 Step = Callable[[Topology, str], None]
 STEPS: dict[str, tuple[Step, list[str]]] = {
-    "layers": (layers_in_a_step, [*LAYER_POLICIES]),
+    "layers": (layers_in_a_step, [*layer_policies()]),
     "blocks": (blocks_in_micro_batches, [*POLICIES]),
-    "schedules": (layers_with_schedules, [*LAYER_POLICIES]),
+    "schedules": (layers_with_schedules, [*layer_policies()]),
 }
 
 

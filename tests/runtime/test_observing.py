@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.observing import observe_steps
-from fusedmoe.schedule.observed import Sample
+from fusedmoe.runtime.profiler import observe_steps
+from fusedmoe.schedule.cost import Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
-from fusedmoe.schedule.timeline import PHASES, Span, Timeline
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.timeline import Span, Timeline
 
 COSTS = StepCosts((LayerCosts({phase: {} for phase in PHASES}, {phase: {} for phase in PHASES}),))
 ONE, TWO = Plan.parse("compute: E0"), Plan.parse("compute: E0 E1")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import differential_evolution
 
-from fusedmoe.schedule.passes import Partition, PassOption, _all_reduce_s
+from fusedmoe.schedule.passes import Partition
+from fusedmoe.schedule.policies.fsmoe_plans import PassOption, _all_reduce_s
 from fusedmoe.schedule.step_costs import StepCosts
 
 

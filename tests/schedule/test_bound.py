@@ -10,12 +10,12 @@ import pytest
 from bench.simulate.grid import workloads
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task, resources_of, standard_dependencies
-from fusedmoe.schedule.testbeds import TESTBEDS
 from tests.schedule.test_splits import random_split, random_stack
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.machines import TESTBEDS
 
 MODEL = CostModel({name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)}, 0.7, "here")
 

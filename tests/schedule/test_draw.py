@@ -12,8 +12,8 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure, free_of, stripes_of
-from fusedmoe.schedule.task import FUSED, resources_of
-from fusedmoe.schedule.timeline import KINDS, RESOURCES, Span, Timeline, align, trace
+from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
+from fusedmoe.schedule.timeline import Span, Timeline, align, trace
 from tests.schedule.test_timeline import check_format
 from tests.schedule.timelines import training_step
 

@@ -13,8 +13,7 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import FUSED, LINKS, Task, resources_of
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, resources_of
 from tests.schedule.test_simulate import by_definition
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.lancet import (
+from fusedmoe.schedule.policies.lancet_plans import (
     Gap,
     SplitRange,
     best_ranges,

@@ -11,8 +11,7 @@ from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
-from fusedmoe.schedule.task import LINKS, PIPELINE, Task, weight_gradient
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, Task, weight_gradient
 from tests.schedule.plans import ORDERS, random_costs
 
 GRADIENT = "gradient-all-reduce"

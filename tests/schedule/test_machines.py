@@ -10,6 +10,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.machines import (
     MACHINES,
+    TESTBEDS,
     Known,
     Link,
     Machine,
@@ -18,7 +19,6 @@ from fusedmoe.schedule.machines import (
     slowest_of,
     spread_of,
 )
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Span, Timeline
 
 

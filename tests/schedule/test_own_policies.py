@@ -15,10 +15,9 @@ from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import plan_path
 from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.cost import LINES, CostModel, Line
-from fusedmoe.schedule.own_policies import own_policy, register_policy
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, sequential
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_policy, register_policy, sequential
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
@@ -88,7 +87,7 @@ def test_what_is_kept_of_all_policies_depends_on_it(mine: str) -> None:
 def test_the_best_of_all_is_the_own_where_it_is(mine: str) -> None:
     cheap = step_plan(COSTS, *([ChunkedPass(three_queues, 1)] * 2,) * 2)
     register_policy(mine, lambda workload, costs: cheap)
-    assert makespan(PlanSearch(COSTS).joint, COSTS) <= makespan(cheap, COSTS)
+    assert makespan(PlanSearch(COSTS).plan("joint"), COSTS) <= makespan(cheap, COSTS)
 
 
 def lacks(kind: str) -> Plan:

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.passes import Partition, PassOption, bucket_s, choose_degree, pass_options, search, three_queues
+from fusedmoe.schedule.passes import Partition, choose_degree, three_queues
+from fusedmoe.schedule.policies.fsmoe_plans import PassOption, bucket_s, pass_options, search
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from tests.schedule.paper_partition import fill_free, spread_rest
 from tests.schedule.plans import ORDERS, random_costs

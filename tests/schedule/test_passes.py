@@ -7,12 +7,12 @@ import pytest
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StageTime
 from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from tests.schedule.plans import ORDERS, random_layer
 
 

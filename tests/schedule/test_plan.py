@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.step import fused_pass, one_pass, pass_by_degree
-from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, resources_of, standard_dependencies
-from fusedmoe.schedule.timeline import KINDS, PHASES, SYMBOLS
+from fusedmoe.schedule.task import (
+    FUSED,
+    KINDS,
+    LINKS,
+    PHASES,
+    PIPELINE,
+    SYMBOLS,
+    Task,
+    resources_of,
+    standard_dependencies,
+)
 from tests.schedule.plans import random_costs, random_plan
 
 THREE = """compute: E0 E1 E2
@@ -282,7 +292,9 @@ def test_a_pass_by_one(kind):
         for again in (Plan.parse(str(plan)), pickle.loads(pickle.dumps(plan))):
             assert again == plan and (again.fingerprint, again.sequence) == (plan.fingerprint, plan.sequence)
     # Plans by collectives have its parts, though a layer could run it.
-    assert pass_by_degree("fsmoe", (*PIPELINE, kind), 2, "forward") == pass_by_degree("fsmoe", PIPELINE, 2, "forward")
+    assert pass_by_degree(three_queues, (*PIPELINE, kind), 2, "forward") == pass_by_degree(
+        three_queues, PIPELINE, 2, "forward"
+    )
 
 
 def test_what_waits_for_what():

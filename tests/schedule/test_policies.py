@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies import LAYER_POLICIES, LINA_BYTES, POLICIES, TUTEL_DEGREES
+from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES, layer_policies
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 
@@ -42,7 +42,7 @@ def check_complete(plan: Plan, costs: StepCosts) -> None:
     assert sum(map(len, ranges)) == sum(costs.gradient_bytes)
 
 
-@pytest.mark.parametrize("policy", LAYER_POLICIES)
+@pytest.mark.parametrize("policy", layer_policies())
 @FEW
 @given(SEEDS)
 def test_every_policy_makes_a_whole_plan(policy, seed):
@@ -61,7 +61,7 @@ def test_every_policy_makes_a_whole_plan(policy, seed):
 def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
     rng = random.Random(seed)
     costs = random_costs(rng)
-    seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in LAYER_POLICIES}
+    seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in layer_policies()}
     assert seconds["joint"] <= min(seconds.values()) * (1 + ROUNDING), "of plans as fast to rounding it takes any"
     bound = bound_s(costs)
     assert bound <= seconds["joint"] * (1 + 1e-9)
@@ -76,7 +76,7 @@ def test_the_bound_is_reached_where_experts_are_all():
     chunks = {"expert": costs.layers[0].chunks["forward"]["expert"]}
     layers = tuple(type(one)({"forward": chunks, "backward": chunks}, one.dense_s) for one in costs.layers)
     costs = StepCosts(layers, costs.all_reduce)
-    for policy in LAYER_POLICIES:
+    for policy in layer_policies():
         assert makespan(POLICIES[policy].plan(costs, 1), costs) == pytest.approx(bound_s(costs, 1), rel=1e-9)
 
 
@@ -210,10 +210,10 @@ def test_one_queue_has_nothing_to_do_with_contention():
 
 def test_with_strong_contention_joint_takes_turns():
     costs = costs_b(contention=0.35)
-    seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in LAYER_POLICIES}
+    seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in layer_policies()}
     assert seconds["fsmoe"] > seconds["fsmoe_no_iio"] >= seconds["joint"]
 
 
-@pytest.mark.parametrize("policy", LAYER_POLICIES)
+@pytest.mark.parametrize("policy", layer_policies())
 def test_descriptions_are_one_line(policy):
     assert "\n" not in POLICIES[policy].description and 20 < len(POLICIES[policy].description) < 110

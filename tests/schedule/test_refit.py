@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import compare, observe, refit
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.schedule.workload import Workload

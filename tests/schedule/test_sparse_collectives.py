@@ -5,12 +5,12 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.policies import POLICIES, layer_policies
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 
@@ -77,7 +77,7 @@ def test_where_they_stand():
     assert Plan.parse(str(plan)) == plan
 
 
-@pytest.mark.parametrize("policy", [*LAYER_POLICIES])
+@pytest.mark.parametrize("policy", [*layer_policies()])
 @pytest.mark.parametrize("testbed", ["A", "B"])
 def test_as_predicted_on_a_cluster(policy, testbed):
     """Four layers as FSMoE's, with gradient buckets: what is said to be hidden is, what is more shows in full."""

@@ -12,16 +12,16 @@ from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.list_schedule import fill_idle_slots
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch, ablation
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, ablation, whole_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, exposed_plan, micro_schedule
+from fusedmoe.schedule.policies.lancet_plans import forward_ranges, lancet_plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step import Degrees, StepSplit, exposed_plan, gradient_buckets, micro_schedule
+from fusedmoe.schedule.step import Degrees, gradient_buckets
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
-from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.task import PHASES, RESOURCES, Task
 from fusedmoe.schedule.workload import Workload
 
 GRADIENT = "gradient-all-reduce"
@@ -178,11 +178,11 @@ def test_no_policy_beats_the_bound_and_joint_is_never_worse():
     rng = random.Random()
     for _ in range(3):
         costs = random_stack(rng)
-        seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in WHOLE_POLICIES}
+        seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in whole_policies()}
         seconds |= {name: makespan(plan, costs) for name, plan in ablation(costs, 4).items()}
         assert min(seconds.values()) >= bound_s(costs) * (1 - 1e-12)
         assert seconds["joint"] <= min(seconds.values()) * (1 + 1e-12)
-        assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in WHOLE_POLICIES)
+        assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in whole_policies())
 
 
 def test_policies_asked_for_together_are_those_asked_for_one_by_one():
@@ -215,7 +215,7 @@ def test_micro_batches_have_equally_many_samples(samples, allowed):
     # Starts are free, so as many as there may be are best.
     layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
     costs = StepCosts((layer,) * 2, free)
-    for name in WHOLE_POLICIES:
+    for name in whole_policies():
         plan = POLICIES[name].plan(costs, 16, samples)
         found = Counter(task.phase for task in plan if task.kind == "attention" and task.layer == 0)
         assert set(found.values()) <= allowed, name
@@ -251,7 +251,7 @@ def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
         assert all(starts["dispatch", chunk, layer, "forward"] >= routed for chunk in range(4))
         assert plan.dependencies[Task("attention", 1, 1)] == (Task("combine", 1, 0), Task("attention", 0, 1))
     assert [task for task in plan if task.kind == "permute"] == [Task("permute", None, layer) for layer in (0, 1)]
-    for name in WHOLE_POLICIES:
+    for name in whole_policies():
         assert makespan(POLICIES[name].plan(costs, 4), costs) >= makespan(POLICIES[name].plan(free, 4), free) * 0.97
         assert Plan.parse(str(POLICIES[name].plan(costs, 4))) == POLICIES[name].plan(costs, 4)
 

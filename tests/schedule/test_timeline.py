@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.timeline import KINDS, RESOURCES, SYMBOLS, Span, Timeline, align, lanes, save_trace, trace
+from fusedmoe.schedule.task import KINDS, RESOURCES, SYMBOLS
+from fusedmoe.schedule.timeline import Span, Timeline, align, lanes, save_trace, trace
 from tests.schedule.timelines import training_step
 
 GOOD = Span("expert", "expert", "compute", 1.0, 2.0, chunk=0, layer=1, phase="forward")

@@ -10,9 +10,9 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import LINES, CostModel, FusedCosts, Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
 from tests.schedule.test_cost import MODEL as LINES_BY_HAND
 

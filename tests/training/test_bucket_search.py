@@ -12,9 +12,9 @@ import pytest
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.machines import TESTBEDS
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training.bucket_search import BucketSearch
 
 

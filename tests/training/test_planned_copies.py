@@ -16,7 +16,7 @@ from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.task import GATHER, REDUCE
 from fusedmoe.schedule.timeline import Span
 from fusedmoe.schedule.workload import Workload

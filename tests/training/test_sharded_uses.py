@@ -17,7 +17,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.price import PlacementCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (

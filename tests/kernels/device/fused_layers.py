@@ -19,9 +19,8 @@ from fusedmoe.layers import planner
 from fusedmoe.layers.measure import observe_fused
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.observed import Sample
-from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.cost import Sample
+from fusedmoe.schedule.task import FUSED, PHASES
 
 WIDTH = 32
 

@@ -34,8 +34,7 @@ from fusedmoe.kernels.one_sided import for_all_shards
 from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.list_schedule import list_plan
-from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import PHASES, PIPELINE, Task
 from tests.kernels.device.far import FarHeap
 
 CPU = torch.device("cpu")

@@ -20,8 +20,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
-from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import LINKS, RESOURCES, WEIGHT_GRADIENTS, Task, standard_dependencies
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
