@@ -13,16 +13,8 @@ experts as a plan calls them, chunk by chunk.
 from __future__ import annotations
 
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
-from fusedmoe.engine.dispatcher import (
-    Collectives,
-    Dispatcher,
-    Handle,
-    Local,
-    LocalExperts,
-    Routed,
-    no_plans,
-    recomputing,
-)
+from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
+from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load

@@ -1,38 +1,52 @@
-"""Rows between ranks as PyTorch operators, `torch.ops.fusedmoe.*`, which `torch.compile` takes into a graph as is.
+"""Rows between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
 
     send_PE, come_QPE = meet(counts_E, bad, dtype, way)
     rows_RM, weight_R, *layout = dispatch(rows_NM, weight_N, send_PE, come_QPE, way)
     …                                                        experts
     y_NM = combine(out_RM, send_PE, come_QPE, len(rows_NM), way)
 
-Operators take tensors and plain values, so process groups stand behind a name, `Way.name`. How many rows come is known
-when a graph runs, not when it is made: a size without a value (`new_dynamic_size`), one for all results of a dispatch.
-Each operator needs the one before, forward and backward, so that no compiler can change the order of what ranks do
-together; and none is computed twice in a backward pass, since compilers recompute only operators that they know.
+Operators take tensors and plain values, so process groups stand behind a name, `way`: in graphs that of a `Way`, which
+layers share; in eager mode that of a `Crossing`, one batch's way, whose ranks have exchanged sizes already. How many
+rows come is known when a graph runs, not when it is made: a size without a value (`new_dynamic_size`), one for all
+results of a dispatch. Each operator needs the one before, forward and backward, so that no compiler can change the
+order of what ranks do together; and none is computed twice in a backward pass, since compilers recompute only operators
+that they know.
+
+Dispatch and combine are linear, so their derivatives are right as often as autograd asks:
+
+    operator    gradient             gradient of that
+    dispatch    dispatch_backward    dispatch
+    combine     combine_backward     combine
 
 Rows that are sent may end with padding (`Layout`), which does not travel; rows that come have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakSet
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moves import received_layout
+from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
+from fusedmoe.autograd.moves import sort_received
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.runtime.recorder import Recorder, span
 
 # A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
 # several ways may have a name, and whichever of them is open stands for it.
 _ways: dict[str, WeakSet[Way]] = {}
+_crossings: WeakValueDictionary[str, Crossing] = WeakValueDictionary()
+_new_number = count()
 
 
 class Way:
@@ -52,7 +66,7 @@ class Way:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows can travel: a topology that was closed has no process groups, while others may use them."""
+        """Tells whether rows can travel: a topology that was closed has no process groups, others still may."""
         return self.topology.ep.is_open and self.topology.esp.is_open
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Way:
@@ -60,6 +74,31 @@ class Way:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Way, (self.topology, self.all_to_all)
+
+
+@dataclass(eq=False)
+class Crossing:
+    """One batch's way to the experts' ranks and back, in eager mode.
+
+    Operators know it by its name. The graph of its batch keeps it, so that the layer may be gone by the backward pass.
+
+    Attributes:
+        hooks: see rows on the wire, forward and backward.   recorder: takes spans of both passes.
+        sizes: `send_PE` and `come_QPE` of the exchange, as operators take them.
+    """
+
+    topology: Topology
+    exchange: Exchange
+    hooks: Sequence[Hooks] = ()
+    recorder: Recorder | None = None
+    turned: bool = field(default=False, init=False)  # the ranks have compared that they have a backward pass
+    name: str = field(init=False)
+    sizes: tuple[Tensor, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"crossing {next(_new_number)}"
+        _crossings[self.name] = self
+        self.sizes = torch.from_numpy(self.exchange.send_PE), torch.from_numpy(self.exchange.come_QPE)
 
 
 @contextmanager
@@ -72,18 +111,79 @@ def _guarded(way: str, operation: str) -> Iterator[Way]:
         yield found
 
 
+class _Traffic(NamedTuple):
+    """The collectives of one operator: `send` takes rows to all shards of their experts, `bring_back` their results."""
+
+    part: Part
+    sharded: bool
+    hooks: Sequence[Hooks]
+    recorder: Recorder | None
+    phase: Direction
+
+    def send(self, rows_NM: Tensor) -> Tensor:
+        with span(self.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
+            context = HookContext(self.phase)
+            rows = carry(self.hooks, "dispatch", self.part.dispatch, rows_NM[: self.part.sent], context)
+        if self.sharded:
+            with span(self.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
+                rows = self.part.all_gather(rows)
+        return rows
+
+    def send_weights(self, weight_N: Tensor) -> Tensor:
+        weight_R1 = self.part.dispatch(weight_N[: self.part.sent, None])
+        return self.part.all_gather(weight_R1) if self.sharded else weight_R1
+
+    def bring_back(self, rows_RM: Tensor, rows: int) -> Tensor:
+        """Returns what became of the rows that were sent, and zeros for padding: `rows` in all."""
+        if self.sharded:
+            with span(self.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
+                rows_RM = self.part.reduce_scatter(rows_RM)
+        with span(self.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
+            back = carry(self.hooks, "combine", self.part.combine, rows_RM, HookContext(self.phase))
+        return _padded(back, rows)
+
+    def bring_weights_back(self, weight_R1: Tensor, rows: int) -> Tensor:
+        weight_R1 = self.part.reduce_scatter(weight_R1) if self.sharded else weight_R1
+        return _padded(self.part.combine(weight_R1), rows)[:, 0]
+
+
+def _padded(back: Tensor, rows: int) -> Tensor:
+    if len(back) == rows:
+        return back
+    padded = back.new_zeros((rows, *back.shape[1:]))
+    padded[: len(back)] = back
+    return padded
+
+
 @contextmanager
-def _part(way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> Iterator[Part]:
-    with _guarded(way, operation) as found:
-        part = Part(found.all_to_all, found.topology.esp, send_PE.numpy(), come_QPE.numpy(), device, "a layer's graph")
-        if operation.endswith("_backward"):
-            part.turn()
-        yield part
+def _traffic(way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> Iterator[_Traffic]:
+    """Yields what an operator sends by; ranks then compare what they call, in a backward pass before its first rows."""
+    phase: Direction = "backward" if operation.endswith("_backward") else "forward"
+    crossing = _crossings.get(way)
+    if crossing is None:
+        with _guarded(way, operation) as found:
+            esp = found.topology.esp
+            part = Part(found.all_to_all, esp, send_PE.numpy(), come_QPE.numpy(), device, "a layer's graph")
+            if phase == "backward":
+                part.turn()
+            yield _Traffic(part, esp.size > 1, (), None, phase)
+        return
+    with crossing.topology.guard(f"fusedmoe::{operation}"):
+        # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
+        if phase == "backward" and not crossing.turned:
+            crossing.exchange.turn()
+        crossing.turned = operation == "combine_backward"
+        yield _Traffic(crossing.exchange, crossing.topology.esp.size > 1, crossing.hooks, crossing.recorder, phase)
+
+
+def _own(moved: Tensor, given: Tensor) -> Tensor:
+    """Gives an operator's result memory of its own: where nothing travels it is what the operator was given."""
+    return moved.clone() if moved.untyped_storage()._cdata == given.untyped_storage()._cdata else moved
 
 
 @operator("meet")
 def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
-    """The ranks tell each other how many rows travel: `Exchange`.
+    """Tells the ranks how many rows travel: `Exchange`.
 
     Args:
         counts_E: rows of this rank for each expert.   dtype: of the rows.
@@ -112,13 +212,14 @@ def _(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tup
 def dispatch(
     rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tensor, way: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The rows of this rank's experts, the weight of each sorted one (none of None), and the layout that sorts them."""
-    with _part(way, "dispatch", send_PE, come_QPE, rows_NM.device) as part:
-        rows_RM = part.all_gather(part.dispatch(rows_NM[: part.sent]))
-        layout = received_layout(part.counts_RE, part.rows)
+    """Sends rows, and returns those of this rank's experts, the weight of each sorted one (none of None), and their
+    layout."""
+    with _traffic(way, "dispatch", send_PE, come_QPE, rows_NM.device) as traffic:
+        rows_RM = _own(traffic.send(rows_NM), rows_NM)
+        layout = sort_received(traffic.part.counts_RE, traffic.part.rows)
         weight_R = rows_NM.new_empty(0)
         if weight_N is not None:
-            weight_R = part.all_gather(part.dispatch(weight_N[: part.sent, None]))[layout.pair_N, 0]
+            weight_R = traffic.send_weights(weight_N)[layout.pair_N, 0]
         assert layout.source_N is not None
         return rows_RM, weight_R, layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
 
@@ -148,13 +249,13 @@ def dispatch_backward(
     rows: int,
     way: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rows` rows and of their weights (none of None)."""
-    with _part(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as part:
-        drows_NM = _sent_back(part, drows_RM.contiguous(), rows)
+    """Returns gradients of `rows` rows and of their weights (none of None)."""
+    with _traffic(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as traffic:
+        drows_NM = _own(traffic.bring_back(drows_RM.contiguous(), rows), drows_RM)
         if dweight_R is None:
             return drows_NM, drows_RM.new_empty(0)
         arrived_R1 = torch.empty_like(dweight_R[:, None]).index_copy_(0, pair_R, dweight_R[:, None].contiguous())
-        return drows_NM, _sent_back(part, arrived_R1, rows)[:, 0].contiguous()
+        return drows_NM, traffic.bring_weights_back(arrived_R1, rows).contiguous()
 
 
 @register_fake(dispatch_backward)
@@ -166,9 +267,9 @@ def _(drows_RM: Tensor, dweight_R: Tensor | None, *others: Any) -> tuple[Tensor,
 
 @operator("combine")
 def combine(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
-    """The results of the rows that were sent, and zeros for padding: `rows` in all."""
-    with _part(way, "combine", send_PE, come_QPE, out_RM.device) as part:
-        return _sent_back(part, out_RM.contiguous(), rows)
+    """Returns the results of the rows that were sent, and zeros for padding: `rows` in all."""
+    with _traffic(way, "combine", send_PE, come_QPE, out_RM.device) as traffic:
+        return _own(traffic.bring_back(out_RM.contiguous(), rows), out_RM)
 
 
 @register_fake(combine)
@@ -178,9 +279,9 @@ def _(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) ->
 
 @operator("combine_backward")
 def combine_backward(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
-    """Gradients of the `received` results."""
-    with _part(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as part:
-        return part.all_gather(part.dispatch(dy_NM[: part.sent].contiguous()))
+    """Returns gradients of the `received` results."""
+    with _traffic(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as traffic:
+        return _own(traffic.send(dy_NM.contiguous()), dy_NM)
 
 
 @register_fake(combine_backward)
@@ -188,16 +289,9 @@ def _(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str)
     return dy_NM.new_empty((received, dy_NM.shape[1]))
 
 
-def _sent_back(part: Part, rows_RM: Tensor, rows: int) -> Tensor:
-    """What became of the rows that were sent, and zeros for padding: a tensor of its own, with `rows` in all."""
-    back = part.combine(part.reduce_scatter(rows_RM))
-    padded = back.new_zeros((rows, *back.shape[1:]))
-    padded[: len(back)] = back
-    return padded
-
-
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows_NM, weight_N, send_PE, come_QPE, ctx.way = inputs
+    ctx.crossing = _crossings.get(ctx.way)
     ctx.rows, ctx.weighted = rows_NM.shape[0], weight_N is not None
     ctx.save_for_backward(output[5], send_PE, come_QPE)
 
@@ -209,16 +303,38 @@ def _dispatch_gradient(ctx: Any, drows_RM: Tensor, dweight_R: Tensor, *_: Any) -
     return drows_NM, dweight_N if ctx.weighted else None, None, None, None
 
 
+def _keep_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, dweight_R, _, send_PE, come_QPE, _, ctx.way = inputs
+    ctx.crossing, ctx.weighted = _crossings.get(ctx.way), dweight_R is not None
+    ctx.save_for_backward(send_PE, come_QPE)
+
+
+def _dispatch_backward_gradient(ctx: Any, g_NM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
+    g_RM, g_R, *_ = dispatch(g_NM, g_N if ctx.weighted else None, *ctx.saved_tensors, ctx.way)
+    return g_RM, g_R if ctx.weighted else None, None, None, None, None, None
+
+
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     out_RM, send_PE, come_QPE, _, ctx.way = inputs
-    ctx.received = out_RM.shape[0]
+    ctx.crossing, ctx.received = _crossings.get(ctx.way), out_RM.shape[0]
     ctx.save_for_backward(send_PE, come_QPE)
 
 
 def _combine_gradient(ctx: Any, dy_NM: Tensor) -> tuple[Any, ...]:
-    send_PE, come_QPE = ctx.saved_tensors
-    return combine_backward(dy_NM, send_PE, come_QPE, ctx.received, ctx.way), None, None, None, None
+    return combine_backward(dy_NM, *ctx.saved_tensors, ctx.received, ctx.way), None, None, None, None
+
+
+def _keep_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dy_NM, send_PE, come_QPE, _, ctx.way = inputs
+    ctx.crossing, ctx.rows = _crossings.get(ctx.way), dy_NM.shape[0]
+    ctx.save_for_backward(send_PE, come_QPE)
+
+
+def _combine_backward_gradient(ctx: Any, g_RM: Tensor) -> tuple[Any, ...]:
+    return combine(g_RM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
 
 
 register_gradient(dispatch, _dispatch_gradient, _keep_dispatch)
+register_gradient(dispatch_backward, _dispatch_backward_gradient, _keep_dispatch_backward)
 register_gradient(combine, _combine_gradient, _keep_combine)
+register_gradient(combine_backward, _combine_backward_gradient, _keep_combine_backward)

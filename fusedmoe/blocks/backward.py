@@ -19,7 +19,7 @@ from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState,
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.run import BackwardPass, Chunk, Run
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import Task, TaskKind
 
 
 class BlocksBackward(BlockPass, BackwardPass):
@@ -33,6 +33,11 @@ class BlocksBackward(BlockPass, BackwardPass):
         self, run: Run, split: Split, blocks: list[BlockState], dz: Tensor, daux: Sequence[Tensor | None]
     ) -> None:
         super().__init__(run, split, blocks, dz.shape)
+        self.bodies |= {
+            TaskKind.ATTENTION: self.attention,
+            TaskKind.ATTENTION_WEIGHT_GRADIENT: self.attention_weight_gradient,
+            TaskKind.SPARSE_REDUCE_SCATTER: self.sparse_reduce_scatter,
+        }
         self._daux = daux
         # Gradients of each block's output; the last is also block -1's, the gradient of the input.
         self._dz: list[Tensor | None] = [None] * (len(blocks) + 1)

@@ -23,7 +23,7 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import Task, TaskKind
 
 
 class BlocksForward(BlockPass, ForwardPass):
@@ -48,6 +48,11 @@ class BlocksForward(BlockPass, ForwardPass):
         self.keep, self._x, self._refusal = keep, x, refusal
         self._modules = blocks
         super().__init__(run, split, states, x.shape)
+        self.bodies |= {
+            TaskKind.ATTENTION: self.attention,
+            TaskKind.PERMUTE: self.permute,
+            TaskKind.SPARSE_ALL_GATHER: self.sparse_all_gather,
+        }
         self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
         self._numbers: Tensor | None = None  # of the tokens, in the batch's shape

@@ -20,7 +20,8 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
-from fusedmoe.engine.dispatcher import Collectives, recomputing
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts

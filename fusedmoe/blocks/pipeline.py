@@ -345,7 +345,7 @@ class _ThroughBlocks(Function):
         backward = BlocksBackward(run, split, blocks, dz, daux)
         dx = backward.run()
         grads: list[Tensor | None] = []
-        for block, totals, dense in zip(blocks, backward.totals, backward.dense, strict=True):
+        for block, totals, dense in zip(blocks, backward.totals.values(), backward.dense, strict=True):
             grads += [dense.get(place) for place in range(len(block.parameters))]
             own = block.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):

@@ -169,9 +169,9 @@ class BlockPass(Pass):
     """
 
     def __init__(self, run: Run, split: Split, blocks: list[BlockState], shape: torch.Size) -> None:
-        super().__init__(run, [block.experts for block in blocks])
+        super().__init__(run, {number: block.experts for number, block in enumerate(blocks)})
         self.split, self.blocks, self.shape = split, blocks, shape
-        self.block_chunks: list[dict[int, BlockChunk]] = self.chunks  # type: ignore[assignment]
+        self.block_chunks: dict[int, dict[int, BlockChunk]] = self.chunks  # type: ignore[assignment]
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
         return self.blocks[task.layer or 0].hooks

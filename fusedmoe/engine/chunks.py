@@ -15,6 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.moves import sort_received
+from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.kernels.gather_sum import put_pairs
 from fusedmoe.kernels.layout import Layout
 
 
@@ -46,6 +49,56 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
     return replace(layout, source_N=source_N, pair_N=layout.pair_N[order_N], row_SK=row_SK)
+
+
+class RowChunks:
+    """The rows of a call in chunks: what this rank sends, and what it receives."""
+
+    def __init__(self, exchange: Exchange, layout: Layout, degree: int) -> None:
+        self.parts: list[Part] = exchange.parts(degree)
+        segments_G = exchange.counts_RE.reshape(-1)
+        #: For each row received, in chunk order, its number without chunks.
+        self.order_R: Tensor | None = None
+        #: The rows sent, in chunk order.
+        self.layout = layout
+        if degree > 1:
+            self.order_R = chunk_order(segments_G, exchange.rows, degree)
+            self.layout = in_chunks(layout, chunk_order(layout.counts_E, layout.rows, degree))
+        #: Each chunk's received rows sorted by local expert.
+        self.received = [sort_received(part.counts_RE, part.rows) for part in self.parts]
+        sizes = [part.rows for part in self.parts]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def split(self, value_R: Tensor) -> list[Tensor]:
+        """Values of received rows, numbered without chunks -> those of each chunk, sorted by expert."""
+        in_order = value_R if self.order_R is None else value_R[self.order_R]
+        parts = in_order.split([part.rows for part in self.parts])
+        return [value[layout.pair_N] for value, layout in zip(parts, self.received, strict=True)]
+
+    def join(self, value_parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        pairs = zip(value_parts, self.received, strict=True)
+        in_order = torch.cat([put_pairs(value, layout)[:, 0] for value, layout in pairs])
+        if self.order_R is None:
+            return in_order
+        return torch.empty_like(in_order).index_put_((self.order_R,), in_order)
+
+    def rows_of(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
+        """For each chunk here, where its received rows are among all of `others`, as received and as sorted."""
+        number_R = inverse(others.numbers())
+        pairs = zip(others.starts, others.received, strict=True)
+        sorted_R = torch.cat([start + layout.row_SK[:, 0] for start, layout in pairs])
+        found = []
+        for mine, layout in zip(self.numbers().split([part.rows for part in self.parts]), self.received, strict=True):
+            received = number_R[mine]
+            found.append((received, sorted_R[received[layout.pair_N]]))
+        return found
+
+    def numbers(self) -> Tensor:
+        """[R]: of each row received, in chunk order, the number without chunks."""
+        if self.order_R is None:
+            return torch.arange(sum(part.rows for part in self.parts), device=self.received[0].pair_N.device)
+        return self.order_R
 
 
 # Runs of fewer rows take longer to find than to copy.

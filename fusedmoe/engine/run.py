@@ -1,17 +1,22 @@
 """One run of a plan: what it is given, and the tasks between dispatch and combine, the same wherever rows come from.
 
-`engine/tokens.py` runs a layer by itself, whose tokens are routed already; `blocks/` runs blocks, which route
-piece by piece between these tasks. Both passes of both are subclasses of `Pass`: they say what a chunk sends (`start`)
-and what becomes of what comes back (`finish`).
+A layer by itself has tokens that are routed already (`engine/collectives_dispatcher.py`); blocks route micro-batch by
+micro-batch between these tasks (`fusedmoe/blocks`). Both passes of both are subclasses of `Pass`: they say what a chunk
+sends (`start`) and what becomes of what comes back (`finish`).
+
+    forward     start → dispatch → all-gather → expert → reduce-scatter → combine → finish       rows
+    backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       their gradients
+
+A gradient's way to the experts is a dispatch, its way home a combine: so the all-to-all of a chunk in the backward pass
+is `Pass.dispatch` and `Pass.combine`, too. Bodies of tasks are bound methods, by kind (`Pass.bodies`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +28,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import Task, TaskKind
 
 
 class GradientReducer(Protocol):
@@ -31,11 +36,11 @@ class GradientReducer(Protocol):
 
     @property
     def opened(self) -> bool:
-        """Whether gradients of the pass that comes are to be reduced."""
+        """Tells whether gradients of the pass that comes are to be reduced."""
         ...
 
     def give(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
-        """A gradient that is complete, in memory of its own; it is reduced in place."""
+        """Takes a gradient that is complete, in memory of its own; it is reduced in place."""
         ...
 
     def reduce(self, task: Task) -> None: ...
@@ -45,7 +50,7 @@ class GradientReducer(Protocol):
         ...
 
     def wait(self) -> None:
-        """For what was begun."""
+        """Waits for what was begun."""
         ...
 
 
@@ -56,15 +61,22 @@ class Plans:
     forward: Plan
     backward: Plan
 
-    def of(self, direction: Direction) -> Plan:
-        return self.forward if direction == "forward" else self.backward
+    @cached_property
+    def degrees(self) -> tuple[int, int]:
+        """The largest numbers of chunks of a layer, forward and backward."""
+        return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
+
+    @cached_property
+    def late_weight_gradients(self) -> frozenset[int | None]:
+        """The layers whose experts' weight gradients are tasks of their own."""
+        return frozenset(task.layer for task in self.backward if task.kind == TaskKind.WEIGHT_GRADIENT)
 
 
 class CopiesInTurns(Protocol):
-    """Copies of experts that come, and whose gradients go, between one layer's traffic and the next's."""
+    """Copies of experts that travel, as their gradients do, between one layer's rows and the next's."""
 
     def wait(self) -> None:
-        """Until none is on its way."""
+        """Waits until none is on its way."""
         ...
 
     def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
@@ -82,17 +94,6 @@ class Assigned(NamedTuple):
     plans: Plans
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
-
-
-@cache
-def one_chunk(sharded: bool) -> Plans:
-    """One chunk, with the steps inside a node where experts are sharded."""
-
-    def of(phase: str) -> Plan:
-        dispatch, gather, expert, scatter, combine = (Task(kind, 0, 0, phase) for kind in PIPELINE)
-        return Plan((expert,), (gather, scatter) if sharded else (), (dispatch, combine))
-
-    return Plans(of("forward"), of("backward"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +115,6 @@ class Run:
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
     copies: CopiesInTurns | None = None
-
-    def degree(self, direction: Direction) -> int:
-        return max(self.plans.of(direction).degrees.values(), default=1)
 
 
 @dataclass(eq=False)
@@ -140,54 +138,38 @@ class Chunk:
     rest: Rest | None = None
 
 
-class Counts:
-    """In how many chunks a plan has each part of each layer, and whether weight gradients are tasks of their own."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._counts = Counter((task.kind, task.layer) for task in plan)
-
-    def dense(self, layer: int | None) -> int:
-        return self._counts["attention", layer] or 1
-
-    def rows(self, layer: int | None) -> int:
-        return max((self._counts[kind, layer] for kind in PIPELINE), default=0) or 1
-
-    def of(self, kind: str, layer: int | None) -> int:
-        return self._counts[kind, layer]
-
-
 class Pass:
-    """One pass.
+    """One pass, forward or backward, by a plan.
 
     Attributes:
+        bodies: does the tasks of each kind.
         experts: of each layer.   chunks: of each layer, as far as they are known.
         totals: gradients of each layer's experts' parameters.
     """
 
     phase: Direction
 
-    def __init__(self, run: Run, experts: Sequence[ChunkExperts]) -> None:
-        self.settings, self.experts = run, list(experts)
-        self.plan = run.plans.of(self.phase)
-        self.counts = Counts(self.plan)
-        self.chunks: list[dict[int, Chunk]] = [{} for _ in experts]
-        self.totals: list[Totals] = [None] * len(self.experts)
+    def __init__(self, run: Run, experts: Mapping[int | None, ChunkExperts]) -> None:
+        self.settings, self.experts = run, experts
+        self.plan = run.plans.forward if self.phase == "forward" else run.plans.backward
+        self.chunks: dict[int | None, dict[int, Chunk]] = {layer: {} for layer in experts}
+        self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
+        self.bodies: dict[str, Callable[[Task], None]] = {
+            TaskKind.DISPATCH: self.dispatch,
+            TaskKind.ALL_GATHER: self.all_gather,
+            TaskKind.EXPERT: self.expert,
+            TaskKind.REDUCE_SCATTER: self.reduce_scatter,
+            TaskKind.COMBINE: self.combine,
+            TaskKind.GRADIENT_ALL_REDUCE: self.gradient_all_reduce,
+        }
 
     def execute(self) -> None:
+        """Runs all tasks."""
         run = self.settings
-        bodies = {task.kind: getattr(self, task.kind.replace("-", "_")) for task in self.plan}
-        execute(self.plan, bodies, stop=run.stop, streams=run.streams, recorder=run.recorder)
-
-    def number(self, task: Task) -> int:
-        """Of the task's layer."""
-        assert task.layer is not None
-        return task.layer
-
-    def chunk(self, task: Task) -> Chunk:
-        return self.chunks[self.number(task)][task.chunk or 0]
+        execute(self.plan, self.bodies, stop=run.stop, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
-        """Of the task's layer."""
+        """Returns the hooks of the task's layer."""
         return self.settings.hooks
 
     def start(self, task: Task) -> None:
@@ -200,44 +182,65 @@ class Pass:
 
     def dispatch(self, task: Task) -> None:
         self.start(task)
-        self._move(task, "dispatch", there=True)
+        chunk = self.chunks[task.layer][task.chunk or 0]
+        chunk.rows = self._carry("dispatch", chunk.part.dispatch, task, chunk)
+        # Weights go to the experts in the forward pass; in the backward pass their gradients go home.
+        if chunk.weights is not None and self.phase == "forward":
+            chunk.weights = chunk.part.dispatch(self.use(chunk.weights))
 
     def all_gather(self, task: Task) -> None:
-        self._move(task, "all_gather", there=True)
+        chunk = self.chunks[task.layer][task.chunk or 0]
+        rows, chunk.rows = chunk.rows, None
+        assert rows is not None
+        chunk.rows = chunk.part.all_gather(self.use(rows))
+        if chunk.weights is not None and self.phase == "forward":
+            chunk.weights = chunk.part.all_gather(self.use(chunk.weights))
+
+    def expert(self, task: Task) -> None:
+        raise NotImplementedError
 
     def reduce_scatter(self, task: Task) -> None:
-        self._move(task, "reduce_scatter", there=False)
+        chunk = self.chunks[task.layer][task.chunk or 0]
+        rows, chunk.rows = chunk.rows, None
+        assert rows is not None
+        chunk.rows = chunk.part.reduce_scatter(self.use(rows))
+        if chunk.weights is not None and self.phase == "backward":
+            chunk.weights = chunk.part.reduce_scatter(self.use(chunk.weights))
 
     def combine(self, task: Task) -> None:
-        self._move(task, "combine", there=False)
-        chunk = self.chunk(task)
-        rows, chunk.rows = present(chunk.rows), None
+        chunk = self.chunks[task.layer][task.chunk or 0]
+        rows = self._carry("combine", chunk.part.combine, task, chunk)
+        if chunk.weights is not None and self.phase == "backward":
+            chunk.weights = chunk.part.combine(self.use(chunk.weights))
         self.finish(task, rows)
 
-    def _move(self, task: Task, name: str, there: bool) -> None:
-        """`there`: towards the experts. Weights go there in the forward pass, their gradients back."""
-        chunk, hooks, move = self.chunk(task), self.hooks(task), getattr(self.chunk(task).part, name)
-        rows, chunk.rows = self.use(present(chunk.rows)), None
-        if hooks and name in ("dispatch", "combine"):
-            context = HookContext(self.phase, task.chunk or 0, self.counts.rows(task.layer))
-            chunk.rows = carry(hooks, name, move, rows, context)
-        else:
-            chunk.rows = move(rows)
-        if chunk.weights is not None and there == (self.phase == "forward"):
-            chunk.weights = move(self.use(chunk.weights))
+    def _carry(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
+        """Moves a chunk's rows between nodes, with hooks at both ends. The chunk lets go of them."""
+        rows, chunk.rows = chunk.rows, None
+        assert rows is not None
+        if hooks := self.hooks(task):
+            context = HookContext(self.phase, task.chunk or 0, self.plan.degrees[task.phase, task.layer])
+            return carry(hooks, name, move, self.use(rows), context)
+        return move(self.use(rows))
 
     def gradient_all_reduce(self, task: Task) -> None:
-        present(self.settings.gradients).reduce(task)
+        assert self.settings.gradients is not None
+        self.settings.gradients.reduce(task)
 
     def use(self, tensor: Tensor) -> Tensor:
-        """For a tensor that another stream has made: its memory must not be given out anew while this one reads it."""
+        """Marks a tensor that another stream has made: its memory must not be given out anew while this one reads
+        it."""
         if self.settings.streams is not None:
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
 
 class ForwardPass(Pass):
-    """`keep`: a backward pass will follow."""
+    """A forward pass.
+
+    Attributes:
+        keep: a backward pass will follow.
+    """
 
     phase = "forward"
     keep = True
@@ -246,16 +249,23 @@ class ForwardPass(Pass):
         return chunk.weight_R
 
     def expert(self, task: Task) -> None:
-        chunk = self.chunk(task)
-        chunk.x_RM, chunk.rows = self.use(present(chunk.rows)), None
-        experts = self.experts[self.number(task)]
-        chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
+        chunk = self.chunks[task.layer][task.chunk or 0]
+        x_RM, chunk.rows = chunk.rows, None
+        assert x_RM is not None
+        chunk.x_RM = self.use(x_RM)
+        chunk.rows, chunk.kept = self.experts[task.layer].forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         if not self.keep:
             chunk.x_RM = chunk.kept = None
 
 
 class BackwardPass(Pass):
+    """A backward pass, from what the forward pass kept of its chunks."""
+
     phase = "backward"
+
+    def __init__(self, run: Run, experts: Mapping[int | None, ChunkExperts]) -> None:
+        super().__init__(run, experts)
+        self.bodies[TaskKind.WEIGHT_GRADIENT] = self.weight_gradient
 
     def weight_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.weight_R
@@ -264,32 +274,26 @@ class BackwardPass(Pass):
         chunk.weight_R = dweight_R
 
     def recall(self, task: Task) -> None:
-        """Before a chunk's experts: what the forward pass kept of its rows goes to this pass's chunks."""
+        """Gives this pass's chunks what the forward pass kept of their rows, before their experts."""
 
     def expert(self, task: Task) -> None:
-        number, chunk = self.number(task), self.chunk(task)
+        layer, chunk = task.layer, self.chunks[task.layer][task.chunk or 0]
         self.recall(task)
-        experts, weight_R = self.experts[number], self.weight_of(chunk)
-        dy_RM, chunk.rows = self.use(present(chunk.rows)), None
-        given = dy_RM, self.use(present(chunk.x_RM)), chunk.kept, chunk.layout, weight_R
-        if self.counts.of(WEIGHT_GRADIENTS["expert"], task.layer):
+        experts, weight_R = self.experts[layer], self.weight_of(chunk)
+        dy_RM, chunk.rows = chunk.rows, None
+        assert dy_RM is not None and chunk.x_RM is not None
+        given = self.use(dy_RM), self.use(chunk.x_RM), chunk.kept, chunk.layout, weight_R
+        if layer in self.settings.plans.late_weight_gradients:
             chunk.rows, dweight_R, chunk.rest = experts.backward_rows(*given)
         else:
-            chunk.rows, dweight_R, self.totals[number] = experts.backward(*given, self.totals[number])
+            chunk.rows, dweight_R, self.totals[layer] = experts.backward(*given, self.totals[layer])
         chunk.x_RM = chunk.kept = None
         self.give_weights(chunk, dweight_R)
 
     def weight_gradient(self, task: Task) -> None:
-        number = self.number(task)
-        for at in range(self.counts.rows(task.layer)) if task.chunk is None else (task.chunk,):
-            chunk = self.chunks[number][at]
-            self.totals[number], chunk.rest = present(chunk.rest)(self.totals[number]), None
-
-
-_T = TypeVar("_T")
-
-
-def present(value: _T | None) -> _T:
-    """What the plan's order has put in place."""
-    assert value is not None
-    return value
+        chunks = self.chunks[task.layer]
+        for number in sorted(chunks) if task.chunk is None else (task.chunk,):
+            chunk = chunks[number]
+            rest, chunk.rest = chunk.rest, None
+            assert rest is not None
+            self.totals[task.layer] = rest(self.totals[task.layer])

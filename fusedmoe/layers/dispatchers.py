@@ -15,14 +15,8 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts, Totals
-from fusedmoe.engine.dispatcher import (
-    Collectives,
-    Crossing,
-    LocalExperts,
-    Routed,
-    recomputing,
-    refuse,
-)
+from fusedmoe.engine.collectives_dispatcher import Collectives, Met
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, recomputing, refuse
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
@@ -53,6 +47,8 @@ class OneSided(Collectives):
         transport: for rows like these; None: by collectives. The first call is collective.
     """
 
+    compiles = False
+
     def __init__(self, transport: Callable[[Tensor], KernelTransport | None], *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._transport = transport
@@ -69,11 +65,13 @@ class OneSided(Collectives):
 class Moving(Collectives):
     """Experts are where a placement says, and so rows go to the places of their copies."""
 
+    compiles = False
+
     def __init__(self, placed: DynamicExperts, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(self, routed: Routed) -> Crossing:
+    def meet(self, routed: Routed) -> Met:
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
@@ -85,13 +83,13 @@ class Moving(Collectives):
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        crossing, placed = self.meet(routed), self._placed
+        met, placed = self.meet(routed), self._placed
 
         def use(own: Experts, send: SendBack | None) -> Tensor:
             copies = None
             if placed.travel == "in turns" and send is not None:
                 copies = _InTurns(placed, send, list(own.parameters()))
-            return self.run(routed.x_SM, crossing, own, copies)
+            return self.cross(routed.x_SM, met, own, copies)
 
         return placed.call(use, recomputing())
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Collectives, Routed
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import LocalExperts, Routed
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import Hash
@@ -73,7 +73,7 @@ def observe_layer(
     sent: list[int] = []
 
     def run(plan: Plan, number: int) -> Timeline:
-        def find(x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned:
+        def find(x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned:
             sent.append(rows)
             return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 

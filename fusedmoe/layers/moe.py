@@ -13,7 +13,8 @@ from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed, recomputing
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Dispatcher, Routed, recomputing
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
@@ -188,9 +189,9 @@ class MoELayer(nn.Module):
     @property
     def _compiles(self) -> bool:
         """Whether a compiler can take the layer in: all that it does are operators, one after the other."""
-        if self.hooks or self.topology.mp.size > 1:
-            return False
-        return type(self.dispatcher) is Local or (type(self.dispatcher) is Collectives and self._planner.plans_nothing)
+        return (
+            self.dispatcher.compiles and self._planner.plans_nothing and not self.hooks and self.topology.mp.size == 1
+        )
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)

@@ -13,8 +13,9 @@ from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed, recomputing
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Dispatcher, Local, LocalExperts, Routed, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.dispatchers import (
@@ -99,7 +100,7 @@ class Planner:
         """One thing goes after the other."""
         return self.assigned is None and self.schedule is None
 
-    def find(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned | None:
+    def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
         """What was assigned, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
         None: nothing goes in chunks."""
         assigned = self._to_follow()
@@ -107,7 +108,7 @@ class Planner:
             return assigned
         workload = self._workload(x_SM, rows)
         if workload not in self.made:
-            self.made[workload] = self._plans(x_SM, workload, chunks.any_degree, self.kinds)
+            self.made[workload] = self._plans(x_SM, workload, experts.in_chunks(x_SM).any_degree, self.kinds)
         return Assigned(self.made[workload])
 
     def _to_follow(self) -> Assigned | None:

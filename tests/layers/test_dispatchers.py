@@ -12,7 +12,8 @@ import fusedmoe
 from fusedmoe import MoELayer, Topology, experts, gates, ops, orders
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local, Routed
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, Routed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from tests.cluster import Cluster

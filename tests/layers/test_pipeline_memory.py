@@ -16,7 +16,8 @@ from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import run as engine
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Dispatcher
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload

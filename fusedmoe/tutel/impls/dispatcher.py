@@ -203,7 +203,7 @@ class LayerDispatcher:
         return order(dealt_SK, experts, None, choice.priority_S)
 
     def _plans_for(
-        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, chunks: ChunkExperts
+        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, experts: Any
     ) -> Assigned:
         """For so many rows of the rank that sends the most. The first of a kind is collective."""
         topology = self.topology
@@ -212,7 +212,8 @@ class LayerDispatcher:
             assert find is not None
             rows = 1 << (rows - 1).bit_length() if rows else 1  # plans are for few sizes
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
-        key = (degree, workload, chunks.any_degree)
+        any_degree = experts.in_chunks(x_SM).any_degree
+        key = (degree, workload, any_degree)
         if key not in self._plans:
             with undisturbed():
                 if degree == "auto":
@@ -222,7 +223,7 @@ class LayerDispatcher:
                     schedule = Schedule("tutel", degrees=(degree, degree))
                 assert schedule is not None
                 kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-                plans = schedule.plans(kinds, workload, costs, any_degree=chunks.any_degree)
+                plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
                 require_same_plans(topology, plans)
             self._plans[key] = plans
         return Assigned(self._plans[key])

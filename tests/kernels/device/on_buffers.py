@@ -24,8 +24,8 @@ from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine import tokens
 from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
@@ -88,7 +88,8 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
-    y = tokens.through_experts(x, take_pairs(weight, layout), layout, exchange, experts, run)
+    batch = RowBatch(layout, exchange, experts, run)
+    y = _ByPlan.apply(x, take_pairs(weight, layout), batch, *experts.parameters)
     return results(y, x, weight, experts, case.dy_SM)
 
 
