@@ -1,7 +1,7 @@
 """Auxiliary losses of a router: pure functions of what a gate computed on one rank.
 
-Each takes tensors with S tokens and E experts and returns a scalar tensor of the input's dtype. With S = 0
-each is zero, never NaN. Coefficients are the caller's (a gate's `aux` argument).
+Each takes tensors with S tokens and E experts and returns a scalar tensor of the input's dtype. With S = 0 each is
+zero, never NaN. Coefficients are the caller's (a gate's `aux` argument).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MEAN_FLOOR = 1e-10  # keeps cv² finite when nothing was routed
 def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = None) -> Tensor:
     """E · Σ_e mean_S(prob_e) · share_e: one when balanced, E when a single expert takes everything.
 
-    `share_e` is the fraction of **all S·K choices** that went to expert e. With K = 1 this is the loss of
-    Switch (Fedus et al. 2022, eq. 4); with K > 1 that of DeepSeek-V3. GShard's (Lepikhin et al.
-    2021, algorithm 1, also Tutel's) counts first choices only: pass `expert_SK[:, :1]` for it.
+    `share_e` is the fraction of **all S·K choices** that went to expert e. With K = 1 this is the loss of Switch (Fedus
+    et al. 2022, eq. 4); with K > 1 that of DeepSeek-V3. GShard's (Lepikhin et al. 2021, algorithm 1, also Tutel's)
+    counts first choices only: pass `expert_SK[:, :1]` for it.
 
     Args:
         prob_SE: [S, E] probabilities, each row sums to one; the gradient flows through these only.
@@ -38,7 +38,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     if sequence is not None and (sequence < 1 or S % sequence):
         raise ConfigError(f"balance loss: {S} tokens do not divide into sequences of {sequence}")
     if S == 0:
-        return prob_SE.sum()
+        return prob_SE.sum()  # zero, with a graph: every rank has one
     B = S // length
     # Integer counts: the order of the additions cannot change them. Column E collects the -1 of empty slots.
     column_BN = torch.where(expert_SK < 0, E, expert_SK).reshape(B, length * K)
@@ -67,9 +67,9 @@ def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int
 def load_importance_loss(gate_SE: Tensor, clean_SE: Tensor, threshold: Tensor, noise_std: Tensor | float) -> Tensor:
     """(cv²(importance) + cv²(load)) / 2 of a noisy top-k gate (Shazeer et al. 2017, appendix A).
 
-    importance_e = Σ_S gate_e, and load_e = Σ_S Φ((clean_e − threshold) / noise_std) is the smooth count of
-    the tokens that would choose e if e's noise were drawn again. cv² is the unbiased variance over the
-    squared mean, as in Tutel; of a single expert it is zero.
+    importance_e = Σ_S gate_e, and load_e = Σ_S Φ((clean_e − threshold) / noise_std) is the smooth count of the tokens
+    that would choose e if e's noise were drawn again. cv² is the unbiased variance over the squared mean, as in Tutel;
+    of a single expert it is zero.
 
     Args:
         gate_SE: [S, E] gate values.
@@ -82,6 +82,7 @@ def load_importance_loss(gate_SE: Tensor, clean_SE: Tensor, threshold: Tensor, n
     """
     if not isinstance(noise_std, Tensor) and not noise_std > 0:
         raise ConfigError(f"load-and-importance loss: noise_std must be positive, got {noise_std}")
+    # Φ of the distance to the threshold: the chance that a new draw of the noise would choose the expert.
     load_SE = torch.special.ndtr((clean_SE - threshold) / noise_std)
     return (_cv_squared(gate_SE.sum(0)) + _cv_squared(load_SE.sum(0))) / 2
 

@@ -73,6 +73,7 @@ class Collector:
         if any(number is not None and not number > 0 for number in numbers):
             raise ConfigError(f"Metrics: flops_per_token and peak_flops must be positive, got {numbers}")
         sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
+        # The sums of all layers travel as one tensor, so these must be the same on all ranks.
         topology.agree({"layers": sizes}, "Metrics")
         self._layers, self._topology, self._exposed_s = dict(layers), topology, exposed_s
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
@@ -88,6 +89,7 @@ class Collector:
             per_expert: also the load of each expert, "moe/NAME/load/3": how often the tokens of all ranks chose it,
                 drops included.
         """
+        # Sums go where the group's collectives want them; alone, nothing is copied before the one wait.
         device = device_of(self._topology.world)
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
@@ -106,7 +108,7 @@ class Collector:
     def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
         loads: dict[str, float] = {}
-        # Each layer has seen all tokens but for recomputations and parts of a model that did not run: the most counts.
+        # A layer that did not run in every forward has seen fewer tokens than the model.
         tokens, start = 0.0, 0
         for name, (counters, ranks) in self._layers.items():
             stop = start + len(counters.sums)
@@ -120,6 +122,7 @@ class Collector:
         for key in dict.fromkeys(key for metrics in each.values() for key in metrics):
             values = [metrics[key] for metrics in each.values() if key in metrics]
             result[f"moe/{key}"] = sum(values) / len(values)
+            # A mean hides one layer whose experts have collapsed.
             if key == "max_vio":
                 result["moe/max_vio_worst"] = max(values)
         seconds, exposed_s, recorded = sums[start:].tolist()
@@ -178,6 +181,7 @@ class Metrics(Collector):
             raise ConfigError("Metrics: the model's layers are of topologies of different sizes; make one for each")
         if any(layer.load.counters is not None for layer in layers):
             raise ConfigError("Metrics: a layer has metrics already: close() these first, or use them")
+        # Timelines that the sampler records tell layers apart by number.
         number_layers(layers)
         watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
@@ -202,6 +206,7 @@ class ExposedSampler:
         self._recorder: Recorder | None = None
         if topology.ep.size * topology.esp.size == 1:
             return
+        # One recorder for all modules: time is exposed only where no layer computed.
         self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
         for module in model.modules():
             if isinstance(module, (MoELayer, PipelinedBlocks)):
@@ -255,6 +260,7 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
     metrics: dict[str, float] = {}
     if chosen_E.any():
         mean, share_E = chosen_E.mean(), chosen_E / chosen_E.sum()
+        # 0 · log 0 is 0: experts without rows add nothing.
         entropy = -np.sum(share_E[share_E > 0] * np.log(share_E[share_E > 0]))
         metrics |= {
             "max_vio": chosen_E.max() / mean - 1,
@@ -264,6 +270,7 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
             "dropped": 1 - kept_E.sum() / chosen_E.sum(),
         }
     if ranks > 1 and kept_E.any():
+        # Experts lie evenly over the ranks, in order, and what a rank waits for is its busiest peer.
         rows_W = kept_E.reshape(ranks, -1).sum(1)
         metrics["rank_rows"] = rows_W.max() / rows_W.mean()
     if terms["scored"]:

@@ -58,6 +58,7 @@ def degrees_of(plans: Plans, block: int) -> BlockDegrees:
     counts = [Counter(task.kind for task in plan if task.layer == block) for plan in (plans.forward, plans.backward)]
     dense_forward, dense_backward = (count["attention"] or 1 for count in counts)
     rows_forward, rows_backward = (max(count[kind] for kind in PIPELINE) or 1 for count in counts)
+    # Dispatch, expert and combine of a block have as many chunks; ranks in one place have no dispatch.
     weights = counts[1][WEIGHT_GRADIENTS["attention"]]
     return BlockDegrees(
         (dense_forward, dense_backward),
@@ -96,6 +97,7 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
     # Rows are cut wherever a dense part is, so that each row micro-batch lies in one dense micro-batch.
     rows_of = _between(dense_ends, row_ends)
     dense_of = [place for place, inside in enumerate(rows_of) for _ in inside]
+    # Fractions are rounded down to elements, the same way for both kinds of cuts.
     starts = [int(size * end) for end in dense_ends]
     return BlockCuts(
         _indices(dense_ends, axis, size),
@@ -106,14 +108,11 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
         ],
         dense_of,
         rows_of,
-        {
+        {  # the backward pass begins at the end
             "forward": _between(_ends(dense[:1]), dense_ends),
             "backward": _between(_ends(dense[1:]), dense_ends)[::-1],
         },
-        {
-            "forward": _between(_ends(rows[:1]), row_ends),
-            "backward": _between(_ends(rows[1:]), row_ends)[::-1],
-        },
+        {"forward": _between(_ends(rows[:1]), row_ends), "backward": _between(_ends(rows[1:]), row_ends)[::-1]},
     )
 
 
@@ -236,6 +235,7 @@ class Regrouped:
             numbers.append(chunk.numbers(self._start_pRE[first:after]))
             sorted_places.append(start + chunk.layout.row_SK[:, 0])
             start, first = start + chunk.part.rows, after
+        # The inverse: where the row with each number is.
         number_R = torch.cat(numbers)
         self._place_R = torch.empty_like(number_R)
         self._place_R[number_R] = torch.arange(len(number_R), device=number_R.device)

@@ -34,8 +34,10 @@ class DeferredGradients(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         places = self._places.get(id(weight)), self._places.get(id(bias))
+        # A weight that is none of ours, or an input that needs no gradient: nothing would wait for its gradient.
         if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
+        # The graph must not lead to the leaves: their gradients come by `run`.
         weight = weight.detach()
         if bias is not None and places[1] is not None:
             bias = bias.detach()
@@ -71,6 +73,7 @@ class _DeferredLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later, ctx.places = later, places
+        # Casts have been made outside, where autograd sees them.
         with torch.autocast(x.device.type, enabled=False):
             return torch.nn.functional.linear(x, weight, bias)
 

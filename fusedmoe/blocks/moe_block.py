@@ -89,6 +89,7 @@ class MoEBlock:
         self.mp = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
         self._joins = MpTokens(self.mp, layer.mp_input)
         self._refusal: str | None = None
+        # Whether experts are kernels of the library's or modules by autograd does not change afterwards.
         like = next(layer.experts.parameters(), torch.empty(0))
         self.any_degree = layer.experts.in_chunks(like).any_degree
 
@@ -116,6 +117,7 @@ class MoEBlock:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self.layer.recorder = recorder
         y, u = self._computed(self._dense.whole, x)
+        # The layer adds its shared expert itself, and calls its own hooks.
         z: Tensor = y + self.layer(u)
         return z
 
@@ -271,6 +273,7 @@ class _DensePart(nn.Module):
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
         if self.shared is not None:
+            # One expert that has all rows, in order.
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
             shared = micro_batch.spread(self.shared(u_SM, every, None)).view(y.shape)
         # Without an end of the block to go through, it is added where its graph is, and needs no gradient of its own.

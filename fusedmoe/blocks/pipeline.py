@@ -100,6 +100,7 @@ class PipelinedBlocks(nn.Module):
         self.recorder: Recorder | None = None
         for number, layer in enumerate(self._layers()):
             _refuse(layer, number, self.topology, parts[0].experts.mp_tokens.joint)
+        # Sizes of one chunk are exchanged while rows of another are gathered over the same ranks: a group of their own.
         sizes = self.topology.beside(self.topology.esp, "sizes")
         self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
@@ -155,6 +156,7 @@ class PipelinedBlocks(nn.Module):
         if plans is not None:
             self.require_runnable(plans, gradients)
             fingerprints = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+        # All ranks issue their collectives in the order of one plan; with two they would wait for each other.
         self.topology.agree(fingerprints, "pipeline")
         self.plans, self._assigned = plans, None
         if plans is not None:
@@ -191,6 +193,7 @@ class PipelinedBlocks(nn.Module):
         for block in self._blocks:
             block.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
+            # On CUDA nothing waited for the check of the last forward's logits; it is told now.
             for layer in self._layers():
                 layer.checks.tell_logits()
             if selects():  # it lets each operator's results be taken once, and dense parts have graphs of their own
@@ -237,6 +240,7 @@ class PipelinedBlocks(nn.Module):
                 wait in a dense part.
         """
         layer, topology = self._layers()[0], self.topology
+        # Where no exchange would tell the others, or they wait in a dense part, the refusal is told now.
         if self._blocks[0].communicates or topology.ep.size == topology.esp.size == 1:
             layer.checks.refuse(refusal)
         nothing = no_tokens(x, layer.model_dim, next(layer.experts.parameters(), None))
@@ -250,6 +254,7 @@ class PipelinedBlocks(nn.Module):
             layer.checks.refuse(layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)[1])
         if self.along == "positions":
             return x, Split(peers, 1, in_order=True)
+        # [rank, samples of each]: cut along the second axis, every micro-batch has samples of every rank.
         if layer.mp_tokens.joint and len(x) % mp.size == 0:
             return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Split(peers, 1)
         return x, Split(peers)
@@ -277,6 +282,7 @@ class PipelinedBlocks(nn.Module):
                 )
             if task.kind == "gradient-all-reduce" and gradients is None:
                 raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
+        # What each block needs: all its parts, and one degree in both passes where its graphs are the forward's.
         kinds = {"attention", *self._layers()[0].parts}
         for number, block in enumerate(self._blocks):
             counts = Counter(task.kind for task in plan if task.layer == number)
@@ -335,10 +341,10 @@ class _ThroughBlocks(Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, *daux: Tensor | None) -> tuple[Tensor | None, ...]:
-        blocks, ctx.blocks = ctx.blocks, None
+        blocks, ctx.blocks = ctx.blocks, None  # what a task has used is freed at once, so there is no second time
         if blocks is None:
             raise RuntimeError("the backward of a pipeline runs once: what it needs is gone; call its forward again")
-        if dz is None:
+        if dz is None:  # the loss is made of auxiliary losses alone
             shape, dtype, device = ctx.like
             dz = torch.zeros(shape, dtype=dtype, device=device)
         run, split = ctx.given
@@ -400,10 +406,7 @@ def _parts_of(block: object, number: int) -> Parts:
 def _refuse(layer: MoELayer, number: int, topology: Topology, joint: bool) -> None:
     gate, order = type(layer.gate).__name__, type(layer.order).__name__
     for wrong, text in (
-        (
-            not layer.gate.splits,
-            f"{gate} looks at whole batches; only what follows it can be split: use schedule=…",
-        ),
+        (not layer.gate.splits, f"{gate} looks at whole batches; only what follows it can be split: use schedule=…"),
         (
             not layer.order.splits,
             f"{order} has a layout() or restore() of its own, of whole batches: use schedule=…, or Sparse()",

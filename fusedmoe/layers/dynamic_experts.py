@@ -172,7 +172,7 @@ class DynamicExperts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicExperts:
         # Nobody fetches replicas for a copy, and it is not part of a graph.
-        made = copy(self)
+        made = copy(self)  # shallow: topology, groups and streams are shared
         memo[id(self)] = made
         self.deepcopies.add(made)
         made.deepcopies, made.copied, made.number, made.learned = WeakSet(), 0, self.copied, False
@@ -182,6 +182,7 @@ class DynamicExperts:
         return made
 
     def _hold(self) -> None:
+        # Owned experts first, in the order of their parameters; then replicas, as they come.
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
@@ -191,6 +192,7 @@ class DynamicExperts:
     def _add(self, wanted: Placement) -> None:
         """Appends the replicas that a placement has more than there are now to what is held."""
         added_W: list[list[int]] = [[] for _ in self._held_W]
+        # Every rank keeps the tables of all, since places are numbered through them.
         for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
             for rank in set(new) - set(old):
                 added_W[rank].append(expert)
@@ -232,6 +234,7 @@ class DynamicExperts:
         """Starts what is missing on its way. Collective."""
         if self._present or self._works:
             return
+        # The marks tell later whether what is on its way is still what the owner has.
         self._make_room()
         self._marks = self._marked()
         self._gather(self._gathered)
@@ -312,6 +315,7 @@ class DynamicExperts:
         if self.clocked and training:
             self._came.note(self._device)
         counts_E = layout.counts_E
+        # All ranks must know all counts: who sends what to which copy follows from them alone.
         ones = [1] * self.group.size
         tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
         if training:
@@ -396,7 +400,7 @@ class DynamicExperts:
         return y
 
     def _send_by_plan(self, returns: Returns, back: SendBack, grads: Sequence[Tensor]) -> SparseWork:
-        returns.sent = True
+        returns.sent = True  # autograd need not do it
         work = returns.send(back, grads)
         before = self.neighbours[0]
         if self.rematerialises and before is not None:
@@ -440,6 +444,7 @@ class DynamicExperts:
         grads: Sequence[Tensor],
     ) -> SparseWork:
         self.learned = True
+        # Gradients of old parameters must not go to new ones.
         if versions != [parameter._version for parameter in self.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "

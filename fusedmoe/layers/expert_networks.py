@@ -151,13 +151,7 @@ class Experts(nn.Module):
             )
 
     def make(
-        self,
-        model_dim: int,
-        place: Place,
-        seed: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Makes parameters: expert number n from `seed` + n."""
         raise NotImplementedError
@@ -265,13 +259,7 @@ class Custom(RowExperts):
         self.experts = nn.ModuleDict()
 
     def make(
-        self,
-        model_dim: int,
-        place: Place,
-        seed: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         arguments: dict[str, int] = {}
         if place.shards > 1:
@@ -288,6 +276,7 @@ class Custom(RowExperts):
             # The number is a part of the name: a state tells experts apart, wherever they are.
             name = str(number) if place.shards == 1 else f"{number}_shard{place.shard}of{place.shards}"
             self.experts[name] = module
+            # Its tensors are no slices of larger ones: each has a name of its own on its rank.
             for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
                 self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
 
@@ -334,17 +323,12 @@ class FeedForward(Experts):
         self.w2: nn.Parameter
         self.b1: nn.Parameter | None
         self.b2: nn.Parameter | None
+        # None, so that the names are there before `make`, and stay without bias.
         self.register_parameter("b1", None)
         self.register_parameter("b2", None)
 
     def make(
-        self,
-        model_dim: int,
-        place: Place,
-        seed: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         if self.hidden % place.shards:
             raise ConfigError(
@@ -369,6 +353,7 @@ class FeedForward(Experts):
 
         for name, shape in shapes.items():
             like = own(torch.empty(shape, device="meta"), split[name])
+            # fan_in of the first product is M, of the second H, over all shards.
             bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
             made = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
             for at, generator in enumerate([] if meta else generators):
@@ -382,6 +367,7 @@ class FeedForward(Experts):
         return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        # Rows that came from other ranks have this dtype already; here they may be of this rank.
         x_SM = x_SM.to(self.row_dtype(x_SM))
         # Without autocast the parameters keep their dtype, and `grouped_experts` refuses rows of another one.
         cast = torch.is_autocast_enabled(x_SM.device.type)

@@ -57,14 +57,9 @@ class ExpertBase(RowExperts):
         """Makes the parameters of the local experts; called once, with a generator seeded by the first one's number."""
 
     def make(
-        self,
-        model_dim: int,
-        place: Place,
-        seed: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
+        # The default generator goes on as if nothing had been drawn, however many experts a rank has.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed + place.first) % 2**63)
             self.make_parameters(model_dim, place)

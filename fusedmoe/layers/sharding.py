@@ -108,7 +108,7 @@ def _active(
     for axis, dim in axes.items():
         group = groups[axis]
         ranks = of_layer.get(axis, group.ranks)
-        if len(ranks) == 1:
+        if len(ranks) == 1:  # its layer has these experts whole, whatever the topology given
             continue
         if ranks != group.ranks:
             sizes = ", ".join(f"{each}={len(of_layer[each])}" for each in EXPERT_AXES)
@@ -136,6 +136,7 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
         owner = module.get_submodule(path)
     except AttributeError:
         owner = nn.Module()
+    # By the dictionaries: a bias that is None has a place there, and is no mistake.
     for tensors in (owner._parameters, owner._buffers):
         if leaf in tensors:
             return tensors[leaf]
@@ -182,6 +183,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
     differ = {name: holders for (name, _), holders in ranks_by_digest.items() if len(holders) > 1}
     if not differ:
         return
+    # One name is enough to find the cause; the error counts the rest.
     name = next(iter(differ))
     holders = differ.pop(name)
     values = ", another on ".join(f"ranks {ranks}" for ranks in holders.values())
@@ -196,6 +198,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
     """A sum of bits, in which other random numbers differ."""
+    # Bits, not values: NaN equals itself, and a sum of integers does not depend on its order.
     flat = tensor.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

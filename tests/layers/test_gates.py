@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import textwrap
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
+from fusedmoe.layers.gates.router import top_experts
 from tests.layers.gate_cases import LEARNED, ROUTED, TOP_K, ids, make, parts
 
 
@@ -371,3 +373,18 @@ def test_gshard_keeps_its_noise_weights_without_noise() -> None:
     fresh = GShard(experts=4)
     fresh.setup(3)
     assert torch.equal(fresh.noise_weight_EM, torch.zeros(4, 3))
+
+
+def test_the_worked_example_of_a_gate() -> None:
+    """The gate in `Gate`'s docstring routes, learns, and gives micro-batches what it gives the whole batch."""
+    _, example = (Gate.__doc__ or "").split("nearest to it:\n")
+    names: dict[str, Any] = {"Gate": Gate, "torch": torch, "top_experts": top_experts}
+    exec(textwrap.dedent(example.split("A gate is made without")[0]), names)
+    gate = names["Nearest"](experts=5, k=2)
+    gate.setup(4)
+    assert gate.splits
+    x = torch.randn(9, 4)
+    whole = gate(x)
+    whole.weight_SK[:, 0].sum().backward()
+    assert gate.center_EM.grad.norm() > 0
+    assert torch.equal(ids(whole), torch.cat([ids(gate(part)) for part in x.split(4)]))

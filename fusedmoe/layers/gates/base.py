@@ -65,11 +65,11 @@ class SoftRouting:
 class Gate(nn.Module):
     """Base of all gates: names its parameters, fills them and routes tokens.
 
-    A gate of your own is a subclass that says `parameter_shapes` and then one of two things. Either it defines
-    `route`, and looks at whole batches. Or it routes token by token: it says `splits = True` and defines `score` and
-    `choose` (and `draw`, where it draws random numbers), and `fusedmoe.pipeline` may split batches before it. A gate by
-    logits x·Wᵀ derives from `RouterGate` (`gates/router.py`), which has the matrix and its kernels. For settings and
-    the command, `GATES` in `gates/__init__.py` has its name.
+    A gate of your own is a subclass that says `parameter_shapes` and then one of two things. Either it defines `route`,
+    and looks at whole batches. Or it routes token by token: it says `splits = True` and defines `score` and `choose`
+    (and `draw`, where it draws random numbers), and `fusedmoe.pipeline` may split batches before it. A gate by logits
+    x·Wᵀ derives from `RouterGate` (`gates/router.py`), which has the matrix and its kernels. For settings and the
+    command, `GATES` in `gates/__init__.py` has its name.
 
     Worked example, a gate that sends a token to the k experts whose vectors are nearest to it:
 
@@ -118,12 +118,7 @@ class Gate(nn.Module):
         cls.balances = cls.balances or "update" in vars(cls)
 
     def __init__(
-        self,
-        experts: int,
-        k: int = 1,
-        capacity_factor: float | None = None,
-        *,
-        aux: Mapping[str, float] | None = None,
+        self, experts: int, k: int = 1, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None
     ) -> None:
         super().__init__()
         check_count(self, "experts", experts)
@@ -133,6 +128,7 @@ class Gate(nn.Module):
             capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0),
             f"capacity_factor must be positive, or None for no capacity; got {capacity_factor}",
         )
+        # {} turns the class's default losses off; None leaves them.
         aux = self.default_aux if aux is None else aux
         for name, coefficient in aux.items():
             self.require(
@@ -161,6 +157,7 @@ class Gate(nn.Module):
                 f"already set up for model_dim = {self.model_dim}, asked for {model_dim}: one gate a layer",
             )
             return
+        # Made empty, on any device, then filled: `reset_parameters` also serves modules made on "meta".
         for name, shape in self.parameter_shapes(model_dim).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.model_dim = model_dim
@@ -184,9 +181,8 @@ class Gate(nn.Module):
         if self.model_dim is None:
             raise self.error("no parameters yet: call setup(model_dim), or hand the gate to MoELayer")
         if x_SM.dim() != 2 or x_SM.shape[1] != self.model_dim or not x_SM.is_floating_point():
-            raise self.error(
-                f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}",
-            )
+            raise self.error(f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}")
+        # In half precision near logits would change places, and with them the experts of a token.
         with outside_autocast(x_SM.device.type):
             return self.route(x_SM)
 
@@ -212,23 +208,18 @@ class Gate(nn.Module):
         self,
         expert_SK: Tensor,
         weight_SK: Tensor,
-        logits_SE: Tensor,
+        logits_SE: Tensor | None = None,
         terms: Mapping[str, Callable[[], Tensor]] | None = None,
     ) -> Routing:
         """Makes the `Routing` of chosen experts and their weights, with this gate's capacity and losses.
 
         Args:
-            logits_SE: what the experts were chosen by.
+            logits_SE: what the experts were chosen by; None: nothing that a check could look at.
             terms: how each auxiliary loss of the class's `losses` is computed.
         """
-        return Routing(
-            expert_SK=expert_SK,
-            weight_SK=weight_SK,
-            capacity=self.row_capacity(len(expert_SK)),
-            priority_S=None,
-            aux_loss=self.weigh(logits_SE, terms or {}),
-            logits_SE=logits_SE.detach(),
-        )
+        aux_loss = self.weigh(weight_SK, terms or {})
+        logits_SE = None if logits_SE is None else logits_SE.detach()
+        return Routing(expert_SK, weight_SK, self.row_capacity(len(expert_SK)), None, aux_loss, logits_SE)
 
     def row_capacity(self, tokens: int) -> int | None:
         """Rows that one expert accepts from `tokens` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
@@ -249,6 +240,7 @@ class Gate(nn.Module):
 
     def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
         """Σ coefficient · loss over `aux`; a loss that is not asked for is not computed."""
+        # A tensor also without losses, so that who adds it up need not ask.
         total = like.new_zeros(())
         for name, coefficient in self.aux.items():
             total = total + coefficient * terms[name]()
@@ -269,6 +261,7 @@ class Gate(nn.Module):
 
 def check_count(gate: Gate, name: str, value: int) -> None:
     """Raises ConfigError unless `value` is an integer of at least one."""
+    # True is an integer to Python; as a number of experts it is a mistake.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
 

@@ -24,15 +24,14 @@ _SECOND = _wrap(0x94D049BB133111EB)
 class Hash(Gate):
     """Experts from a fixed random hash (Roller et al. 2021, Hash Layers).
 
-    Every pair (token, expert) has a hash; the token goes to the k experts with the highest ones, which are
-    distinct and uniform over all k-subsets. The hash is the 64-bit finaliser of splitmix64, so that it is the
-    same on every device, in every process and in every version; `seed` gives another one (a different one
-    per layer, say).
+    Every pair (token, expert) has a hash; the token goes to the k experts with the highest ones, which are distinct and
+    uniform over all k-subsets. The hash is the 64-bit finaliser of splitmix64, so that it is the same on every device,
+    in every process and in every version; `seed` gives another one (a different one per layer, say).
 
-    What is hashed: the ids in the attribute `token_ids` when it is set (any integer tensor with S elements,
-    in the order of the tokens that this gate sees; it stays set until the caller replaces it), as in the
-    paper. Otherwise the token's row, rounded to bfloat16: equal rows go to equal experts and the result does
-    not depend on the batch, but any change of the row reshuffles it. Use ids in a model that trains.
+    What is hashed: the ids in the attribute `token_ids` when it is set (any integer tensor with S elements, in the
+    order of the tokens that this gate sees; it stays set until the caller replaces it), as in the paper. Otherwise the
+    token's row, rounded to bfloat16: equal rows go to equal experts and the result does not depend on the batch, but
+    any change of the row reshuffles it. Use ids in a model that trains.
 
     weight = 1/k, a constant: the router has no parameters, no logits and no losses.
     Random: nothing.
@@ -61,7 +60,8 @@ class Hash(Gate):
         return expert_SK, constant_weights(self, x_SM)
 
     def choose(self, *scores: Tensor) -> Routing:
-        return constant_routing(self, *scores)
+        expert_SK, weight_SK = scores
+        return self.routing(expert_SK, weight_SK)
 
     def _id_keys(self, token_ids: Tensor, x_SM: Tensor) -> Tensor:
         self.require(
@@ -81,8 +81,8 @@ class Random(Gate):
     """k distinct experts per token, uniformly at random (Zuo et al. 2022, THOR; Lancet's random gate).
 
     weight = 1/k, a constant: the router has no parameters, no logits and no losses.
-    Random: the choice, in training and in evaluation, from the default generator of the input's device (S·E
-    uniform draws); `torch.manual_seed` repeats it.
+    Random: the choice, in training and in evaluation, from the default generator of the input's device (S·E uniform
+    draws); `torch.manual_seed` repeats it.
     """
 
     splits: ClassVar[bool] = True
@@ -94,24 +94,13 @@ class Random(Gate):
         return top_experts(drawn[0], self.k), constant_weights(self, x_SM)
 
     def choose(self, *scores: Tensor) -> Routing:
-        return constant_routing(self, *scores)
+        expert_SK, weight_SK = scores
+        return self.routing(expert_SK, weight_SK)
 
 
 def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
     """1/k for every slot."""
     return torch.full((len(x_SM), gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
-
-
-def constant_routing(gate: Gate, expert_SK: Tensor, weight_SK: Tensor) -> Routing:
-    """Routing without logits and losses."""
-    return Routing(
-        expert_SK=expert_SK,
-        weight_SK=weight_SK,
-        capacity=gate.row_capacity(len(expert_SK)),
-        priority_S=None,
-        aux_loss=weight_SK.new_zeros(()),
-        logits_SE=None,
-    )
 
 
 def _mix(value: Tensor) -> Tensor:

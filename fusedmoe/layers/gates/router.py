@@ -88,10 +88,8 @@ class RouterGate(Gate):
             assert choice.logsumexp_S is not None
             return z_loss_of_sums(choice.logsumexp_S)
 
-        # The losses of the kernel's sums are in the weights' dtype, whatever the logits' is.
-        aux_loss = self.weigh(choice.weight_SK, {"balance": balance, "z": z, **(other_losses or {})})
-        capacity = self.row_capacity(len(choice.expert_SK))
-        return Routing(choice.expert_SK, choice.weight_SK, capacity, None, aux_loss, choice.logits_SE)
+        terms = {"balance": balance, "z": z, **(other_losses or {})}
+        return self.routing(choice.expert_SK, choice.weight_SK, choice.logits_SE, terms)
 
 
 class _RouterLogits(Function):
@@ -158,6 +156,7 @@ def top_experts(score_SE: Tensor, k: int) -> Tensor:
     else:
         taken = torch.iinfo(score_SE.dtype).min
         lowest = taken + 1
+    # k passes of `max` leave the scores in place; a sort moves all E of them.
     left_SE = score_SE.clamp(min=lowest)  # a copy; nothing in it is as low as a column already taken
     chosen = []
     for place in range(k):

@@ -15,16 +15,14 @@ from fusedmoe.losses import balance_loss, z_loss
 
 
 class Sigmoid(RouterGate):
-    """The k highest logits, each weighted by its sigmoid (Lewis et al. 2021, BASE; Dai et al. 2022,
-    StableMoE).
+    """The k highest logits, each weighted by its sigmoid (Lewis et al. 2021, BASE; Dai et al. 2022, StableMoE).
 
-    h = x·Wᵀ, weight = σ(h) of the chosen, not normalised over them: a helpful expert raises its own score
-    without lowering another's. Between equal logits the lower expert wins. The choice is greedy, as in
-    StableMoE and in BASE's evaluation; BASE's balanced assignment in training is not part of the gate.
+    h = x·Wᵀ, weight = σ(h) of the chosen, not normalised over them: a helpful expert raises its own score without
+    lowering another's. Between equal logits the lower expert wins. The choice is greedy, as in StableMoE and in BASE's
+    evaluation; BASE's balanced assignment in training is not part of the gate.
 
     Random: nothing. Parameters: `weight_EM` [E, M].
-    Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k choices), "z". Default:
-    none.
+    Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k choices), "z". Default: none.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
@@ -45,18 +43,16 @@ class Sigmoid(RouterGate):
 class DeepSeekV3(RouterGate):
     """Sigmoid scores with a bias for the choice only (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2).
 
-    s = σ(x·Wᵀ). Chosen by s + bias: first the `groups_kept` groups of E/groups neighbouring experts with
-    the highest sum of their two best, then the k best experts inside them; the lower index wins between
-    equals. The weight comes from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times
-    `route_scale`.
+    s = σ(x·Wᵀ). Chosen by s + bias: first the `groups_kept` groups of E/groups neighbouring experts with the highest
+    sum of their two best, then the k best experts inside them; the lower index wins between equals. The weight comes
+    from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times `route_scale`.
 
-    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load): experts with
-    too many tokens become less likely. No gradient reaches the bias, and it stays float32 when the module is
-    cast.
+    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load): experts with too many tokens
+    become less likely. No gradient reaches the bias, and it stays float32 when the module is cast.
 
     Random: nothing. Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict.
-    Losses: "balance" on s divided by its sum over all experts, share of all k choices (the paper's eq. 17–20
-    when `sequence` is given), "z". Default: none.
+    Losses: "balance" on s divided by its sum over all experts, share of all k choices (the paper's eq. 17–20 when
+    `sequence` is given), "z". Default: none.
 
     Args:
         groups: number of expert groups, divides E (V3: 8 of 256 experts, one group per node).
@@ -106,6 +102,7 @@ class DeepSeekV3(RouterGate):
     def setup(
         self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
+        # Before the parameters: `reset_parameters`, which sets it to zero, is called at the end of `setup`.
         if self.model_dim is None:
             self.register_buffer("bias_E", torch.zeros(self.experts, dtype=torch.float32, device=device))
         super().setup(model_dim, device=device, dtype=dtype)
@@ -179,5 +176,6 @@ class DeepSeekV3(RouterGate):
 
 def share_of_sum(score_SN: Tensor) -> Tensor:
     """Non-negative scores [S, N], each row divided by its sum; a row of zeros stays zero."""
+    # All sigmoids of a token may underflow to zero: then its shares are zero, not NaN.
     tiny = torch.finfo(score_SN.dtype).tiny
     return score_SN / score_SN.sum(1, keepdim=True).clamp(min=tiny)

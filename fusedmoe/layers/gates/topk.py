@@ -22,14 +22,14 @@ _MAX_LOG_SCALE = math.log(100.0)
 class TopK(RouterGate):
     """Softmax over all experts, the k most probable ones (Shazeer et al. 2017; Mixtral, Tutel).
 
-    p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p; weight = p of the chosen, divided by their sum
-    when `normalize` and k > 1. Between equal logits the lower expert wins. With k = 1 the weight stays p,
-    or the router would get no gradient.
+    p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p; weight = p of the chosen, divided by their sum when
+    `normalize` and k > 1. Between equal logits the lower expert wins. With k = 1 the weight stays p, or the router
+    would get no gradient.
 
     Random: the noise, in training only and only when `noise` > 0 (one draw per token and expert).
     Parameters: `weight_EM` [E, M].
-    Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the
-    probabilities without noise, load as Shazeer's: the threshold of an expert leaves that expert out).
+    Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the probabilities
+    without noise, load as Shazeer's: the threshold of an expert leaves that expert out).
 
     Args:
         normalize: divide the weights of a token by their sum (k > 1).
@@ -79,7 +79,7 @@ class TopK(RouterGate):
         clean_SE, logits_SE = scores[0], scores[-1]
 
         def importance_load() -> Tensor:
-            std = self.noise / self.experts
+            std = self.noise / self.experts  # Shazeer's load is smooth in the logits by the noise's distribution
             return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
         # From here on as `fusedmoe.ops.gate` does it, which also gives the sums that the losses need.
@@ -105,8 +105,8 @@ class TopK(RouterGate):
 class Switch(TopK):
     """One expert per token, weighted by its probability (Fedus et al. 2022, Switch Transformer).
 
-    In training x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element, so that the router
-    explores; p = softmax(x·Wᵀ); the expert is argmax p, its weight p.
+    In training x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element, so that the router explores; p
+    = softmax(x·Wᵀ); the expert is argmax p, its weight p.
 
     Random: the jitter, in training only (S·M draws; it and the jittered input are kept for backward).
     Parameters: `weight_EM` [E, M]. Losses: "balance" (the paper's), "z".
@@ -136,6 +136,7 @@ class Switch(TopK):
         return (factor_SM.uniform_(1 - self.jitter, 1 + self.jitter),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        # One factor, or none in evaluation; in float32, so that x is not rounded to half precision again.
         for factor_SM in drawn:
             x_SM = x_SM * factor_SM
         return super().score(x_SM)
@@ -144,9 +145,9 @@ class Switch(TopK):
 class BatchPrioritised(TopK):
     """Top-k in which the surest tokens are placed first (Riquelme et al. 2021, V-MoE, algorithm 2).
 
-    As `TopK`, and `priority_S` = max_e p_e: when an expert is full, the tokens with the lowest priority
-    are dropped instead of the last ones. V-MoE uses `noise` = 1 and weights that are not normalised (the
-    default here). A token's fate depends on the whole batch.
+    As `TopK`, and `priority_S` = max_e p_e: when an expert is full, the tokens with the lowest priority are dropped
+    instead of the last ones. V-MoE uses `noise` = 1 and weights that are not normalised (the default here). A token's
+    fate depends on the whole batch.
 
     Random, parameters, losses: those of `TopK`.
     """
@@ -166,6 +167,7 @@ class BatchPrioritised(TopK):
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
+        # Weights that are not normalised begin with the highest probability already.
         if self.normalize and self.k > 1:
             assert routing.logits_SE is not None
             priority_S = routing.logits_SE.softmax(1).amax(1)
@@ -177,15 +179,15 @@ class BatchPrioritised(TopK):
 class GShard(RouterGate):
     """Noisy top-k with learned noise (Shazeer et al. 2017, eq. 3–5; FSMoE §2.1 under GShard's name).
 
-    h = x·W_gᵀ + N(0,1)·softplus(x·W_noiseᵀ), weight = softmax(KeepTopK(h, k)), where KeepTopK sets all but
-    the k highest to −∞. Between equal h the lower expert wins. With k = 1 the weight is the constant 1, and
+    h = x·W_gᵀ + N(0,1)·softplus(x·W_noiseᵀ), weight = softmax(KeepTopK(h, k)), where KeepTopK sets all but the k
+    highest to −∞. Between equal h the lower expert wins. With k = 1 the weight is the constant 1, and
     the router learns from the auxiliary losses alone: that is the equation; `Switch` is the gate for k = 1.
 
     Random: the noise, in training only (one draw per token and expert); in evaluation h = x·W_gᵀ.
-    Parameters: `weight_EM` [E, M]; `noise_weight_EM` [E, M], zero at the start as in the paper (a
-    standard deviation of ln 2 everywhere).
-    Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (the paper's:
-    importance from the weights, load from the learned noise), "z" (of h).
+    Parameters: `weight_EM` [E, M]; `noise_weight_EM` [E, M], zero at the start as in the paper (a standard deviation of
+    ln 2 everywhere).
+    Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (the paper's: importance from
+    the weights, load from the learned noise), "z" (of h).
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
@@ -193,12 +195,7 @@ class GShard(RouterGate):
     noise_weight_EM: nn.Parameter
 
     def __init__(
-        self,
-        experts: int,
-        k: int = 2,
-        capacity_factor: float | None = None,
-        *,
-        aux: Mapping[str, float] | None = None,
+        self, experts: int, k: int = 2, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None
     ) -> None:
         super().__init__(experts, k, capacity_factor, aux=aux)
 
@@ -244,6 +241,7 @@ class GShard(RouterGate):
 
         def importance_load() -> Tensor:
             _, clean_SE, std_SE = scores
+            # Importance is of the gate's values, zero where an expert was not chosen.
             gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
             return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
 
@@ -260,13 +258,13 @@ class GShard(RouterGate):
 class XMoE(TopK):
     """Cosine between a low-dimensional projection and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
 
-    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without
-    noise. The low dimension and the normalisation keep token representations from collapsing towards the
-    experts' embeddings. τ is learned as log(1/τ), bounded to 1/τ ≤ 100.
+    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without noise. The low
+    dimension and the normalisation keep token representations from collapsing towards the experts' embeddings. τ is
+    learned as log(1/τ), bounded to 1/τ ≤ 100.
 
     Random: nothing. Losses: "balance" (share of all k choices), "z".
-    Parameters: `proj_PM` [P, M] normal with standard deviation 1/√M; `expert_EP` [E, P] normal (only its
-    direction matters); `log_scale` [1].
+    Parameters: `proj_PM` [P, M] normal with standard deviation 1/√M; `expert_EP` [E, P] normal (only its direction
+    matters); `log_scale` [1].
 
     Args:
         proj_dim: P, dimension in which tokens and experts are compared (the authors' code uses 16).
@@ -312,6 +310,7 @@ class XMoE(TopK):
         return False  # logits are cosines, not x·Wᵀ
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        # Both sides have length one: the product is the cosine, which 1/τ sharpens before the softmax.
         token_SP = nn.functional.normalize(router_logits(x_SM, self.proj_PM), dim=1)
         expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
@@ -323,12 +322,12 @@ def noisy_load_importance(
 ) -> Tensor:
     """`load_importance_loss` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
 
-    All tensors [S, E]; `noise_std` a number or a tensor. With k = E every expert is always chosen: the load
-    is even.
+    All tensors [S, E]; `noise_std` a number or a tensor. With k = E every expert is always chosen: the load is even.
     """
     E = clean_SE.shape[1]
     if k == E:
         return load_importance_loss(gate_SE, clean_SE.detach(), clean_SE.detach(), 1.0)
+    # The threshold leaves the expert out: for one that was chosen it is the first that was not, else the k-th.
     best_SK = top_experts(noisy_SE, k + 1)
     value_SK = noisy_SE.gather(1, best_SK)
     chosen_SE = torch.zeros_like(noisy_SE, dtype=torch.bool).scatter_(1, best_SK[:, :k], True)

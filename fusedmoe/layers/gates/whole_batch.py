@@ -20,17 +20,15 @@ from fusedmoe.losses import z_loss
 class ExpertChoice(Gate):
     """Each expert takes its ceil(k·f·S/E) most probable tokens, at most S (Zhou et al. 2022, Expert Choice).
 
-    p = softmax over experts of x·Wᵀ; expert e picks the tokens with the highest p[:, e], the lower token
-    between equal ones; the weight is p. Every expert gets the same number of tokens, and a token gets 0 to E
-    experts, k·f on average. The choice looks at the whole batch, later tokens included: not for causal
-    language models.
+    p = softmax over experts of x·Wᵀ; expert e picks the tokens with the highest p[:, e], the lower token between equal
+    ones; the weight is p. Every expert gets the same number of tokens, and a token gets 0 to E experts, k·f on average.
+    The choice looks at the whole batch, later tokens included: not for causal language models.
 
-    `Routing` has K = E slots: slot e holds expert e, or -1 (weight 0) where e did not pick the token. Its
-    capacity is None, as nothing is left to drop; the attribute `capacity_factor` of this gate is therefore
-    None and f is kept as `factor`.
+    `Routing` has K = E slots: slot e holds expert e, or -1 (weight 0) where e did not pick the token. Its capacity is
+    None, as nothing is left to drop; the attribute `capacity_factor` of this gate is therefore None and f is kept as
+    `factor`.
 
-    Random: nothing. Parameters: `weight_EM` [E, M]. Losses: "z". Default: none, the load is even by
-    construction.
+    Random: nothing. Parameters: `weight_EM` [E, M]. Losses: "z". Default: none, the load is even by construction.
 
     Args:
         k: experts per token on average (times the factor).
@@ -41,12 +39,7 @@ class ExpertChoice(Gate):
     weight_EM: nn.Parameter
 
     def __init__(
-        self,
-        experts: int,
-        k: int = 2,
-        capacity_factor: float = 1.0,
-        *,
-        aux: Mapping[str, float] | None = None,
+        self, experts: int, k: int = 2, capacity_factor: float = 1.0, *, aux: Mapping[str, float] | None = None
     ) -> None:
         super().__init__(experts, k, capacity_factor, aux=aux)
         self.require(capacity_factor is not None, "capacity_factor sets how many tokens an expert picks: give one")
@@ -65,6 +58,7 @@ class ExpertChoice(Gate):
 
     def route(self, x_SM: Tensor) -> Routing:
         S, E = x_SM.shape[0], self.experts
+        # Shares are over the experts, as for a token; the choice is down the columns.
         logits_SE = router_logits(x_SM, self.weight_EM)
         prob_SE = logits_SE.softmax(1)
         chosen_SE = _highest_rows(prob_SE.detach(), self.picks(S))
@@ -78,17 +72,15 @@ class ExpertChoice(Gate):
 
 
 class SoftMoE(Gate):
-    """Soft dispatch and combine, nothing dropped (Puigcerver et al. 2024, From Sparse to Soft, eq. 1–3 and
-    §2.3).
+    """Soft dispatch and combine, nothing dropped (Puigcerver et al. 2024, From Sparse to Soft, eq. 1–3 and §2.3).
 
-    logits = l2norm(x) · (scale · l2norm(Φ)) [S, N], N = E·slots; dispatch = softmax over tokens (dimension
-    0), combine = softmax over slots (dimension 1). Without `normalize` the logits are x·Φ. Column n belongs
-    to expert n // slots. Each slot mixes all S tokens of the rank, later ones included: not for causal
-    language models.
+    logits = l2norm(x) · (scale · l2norm(Φ)) [S, N], N = E·slots; dispatch = softmax over tokens (dimension 0), combine
+    = softmax over slots (dimension 1). Without `normalize` the logits are x·Φ. Column n belongs to expert n // slots.
+    Each slot mixes all S tokens of the rank, later ones included: not for causal language models.
 
-    Random: nothing. Parameters: `weight_NM` [E·slots, M] normal with standard deviation 1/√M; with
-    `normalize`, `scale` [1], one at the start. Losses: "z" (on the [S, N] logits). Default: none.
-    `k` is E: every expert has a share in every token.
+    Random: nothing. Parameters: `weight_NM` [E·slots, M] normal with standard deviation 1/√M; with `normalize`, `scale`
+    [1], one at the start. Losses: "z" (on the [S, N] logits). Default: none. `k` is E: every expert has a share in
+    every token.
 
     Args:
         slots: p ≥ 1, inputs per expert.
@@ -100,12 +92,7 @@ class SoftMoE(Gate):
     scale: nn.Parameter
 
     def __init__(
-        self,
-        experts: int,
-        slots: int = 1,
-        *,
-        normalize: bool = True,
-        aux: Mapping[str, float] | None = None,
+        self, experts: int, slots: int = 1, *, normalize: bool = True, aux: Mapping[str, float] | None = None
     ) -> None:
         super().__init__(experts, experts, None, aux=aux)
         check_count(self, "slots", slots)
@@ -147,8 +134,7 @@ class SoftMoE(Gate):
 def _highest_rows(score_SE: Tensor, count: int) -> Tensor:
     """Mask [S, E] of the `count` highest rows of each column, lower rows first between equal scores.
 
-    Only the set matters, so that the count-th value and a running count of its equals do instead of a stable
-    sort.
+    Only the set matters, so that the count-th value and a running count of its equals do instead of a stable sort.
     """
     if count == 0:
         return torch.zeros_like(score_SE, dtype=torch.bool)
@@ -156,5 +142,6 @@ def _highest_rows(score_SE: Tensor, count: int) -> Tensor:
     least_E1 = score_ES.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above_ES = score_ES > least_E1
     equal_ES = score_ES == least_E1
+    # Of those equal to the least the first ones are taken, as many as there is room for.
     wanted_E1 = count - above_ES.sum(1, keepdim=True)
     return (above_ES | (equal_ES & (equal_ES.cumsum(1) <= wanted_E1))).t()
