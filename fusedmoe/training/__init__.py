@@ -5,7 +5,7 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training.activation_checkpoint import KEPT, save_communication
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
-from fusedmoe.training.checkpoint_place import saved_at
+from fusedmoe.training.checkpoint_folder import saved_at
 from fusedmoe.training.copies import broadcast_parameters, replicas
 from fusedmoe.training.data_parallel import (
     distributed_data_parallel,
