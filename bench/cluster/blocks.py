@@ -24,7 +24,7 @@ from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, seque
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.plan_tuning import BucketSearch
 
 #: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024

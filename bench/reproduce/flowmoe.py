@@ -25,7 +25,7 @@ from fusedmoe.schedule.step import StepSplit, gradient_buckets, micro_schedule
 from fusedmoe.schedule.step_costs import ChunkTimes, LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.plan_tuning import BucketSearch
 
 SIZES = Table(
     "flowmoe-table2",
