@@ -25,7 +25,7 @@ from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.plan_tuning import BucketSearch
 
 #: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024

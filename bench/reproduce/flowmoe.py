@@ -26,7 +26,7 @@ from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
 from fusedmoe.schedule.step import gradient_buckets
 from fusedmoe.schedule.step_costs import ChunkTimes, LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task
-from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.plan_tuning import BucketSearch
 
 SIZES = Table(
     "flowmoe-table2",

@@ -3,14 +3,15 @@
 from fusedmoe.placement.hecate import LayerLoads
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.price import PlacementCosts
-from fusedmoe.training.activation_checkpoint import KEPT, save_communication
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
-from fusedmoe.training.checkpoint_place import saved_at
+from fusedmoe.training.checkpoint_folder import saved_at
 from fusedmoe.training.copies import broadcast_parameters, replicas
 from fusedmoe.training.data_parallel import (
+    KEPT,
     distributed_data_parallel,
     expert_parameter_names,
     fully_shard,
+    save_communication,
     sync_gradients,
 )
 from fusedmoe.training.grad_norm import clip_grad_norm

@@ -25,10 +25,10 @@ from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training.checkpoint_place import first_path
+from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, unknown_class
+from fusedmoe.training.checkpoint_folder import Folder, first_path, write_folder
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
-from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
 
 _MODEL = "model."
 
@@ -134,9 +134,10 @@ def load_checkpoint(
         if digest != found[0]:
             raise RankError(
                 f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
-                "nothing was loaded. Give all ranks the path of one save."
+                "nothing was loaded. Give all ranks the path of one save.",
+                agreed=True,
             )
-    if folders[0].checksums is None and topology.is_first:
+    if folders[0].digests is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not. Save it again with save_checkpoint.",
@@ -287,8 +288,8 @@ def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
         and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
     ):
         return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
-    if folder.checksums is None and small[ABOUT]["format"] > 1:
-        return f"it is damaged: {NAME} is missing. {CURE}"
+    if folder.digests is None and small[ABOUT]["format"] > 1:
+        return f"it is damaged: {CHECKSUMS} is missing. {CURE}"
     return None
 
 

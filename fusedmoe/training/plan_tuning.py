@@ -10,16 +10,20 @@
         …
         tuning.note(time.perf_counter() - began)
 
-FlowMoE's tuning of S_p (§4.3) is a case of it, in which the candidates are sizes of buckets.
+FlowMoE's tuning of S_p (§4.3) is a case of it, in which the candidates are sizes of buckets (`BucketSearch`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,7 +38,6 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.training.bucket_search import BucketSearch
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import AUTO, PlannedStep
@@ -47,6 +50,11 @@ TUNED = (AUTO, "flowmoe")
 _CLIMBS, _SIZE_STEPS = 3, 5
 # A line says how much steps differ, where it is more than this.
 _UNSURE = 0.1
+
+# Sizes that may be tried, evenly in their logarithm, and the least of them as a share of the largest.
+_GRID, _LEAST = 256, 2**-6
+# In units of the spread of what was measured; as in the paper.
+_EXPLORATION = 0.1
 
 
 class TriedPlan(NamedTuple):
@@ -255,3 +263,75 @@ class PlanTuning:
 
 def _bucket_bytes(candidate: PlanCandidate) -> int:
     return max(task.size or 0 for task in candidate.plan.inter if task.kind == "gradient-all-reduce")
+
+
+@dataclass
+class BucketSearch:
+    """Proposes S_p, the bytes of a gradient bucket, by Bayesian optimisation of step time (FlowMoE §4.3).
+
+    The seconds that steps take with a size are a point of a Gaussian process over sizes, and the size with the largest
+    expected improvement is tried next.
+
+        while (size := search.next()) is not None:
+            search.tried.append((size, seconds(size)))
+
+    Args:
+        largest_bytes: of a layer's gradient, in bytes: the range is (0, largest_bytes].
+        samples: sizes that are tried, the first at random.
+        seed: of the first size. The same on every rank, as must be the seconds: then all ranks have the same sizes.
+    Attributes:
+        tried: (bytes, seconds) so far, in no matter which order.
+    Raises:
+        ConfigError: numbers that are not positive, or no scikit-learn (`fusedmoe[plan]`).
+    """
+
+    largest_bytes: int
+    samples: int = 8
+    seed: int = 0
+    tried: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if min(self.largest_bytes, self.samples) < 1:
+            raise ConfigError(
+                f"tuning S_p needs largest_bytes = {self.largest_bytes} and samples = {self.samples} of at least 1"
+            )
+        if find_spec("sklearn") is None:  # told now, and not when the second size is to be chosen
+            raise ConfigError("tuning S_p needs scikit-learn: pip install 'fusedmoe[plan]'")
+        self._chance = np.random.default_rng(self.seed)
+
+    def next(self) -> int | None:
+        """Returns the size to try now, or None where `samples` were tried."""
+        if len(self.tried) >= self.samples:
+            return None
+        if not self.tried:
+            return max(1, round(self.largest_bytes * float(self._chance.uniform())))
+        return self._most_promising()
+
+    def _most_promising(self) -> int:
+        """Returns the size with the largest expected improvement, of those that were not tried."""
+        from scipy.stats import norm
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import Matern, WhiteKernel
+
+        bytes_, seconds = (np.array(column, dtype=float) for column in zip(*self.tried, strict=True))
+        spread = seconds.std() or 1.0
+        values = (seconds - seconds.mean()) / spread
+        kernel = Matern(length_scale=0.3, length_scale_bounds=(0.02, 3.0), nu=2.5) + WhiteKernel(1e-3, (1e-6, 1e-1))
+        process = GaussianProcessRegressor(kernel, random_state=self.seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # few points do not always say how smooth they are
+            process.fit(self._place(bytes_), values)
+        least = max(1.0, self.largest_bytes * _LEAST)
+        sizes = np.unique(np.ceil(np.geomspace(least, self.largest_bytes, _GRID)).astype(int))
+        sizes = sizes[~np.isin(sizes, bytes_)]
+        if not len(sizes):
+            return int(bytes_[seconds.argmin()])
+        mean, std = process.predict(self._place(sizes.astype(float)), return_std=True)
+        gain = values.min() - mean - _EXPLORATION
+        z = gain / np.maximum(std, 1e-12)
+        return int(sizes[(gain * norm.cdf(z) + std * norm.pdf(z)).argmax()])
+
+    def _place(self, bytes_: np.ndarray) -> np.ndarray:
+        """Places sizes between nothing and the largest, [n, 1], by the number of buckets that they make."""
+        return np.log(bytes_ / self.largest_bytes)[:, None]

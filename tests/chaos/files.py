@@ -46,7 +46,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.training.planted import changes, tamper
-from tests.training.test_storage import OLD, load, save
+from tests.training.test_checkpoint_folder import OLD, load, save
 from tests.training.toy import ONE, Toy
 
 ALONE = Topology()

@@ -43,7 +43,7 @@ import fusedmoe.titan
 from fusedmoe.comm.collectives import all_to_all_rows, begin
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.integrations.titan import SelectiveAC
-from fusedmoe.training.activation_checkpoint import KEPT
+from fusedmoe.training import KEPT
 from tests.cluster import Cluster
 
 VOCABULARY, DIM, HIDDEN, EXPERTS, K, HEADS, HEAD_DIM = 32, 16, 24, 4, 2, 2, 8

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fusedmoe.training import storage
+from fusedmoe.training import checkpoint_checks, checkpoint_folder
 
 # Takes the folder and its index, changes either, and returns what is to be the index; None: the changed one.
 Change = Callable[[Path, Metadata], Any]
@@ -37,13 +37,13 @@ def tamper(path: Path, change: Change, sealed: bool = True) -> None:
     metadata = FileSystemReader(path).read_metadata()
     index = change(path, metadata)
     infos = metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ()
-    items = [storage._item(info) for info in infos if hasattr(info, "relative_path")]
+    items = [checkpoint_folder._item(info) for info in infos if hasattr(info, "relative_path")]
     there, most = {one.name for one in path.iterdir()}, 2**62
     items = [one for one in items if [*map(type, one)] == [str, int, int] and one.file in there and one.offset < most]
     (path / ".metadata").write_bytes(index if isinstance(index, bytes) else pickle.dumps(index or metadata))
     (path / ".checksums").unlink()
     if sealed:
-        storage.write_checksums(path, [storage.digests(path, items)])
+        checkpoint_checks.write_digests(path, [checkpoint_checks.item_digests(path, items)])
 
 
 def item(key: str, thing: Any) -> Change:

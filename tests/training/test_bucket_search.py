@@ -15,7 +15,7 @@ from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.plan_tuning import BucketSearch
 
 
 def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
@@ -70,6 +70,6 @@ def test_numbers_that_cannot_be(wrong: dict[str, int]) -> None:
 
 
 def test_without_scikit_learn_it_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedmoe.training.bucket_search.find_spec", lambda name: None)
+    monkeypatch.setattr("fusedmoe.training.plan_tuning.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="scikit-learn"):
         BucketSearch(1000)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import load_checkpoint, save_checkpoint, storage
+from fusedmoe.training import checkpoint_folder, load_checkpoint, save_checkpoint
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, snapshot, train
@@ -199,9 +199,9 @@ def _failing_save(rank: int, world: int, path: str, where: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "write" and rank == 2:
-            patch.setattr(storage.FileSystemWriter, "write_data", full)
+            patch.setattr(checkpoint_folder.FileSystemWriter, "write_data", full)
         elif where == "index" and rank == 0:
-            patch.setattr(storage.FileSystemWriter, "finish", full)
+            patch.setattr(checkpoint_folder.FileSystemWriter, "finish", full)
         elif where == "extra":
             extra = {"cannot be pickled": lambda: None}
             with pytest.raises(RankError) as error:

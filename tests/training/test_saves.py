@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import load_checkpoint, save_checkpoint, storage
+from fusedmoe.training import checkpoint_folder, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
 from tests.training.planted import changes, doubled, in_index, item, tamper
-from tests.training.test_storage import load, save
+from tests.training.test_checkpoint_folder import load, save
 from tests.training.toy import ONE, Sizes, Toy
 
 ALONE = Topology()
@@ -264,9 +264,9 @@ def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str
         elif how in ("disk", "disk, seen late") and last:
             there = own / "here" / "checkpoint"
             there.parent.mkdir(parents=True, exist_ok=True)
-            patch.setattr(storage, "real", lambda _: there)
+            patch.setattr(checkpoint_folder, "real", lambda _: there)
         if how == "disk, seen late":
-            patch.setattr(storage, "check_same", lambda *_: None)
+            patch.setattr(checkpoint_folder, "check_same", lambda *_: None)
         with pytest.raises(RankError) as caught:
             save_checkpoint(path, model, None, topology, {"saved": "second"})
     found = load_checkpoint(folder / "here" / "checkpoint", model, None, topology)
@@ -296,7 +296,7 @@ def _load_apart(rank: int, world: int, folder: Path) -> str:
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(RankError) as caught:
         load_checkpoint(folder / str(rank), model, None, sizes.topology())
-    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, before, model.parameters())) and caught.value.agreed
     return str(caught.value)
 
 

@@ -21,7 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import ShardedExperts, sync_gradients
 from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
-from fusedmoe.training.survival.buddies import JobNodes
+from fusedmoe.training.survival.snapshot import JobNodes
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 from tests.training.toy import snapshot as held_by

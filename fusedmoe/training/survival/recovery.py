@@ -32,11 +32,9 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
-from fusedmoe.training.narrowing import refuse_lost
-from fusedmoe.training.storage import PlainPlanner
-from fusedmoe.training.survival.buddies import JobNodes
+from fusedmoe.training.checkpoint_folder import PlainPlanner, refuse_lost
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart, part_digests
+from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, JobNodes, StatePart, part_digests
 
 Place = tuple[str, tuple[int, ...] | None]
 

@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.recovery import Reader, find, load
-from fusedmoe.training.survival.snapshot import Price, Snapshots, generation_of
+from fusedmoe.training.survival.snapshot import JobNodes, Price, Snapshots, generation_of
 
 
 class Survival:

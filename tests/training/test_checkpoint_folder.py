@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import load_checkpoint, save_checkpoint, storage
+from fusedmoe.training import checkpoint_checks, checkpoint_folder, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 
@@ -233,7 +233,7 @@ def test_what_is_not_whole_is_refused(
     elif change == "later":
         body = (path / ".checksums").read_bytes().split(b"\n")[1]
         body = json.dumps(json.loads(body) | {"format": 3}).encode()
-        (path / ".checksums").write_bytes(storage._head(body) + b"\n" + body)
+        (path / ".checksums").write_bytes(checkpoint_checks._head(body) + b"\n" + body)
     elif change == "mixed":  # the index of another save of the same
         (path / ".checksums").rename(tmp_path / "kept")
         save(0, 1, ONE, path)
@@ -255,7 +255,7 @@ def test_a_checkpoint_replaced_while_it_is_loaded_is_noticed(
     """Another job saves to the path between checks and reading."""
     path, reads = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    read_data = storage.FileSystemReader.read_data
+    read_data = checkpoint_folder.FileSystemReader.read_data
 
     def read(*args: Any) -> Any:
         reads.append(when)
@@ -268,7 +268,7 @@ def test_a_checkpoint_replaced_while_it_is_loaded_is_noticed(
         save(0, 1, ONE, path)
         return result
 
-    monkeypatch.setattr(storage.FileSystemReader, "read_data", read)
+    monkeypatch.setattr(checkpoint_folder.FileSystemReader, "read_data", read)
     said, _, _ = load(path, ONE, 0, Topology(), trained=True)
     assert said is not None and "was replaced while it was loaded" in said and "Load it again" in said
 
@@ -277,13 +277,13 @@ def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pyt
     """What is checked is what is read, once: a model alone has the optimizer's items unread."""
     path, looked = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    each = storage._each
+    each = checkpoint_checks._each
 
     def watched(folder: Path, items: Any) -> Any:
         looked.extend(items)
         return each(folder, items)
 
-    monkeypatch.setattr(storage, "_each", watched)
+    monkeypatch.setattr(checkpoint_checks, "_each", watched)
     size = (path / "__0_0.distcp").stat().st_size
     model, optimizer = other(ONE, 0, trained=True)
     load_checkpoint(path, model, optimizer, Topology())

@@ -1,0 +1,468 @@
+"""Checks of a checkpoint before anything of it is loaded: its digests, its index and its pickles.
+
+`.checksums` is two lines: the digest of the second one; and JSON with the format's version, the digest of the index
+(`.metadata`), and those of the items by file. An item is what one rank wrote at once, a part of a tensor or a value:
+who loads reads whole items, and checks those alone. SHA-256 takes as long as reading does (1.8 GB/s on one core with
+instructions for it, BLAKE2 0.9, CRC-32 4.2), and nothing that differs has the same.
+
+torch.distributed.checkpoint writes its index, `Metadata`, as a pickle, which may call whatever it names. Here only the
+names below mean something, and they all mean the same: a note of what was asked for. The index is made anew from the
+notes, each of whose values is checked. A pickle refers to what it has made before, so a few hundred bytes of it can
+stand for lists in lists of 2^60 elements. So nothing is printed, hashed, compared or walked through before its type is
+known, and no more is made of an index than it has bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import reprlib
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader, BytesIO
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _ReaderView
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.files import regular_bytes
+
+#: The format of what is written. Format 1 had no checksums.
+FORMAT = 2
+#: The file that makes a folder a checkpoint, and the one with its digests.
+INDEX, CHECKSUMS = ".metadata", ".checksums"
+
+CURE = "Copy it again, or load another."
+
+_CHUNK_BYTES = 2**20
+# Of an index or of checksums: those of a million items are a tenth of it.
+_MOST_BYTES = 2**31
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+_TENSOR = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+_HASHING = {pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET}
+_MOST_DIMS, _MOST_NAME = 64, 255
+_MOST_ELEMENTS, _MOST_DEPTH = 2**16, 1000
+_KNOWN = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in (*_METADATA, *_TENSOR)),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+
+
+# The index.
+
+
+def parse_index(data: bytes) -> Metadata:
+    """The index that a pickle stands for.
+
+    Raises:
+        ValueError: it names something else, or does not fit together; and whatever else unpickling makes of damage.
+    """
+    note = _note(_Reader(BytesIO(data)).load())
+    infos: dict[MetadataIndex, _StorageInfo] = {}
+    for key, info in _dictionary(note["storage_data"]).items():
+        at = None if _note(key)["offset"] is None else _sizes(key["offset"])
+        infos[MetadataIndex(_word(key["fqn"]), at)] = _info(_note(info))
+    held: dict[str, Any] = {}
+    parts = 0
+    for name, entry in _dictionary(note["state_dict_metadata"]).items():
+        held[_word(name)] = _entry(_note(entry), len(data) - parts)
+        chunks = getattr(held[name], "chunks", None)
+        for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
+            parts += 1
+            if MetadataIndex(name, at) not in infos:
+                raise ValueError(f"of {reprlib.repr(name)} some part is nowhere")
+    return Metadata(held, storage_data=infos)
+
+
+class _Note:
+    """What a pickle asks for: a call of `name` with `args`, and what it then sets."""
+
+    name = ""
+
+    def __new__(cls, *args: Any) -> _Note:
+        note = super().__new__(cls)
+        note.args, note.held = args, {}
+        return note
+
+    def __setstate__(self, state: Any) -> None:
+        self.held = state
+
+    args: tuple[Any, ...]
+    held: Any
+
+    def __getitem__(self, field: str) -> Any:
+        return _dictionary(self.held).get(field)
+
+
+# The one in C gives a file of a few bytes all the memory that it asks for, and the machine with it.
+class _Reader(pickle._Unpickler):
+    """Finds no class but notes, which are new ones each time: nothing that a pickle sets on them outlives it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _KNOWN:
+            raise ValueError(f"it names {reprlib.repr(f'{module}.{name}')}, which has no place in an index")
+        return type("_Note", (_Note,), {"name": name})
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def _set_items(self, items: list[Any]) -> None:
+        held = _dictionary(self.stack[-1])
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str and not isinstance(key, _Note):  # a tuple's hash walks through all that is in it
+                raise ValueError(f"a {type(key).__name__} is no key")
+            held[key] = value
+
+    def _set_one(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def _set_many(self) -> None:
+        self._set_items(self.pop_mark())
+
+    # All that pickles of an index have, and what can hash is ours.
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _HASHING},
+        pickle.SETITEM[0]: _set_one,
+        pickle.SETITEMS[0]: _set_many,
+    }
+
+
+def check_tuples(data: bytes) -> None:
+    """Looks through the pickle of an item for tuples that no dictionary could have as a key: their hash would walk
+    through all that they refer to, for ever or until the stack is full.
+
+    Raises:
+        ValueError: there is one; and whatever else unpickling makes of damage.
+    """
+    _TupleReader(data).load()
+
+
+class _TupleReader(_Reader):
+    """Reads any pickle, of whose classes nothing is found, and counts what its tuples hold."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data))
+        self._most = max(_MOST_ELEMENTS, len(data))
+        self._sizes: dict[int, tuple[object, int, int]] = {}  # by identity: the tuple, its elements, its depth
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type("_Note", (_Note,), {"name": name})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+    def _tuple(self, values: list[Any]) -> None:
+        held = [self._sizes.get(id(value), (None, 1, 0))[1:] for value in values]
+        elements, depth = 1 + sum(size for size, _ in held), 1 + max((depth for _, depth in held), default=0)
+        if elements > self._most or depth > _MOST_DEPTH:
+            raise ValueError("a tuple has more elements than were written")
+        made = tuple(values)
+        self._sizes[id(made)] = made, elements, depth
+        self.stack.append(made)
+
+    def _tuple_of(self, count: int) -> None:
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        self._tuple(values)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.TUPLE[0]: lambda self: self._tuple(self.pop_mark()),
+        pickle.TUPLE1[0]: lambda self: self._tuple_of(1),
+        pickle.TUPLE2[0]: lambda self: self._tuple_of(2),
+        pickle.TUPLE3[0]: lambda self: self._tuple_of(3),
+    }
+
+
+def _info(note: _Note) -> _StorageInfo:
+    """Where an item lies: in a file of the folder itself."""
+    file = _word(note["relative_path"])
+    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
+        raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
+    if note["transform_descriptors"]:
+        raise ValueError("its items are encoded")
+    return _StorageInfo(file, _size(note["offset"]), _size(note["length"]))
+
+
+def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetadata:
+    """The entry that a note stands for, of at most so many parts."""
+    if note.name == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    properties = _note(note["properties"]).held
+    dtype = properties[0] if type(properties) is tuple and properties else None
+    if note.name != "TensorStorageMetadata" or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{note.name} is no entry of an index")
+    size, chunks = _sizes(note["size"]), note["chunks"]
+    if type(chunks) is not list or len(chunks) > most:
+        raise ValueError("a tensor has no list of parts, or more of them than were written")
+    made = [ChunkStorageMetadata(_sizes(_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
+    if not _fill(size, made):
+        raise ValueError("the parts of a tensor do not make it up")
+    return TensorStorageMetadata(TensorProperties(dtype), size, made)
+
+
+def _fill(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether chunks inside a tensor have as many elements as it. None are there twice: who writes looks for that."""
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            return False
+        if any(at + many > most for at, many, most in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            return False
+    return sum(prod(chunk.sizes) for chunk in chunks) == prod(size)
+
+
+def _sizes(note: Any) -> torch.Size:
+    args = _note(note).args
+    values = args[0] if len(args) == 1 else None
+    if not isinstance(values, tuple | list) or len(values) > _MOST_DIMS:
+        raise ValueError(f"a {type(values).__name__} is no shape")
+    return torch.Size([_size(value) for value in values])
+
+
+# What is of the wrong type is told by its type alone: its text may have no end.
+
+
+def _size(value: Any) -> int:
+    """A number of bytes, elements or places."""
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"a {type(value).__name__} is no size, or is out of bounds")
+    return value
+
+
+def _word(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"a {type(value).__name__} is no name")
+    return value
+
+
+def _note(value: Any) -> _Note:
+    if not isinstance(value, _Note):
+        raise ValueError(f"a {type(value).__name__} has no place in an index")
+    return value
+
+
+def _dictionary(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"a {type(value).__name__} is no dictionary")
+    return value
+
+
+# Digests.
+
+
+class Item(NamedTuple):
+    """A place in a checkpoint's files where the bytes of one item lie."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Digests(NamedTuple):
+    """Digests of a checkpoint of format 2: of its index, and of its items."""
+
+    of_index: str
+    of_items: dict[Item, str]
+
+
+def read_digests(path: Path, folder: Path) -> Digests | None:
+    """Reads the digests of the checkpoint saved to `path`, which lies in `folder`; None in format 1, which had none.
+
+    Raises:
+        ConfigError: the file that has them is damaged, or of a later format.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return None
+    damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
+    try:
+        head, _, body = regular_bytes(folder / CHECKSUMS, _MOST_BYTES).partition(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+    if head != _head(body):
+        raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
+    try:
+        held: dict[str, Any] = json.loads(body)
+        later = held["format"] > FORMAT
+        digests = Digests(
+            held["index"],
+            {
+                Item(file, offset, length): digest
+                for file, items in held["items"].items()
+                for offset, length, digest in items
+            },
+        )
+    except Exception as error:  # it was not save_checkpoint that wrote it
+        raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
+    if later:
+        raise ConfigError(
+            f"the checkpoint {path} is of format {held['format']}, and this version of fusedmoe reads formats up "
+            f"to {FORMAT}. Load it with the version that saved it, or a later one."
+        )
+    return digests
+
+
+def write_digests(folder: Path, of_ranks: Iterable[dict[Item, str]]) -> None:
+    """Writes the digests of all ranks' items and of the index, which are there already."""
+    items: dict[str, list[tuple[int, int, str]]] = {}
+    for of_rank in of_ranks:
+        for item, digest in of_rank.items():
+            items.setdefault(item.file, []).append((item.offset, item.length, digest))
+    _, index = read_index(folder)
+    body = json.dumps({"format": FORMAT, "index": index, "items": items}).encode()
+    with (folder / CHECKSUMS).open("wb") as file:
+        file.write(_head(body) + b"\n" + body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(folder: Path) -> tuple[bytes, str]:
+    """Reads the index; returns its bytes and their digest, which is another one after each save."""
+    data = regular_bytes(folder / INDEX, _MOST_BYTES)
+    return data, hashlib.sha256(data).hexdigest()
+
+
+def item_digests(folder: Path, items: Iterable[Item]) -> dict[Item, str]:
+    """Returns the digest of each item, as it is on the disk."""
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    return {item: _digest(file, item, chunk) for item, file in _each(folder, items)}
+
+
+def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
+    """Checks the bytes of items. Without digests (format 1) most of them have a CRC-32 in them.
+
+    Raises:
+        ConfigError: an item is not as it was saved, or would run code.
+    """
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    for item, file in _each(folder, items):
+        if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
+            raise _damaged(path, item)
+        # Before torch.load: what grows when it is unpacked would take the machine's memory.
+        _check_unpacked(path, item, file)
+        if digests is None:
+            _check_crc(path, item, file)
+
+
+def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
+    digest, left = hashlib.sha256(), item.length
+    while left and (got := file.readinto(chunk[:left])):
+        digest.update(chunk[:got])
+        left -= got
+    return digest.hexdigest()
+
+
+def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
+    """Every item, and its file at the place where it begins."""
+    for name, of_file in groupby(sorted(items), key=lambda item: item.file):
+        with (folder / name).open("rb") as file:
+            for item in of_file:
+                file.seek(item.offset)
+                yield item, file
+
+
+class _ItemView(_ReaderView):
+    """Part of a file as a file. PyTorch's own takes a place counted from the end for one before it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = max(0, self.len + offset), os.SEEK_SET
+        return super().seek(offset, whence)
+
+
+def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
+    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time.
+
+    A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
+            records = archive.infolist()
+            packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            packed |= sum(record.file_size for record in records) > item.length
+            if not packed:
+                for record in records:
+                    if record.filename.lower().endswith("data.pkl"):
+                        del record.CRC  # torch.serialization.set_crc32_options(False) leaves 0, which would be checked
+                        check_tuples(archive.read(record))
+    except Exception as error:  # whatever a parser makes of damage
+        raise _damaged(path, item) from error
+    if packed:
+        raise ConfigError(
+            f"the checkpoint {path} is damaged: {item.file} has something packed from byte {item.offset} on, which "
+            f"save_checkpoint never writes and which would grow when it is read. {CURE}"
+        )
+
+
+def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
+    """Checks an item of format 1, a zip file, by the CRC-32 of its records, and reads it once.
+
+    Raises:
+        ConfigError: it is damaged, or would run code.
+    """
+    file.seek(item.offset)
+    data = BytesIO(file.read(item.length))
+    try:
+        with zipfile.ZipFile(data) as archive:
+            for record in archive.infolist():
+                if record.CRC:  # torch.serialization.set_crc32_options(False) leaves 0
+                    archive.read(record)
+        data.seek(0)
+        torch.load(data, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise refused(path, error) from error
+    except Exception as error:  # whatever a parser makes of damage
+        raise _damaged(path, item) from error
+
+
+def refused(path: Path, error: Exception) -> ConfigError:
+    """For a value that would run code when it is read."""
+    return ConfigError(
+        f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
+        "plain values may run code. If you trust it, name the class with torch.serialization.add_safe_globals."
+    )
+
+
+def unknown_class(error: Exception) -> str:
+    """The class, or function, over which `torch.load` with `weights_only=True` stumbled."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return "something of no known class" if found is None else f"something of {found[1]}"
+
+
+def _damaged(path: Path, item: Item) -> ConfigError:
+    end = item.offset + item.length
+    return ConfigError(
+        f"the checkpoint {path} is damaged: {item.file} is not as it was saved between bytes {item.offset} and {end}. "
+        f"{CURE}"
+    )
+
+
+def _head(body: bytes) -> bytes:
+    return b"fusedmoe checkpoint, sha256 of the next line: " + hashlib.sha256(body).hexdigest().encode()
