@@ -249,7 +249,7 @@ class TrainingJob:
             write_text(self.folder.plan, str(plan))
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
-        """Does steps `done` to `last`; returns how many are done, all saved, and whether some rank was asked to stop."""
+        """Does steps `done` to `last`; returns how many are done, all saved, and whether a rank was asked to stop."""
         settings = self.settings
         # A resumed job has drawn its step, but the plan that measuring chooses may be another now.
         drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.followed
