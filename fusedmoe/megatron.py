@@ -25,21 +25,21 @@ _TIMEOUT_S = 300.0
 
 
 def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-    """The spec, with layers of experts whose rows travel by this library. The experts stay Megatron's.
+    """Returns a spec whose layers of experts send rows by this library. The experts stay Megatron's.
 
     Args:
         spec: of a transformer layer, of a block of them (dense layers stay as they are), or of a layer of experts.
-        timeout_s: how long a rank waits for others, in seconds.
+        timeout_s: seconds that a rank waits for others.
     Returns:
-        Another spec of the same kind; the one given does not change.
+        Another spec of the same kind; the given spec does not change.
     Raises:
-        ConfigError: a spec without a layer of experts of Megatron's; what stands there is named.
+        ConfigError: a spec without a layer of experts of Megatron's; the modules in its place are named.
     """
     return _replaced(spec, None, timeout_s)
 
 
 def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-    """The same, with experts by this library's kernels.
+    """Returns a spec whose layers of experts send rows, and compute experts, by this library.
 
     Their parameters are those of Megatron's `SequentialMLP`, whichever experts the spec has: `local_experts.0.…`. In
     distributed checkpoints they have the names that all of Megatron's experts have there.
@@ -51,12 +51,12 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
 
 
 def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
-    found: list[str] = []
+    unlike: list[str] = []  # names of modules that are no layer of experts
 
     def of_experts(mlp: Any) -> Any:
         module = getattr(mlp, "module", mlp)
         if module is not MoELayer:
-            found.append(getattr(module, "__name__", repr(module)))
+            unlike.append(getattr(module, "__name__", repr(module)))
             return mlp
         inside = mlp.submodules if experts is None else replace(mlp.submodules, experts=experts)
         params = {**mlp.params, "timeout_s": timeout_s}
@@ -70,9 +70,9 @@ def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
 
     layers = getattr(spec, "layer_specs", None)
     made = of_layer(spec) if layers is None else replace(spec, layer_specs=[of_layer(layer) for layer in layers])
-    if len(found) == (1 if layers is None else len(layers)):
+    if len(unlike) == (1 if layers is None else len(layers)):
         raise ConfigError(
-            f"fusedmoe.megatron: the spec has no layer of experts of Megatron's MoELayer, but {', '.join(set(found))}; "
-            "give num_experts where it is made, and put this library in before others"
+            f"fusedmoe.megatron: the spec has no layer of experts of Megatron's MoELayer, but "
+            f"{', '.join(set(unlike))}; give num_experts where it is made, and put this library in before others"
         )
     return made

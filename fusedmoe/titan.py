@@ -1,4 +1,4 @@
-"""Torchtitan's models with this library's exchange of rows and kernels, by the names of its overrides:
+"""Torchtitan's models with this library's exchange of rows and kernels, by names of overrides:
 
     torchtitan … --override.imports fusedmoe.titan.routed_experts,fusedmoe.titan.selective_ac
 
@@ -28,16 +28,16 @@ __all__ = ["routed_experts", "selective_ac", "token_dispatcher"]
 
 _TIMEOUT_S = 300.0
 
-# Torchtitan's experts, and what computes them.
+# Torchtitan's experts, and ours in their place.
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 
 
 @override(target=AllToAllTokenDispatcher.Config, description="Rows travel by fusedmoe's exchange")
 def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S) -> TokenDispatcher.Config:
-    """The dispatcher's configuration, with this library's.
+    """Replaces the dispatcher's configuration by this library's.
 
     Args:
-        timeout_s: how long a rank waits for others, in seconds.
+        timeout_s: seconds that a rank waits for others.
     Raises:
         ConfigError: a dispatcher that pads rows, for quantised experts.
     """
@@ -51,10 +51,10 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = 
 
 @override(target=RoutedExperts.Config, description="Rows travel, and experts compute, by fusedmoe")
 def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) -> FusedRoutedExperts.Config:
-    """The routed experts' configuration, with this library's dispatcher and kernels.
+    """Replaces the routed experts' configuration: dispatcher and kernels are this library's.
 
     Args:
-        timeout_s: how long a rank waits for others, in seconds.
+        timeout_s: seconds that a rank waits for others.
     Raises:
         ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones and gpt-oss's, named.
     """
@@ -79,7 +79,7 @@ def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) 
 
 @override(target=activation_checkpoint.SelectiveAC.Config, description="Each exchange of fusedmoe runs once")
 def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.Config:
-    """The policy's configuration, with one that saves what travelled.
+    """Replaces the policy's configuration by one that saves what travelled.
 
     Raises:
         ConfigError: a policy of another class, named.

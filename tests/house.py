@@ -26,10 +26,15 @@ FRONT_DOORS |= {"losses", "megatron", "ops", "orders", "puts", "titan"}
 
 # Files and folders of `fusedmoe/` whose words have been gone over: they stay plain. The list grows.
 PLAIN: tuple[str, ...] = (
+    "__init__.py",
     "blocks",
+    "cli",
+    "dispatchers.py",
     "experts.py",
     "gates.py",
+    "hf.py",
     "hooks.py",
+    "integrations",
     "layers/dynamic_experts.py",
     "layers/expert_networks.py",
     "layers/expert_tables.py",
@@ -39,8 +44,16 @@ PLAIN: tuple[str, ...] = (
     "layers/routing_counters.py",
     "layers/sharding.py",
     "losses.py",
+    "measuring.py",
+    "megatron.py",
     "metrics.py",
+    "ops.py",
     "orders.py",
+    "plans.py",
+    "puts.py",
+    "ranks.py",
+    "titan.py",
+    "tutel",
 )
 # A docstring that begins so is no sentence, or one whose subject stands elsewhere.
 FRAGMENTS = set(

@@ -45,23 +45,23 @@ class Corpus:
 
 
 def mix(*parts: int | str) -> int:
-    """A 63-bit number that depends on all parts, for seeding a generator."""
+    """Returns a 63-bit number that depends on all parts, for seeding a generator."""
     digest = hashlib.blake2b(_encoded("/".join(map(str, parts))), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def _encoded(text: str) -> bytes:
-    """Also of names of files that are in no encoding."""
+    # Names of files may be in no encoding.
     return text.encode("utf-8", "surrogatepass")
 
 
 def is_held_out(path: str, fraction: float) -> bool:
-    """Whether the file of this relative path (with forward slashes) is held out: a hash of the path decides."""
+    """Returns whether the file of a relative path (with forward slashes) is held out: a hash of the path decides."""
     return mix("held out", path) < fraction * 2**63
 
 
 def random_corpus(size: int) -> Corpus:
-    """Random bytes, for steps of which nobody asks what is learned: the same on every rank."""
+    """Makes random bytes, the same on every rank, for steps from which nothing needs to be learned."""
     text = torch.randint(256, (2, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     return Corpus(text[0], text[1], "random bytes", 1, 1, hashlib.blake2b(text.numpy().tobytes()).hexdigest())
 
@@ -104,7 +104,7 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
 
 
 def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of all files that have one. Pipes and devices are none; they would be waited for."""
+    """Yields names and contents of regular files that are not empty; a pipe or a device would be waited for."""
     sizes = {path: size for path in _matches(root, pattern, library) if (size := _size(path))}
     needed, room = _COPIES * sum(sizes.values()), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > room:
@@ -118,7 +118,7 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
         except (FileNotFoundError, PermissionError) as error:
             if path == root:
                 raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
-            continue  # as if it were not there: a folder of someone else's text
+            continue  # a folder of text that is not ours may hold files that we must not read
         except OSError as error:
             raise ConfigError(f"data: {path} cannot be read: {error.strerror or error}") from error
         yield path.name if path == root else path.relative_to(root).as_posix(), data
@@ -147,17 +147,17 @@ def _matches(root: Path, pattern: str, library: bool) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """The bytes of a file, 0 for what is none."""
+    """Returns the bytes of a file; 0 for anything else, and for what cannot be looked at."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 @dataclass(frozen=True)
 class ByteBatch:
-    """What a model reads and what it should say: both [B, L] int64; targets are `IGNORE` where nothing is asked."""
+    """Tokens that a model reads and targets that it should say: both [B, L] int64; `IGNORE` where no target counts."""
 
     tokens_BL: Tensor
     targets_BL: Tensor
@@ -183,13 +183,13 @@ class Batches:
             )
 
     def training(self, seed: int, step: int, replica: int) -> ByteBatch:
-        """The batch of this step and replica: windows at random places."""
+        """Cuts the batch of a step and a replica: windows at random places."""
         generator = torch.Generator().manual_seed(mix("batch", seed, step, replica))
         starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator)
         return self._cut(starts, generator)
 
     def held_out(self, index: int, of: int) -> ByteBatch:
-        """Batch `index` of `of`: together they are the same windows every time, spread evenly over the text."""
+        """Cuts batch `index` of `of`: together they are the same windows every time, spread evenly over the text."""
         places = torch.arange(index * self._batch, (index + 1) * self._batch)
         last = len(self._text) - self._span
         starts = places * last // max(1, of * self._batch - 1)

@@ -63,18 +63,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Looks, and shows what was found."""
-    found = examine()
+    """Looks at the machine and shows what works; returns the exit code."""
+    findings = examine()
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(findings), indent=2))
     else:
-        _show(found)
-    return 0 if any(answer.works for answer in found.transports) else 1
+        _show(findings)
+    return 0 if any(answer.works for answer in findings.transports) else 1
 
 
 @dataclass(frozen=True)
 class TransportProbe:
-    """A way between ranks. `why_not`: a probe that says why it does not work here, and what to do; "" where it does."""
+    """A way between ranks. `why_not`: tries it, and returns why it does not work here and what to do, or ""."""
 
     name: str
     kind: str
@@ -84,7 +84,7 @@ class TransportProbe:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a transport. `reason`: why it does not work, and what to do; "" where it works."""
+    """The result of a probe. `reason`: why the transport does not work, and what to do; "" where it works."""
 
     name: str
     kind: str
@@ -106,7 +106,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is on this machine. A version is None where the thing is not there.
+    """Everything that was found on this machine. A version is None where the thing is not installed.
 
     `shared_memory`: sizes of /dev/shm in bytes, where NCCL runs, which may take it between GPUs of a node.
     """
@@ -119,17 +119,17 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Looks at everything, one thing after the other."""
+    """Probes every transport, one after the other."""
     answers = []
-    for one in TRANSPORTS:
-        reason = bounded(one.why_not)
-        answers.append(Answer(one.name, one.kind, one.carries, not reason, reason))
+    for probe in TRANSPORTS:
+        reason = bounded(probe.why_not)
+        answers.append(Answer(probe.name, probe.kind, probe.carries, not reason, reason))
     nccl = any(answer.works for answer in answers if answer.name == "nccl")
     return Findings(platform.node(), versions(), gpus(), shared_memory() if nccl else None, answers)
 
 
 def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
-    """The probe's reason; a probe that raises, or does not end, gives one as well."""
+    """Returns a probe's reason; a probe that raises, or does not end, gives one as well."""
     answer = Helper("fusedmoe doctor").begin(probe)
     try:
         return answer.result(limit_s)
@@ -138,7 +138,7 @@ def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
 
 
 def why_not_gloo() -> str:
-    """A sum over a world of one: it needs a network interface."""
+    """Tries a sum over a world of one, for which Gloo needs a network interface."""
     if not dist.is_gloo_available():
         return "this PyTorch is a build without Gloo; install one with"
     try:
@@ -156,7 +156,7 @@ def why_not_nccl() -> str:
 
 
 def why_not_local() -> str:
-    """Memory of this process, which it always has."""
+    """Returns nothing against it: virtual ranks need memory of this process alone."""
     return ""
 
 
@@ -177,7 +177,7 @@ TRANSPORTS = (
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what transports depend on."""
+    """Returns the versions of the software that transports depend on."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None
     packages = nvshmem_packages()
@@ -214,60 +214,58 @@ def _driver() -> str | None:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that PyTorch sees."""
+    """Returns the GPUs that PyTorch sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
+    gpus = []
     for index in range(count):
-        what = torch.cuda.get_device_properties(index)
-        reaches = [
-            other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
-        ]
-        found.append(Gpu(index, what.name, f"{what.major}.{what.minor}", what.total_memory, reaches))
-    return found
+        known = torch.cuda.get_device_properties(index)
+        reaches = [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)]
+        gpus.append(Gpu(index, known.name, f"{known.major}.{known.minor}", known.total_memory, reaches))
+    return gpus
 
 
 def shared_memory() -> dict[str, int] | None:
-    """The sizes of /dev/shm, None where there is none."""
+    """Returns the sizes of /dev/shm in bytes; None where there is no such folder."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
     return {"size": usage.total, "free": usage.free}
 
 
-def _show(found: Findings) -> None:
+def _show(findings: Findings) -> None:
     console = Console(highlight=False)
-    console.print(found.host, markup=False)
-    console.print(_versions_table(found))
-    console.print(_transports_table(found))
-    if not any(answer.works for answer in found.transports):
+    console.print(findings.host, markup=False)
+    console.print(_versions_table(findings))
+    console.print(_transports_table(findings))
+    if not any(answer.works for answer in findings.transports):
         console.print("Nothing works here: only a world of one rank can run.")
 
 
-def _versions_table(found: Findings) -> Table:
+def _versions_table(findings: Findings) -> Table:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, version in found.versions.items():
+    for name, version in findings.versions.items():
         table.add_row(name, Text(version or "not there"))
-    for gpu in found.gpus:
-        others = [str(other) for other in gpu.reaches]
-        reach = f", reaches {', '.join(others)}" if others else ", reaches no other" if len(found.gpus) > 1 else ""
+    for gpu in findings.gpus:
+        peers = ", ".join(map(str, gpu.reaches))
+        reach = f", reaches {peers}" if peers else ", reaches no other" if len(findings.gpus) > 1 else ""
         text = f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory_bytes / 2**30:.0f} GiB{reach}"
         table.add_row(f"GPU {gpu.index}", Text(text))
-    if not found.gpus:
+    if not findings.gpus:
         table.add_row("GPUs", "none")
-    if sizes := found.shared_memory:
+    if sizes := findings.shared_memory:
         free = f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
         table.add_row(f"{SHARED_MEMORY} (NCCL)", free)
     return table
 
 
-def _transports_table(found: Findings) -> Table:
+def _transports_table(findings: Findings) -> Table:
     table = Table(title="transports", title_justify="left")
     for column in ("", "between", "works", "why not, and what to do"):
         table.add_column(column, overflow="fold", no_wrap=column in ("", "works"))
     kind = ""
-    for answer in found.transports:
+    for answer in findings.transports:
         if answer.kind != kind:
             kind = answer.kind
             table.add_section()

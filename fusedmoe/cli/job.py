@@ -25,14 +25,14 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.ranks import launch_in_order_of_issue
 from fusedmoe.training import ShardedExperts
 
-#: What rows travel in, where that is not what they are computed in.
+#: Dtypes that rows travel in, where these are not what they are computed in.
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun) says of this process; without a launcher, a world of one."""
+    """This process's place among the ranks, as the launcher (torchrun) says; without a launcher a world of one."""
 
     rank: int = 0
     ranks: int = 1
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The parallel sizes of a job, settled."""
+    """The parallel sizes of a job that starts."""
 
     ranks_per_node: int
     ep: int
@@ -56,10 +56,10 @@ class Sizes:
 
 
 def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
-    """The sizes that were asked for, and for the rest the paper's layout (FSMoE, F7) as far as the model allows it.
+    """Settles the sizes: those asked for, else the paper's layout (FSMoE, F7) as far as the model allows it.
 
     Experts are spread over the nodes (EP), each expert and the attention are split inside a node (ESP = MP); an axis
-    is made smaller where heads, hidden dim or experts do not divide. What is left over is data parallel. Experts that
+    is made smaller where heads, hidden dim or experts do not divide. Ranks beyond that are data parallel. Experts that
     move are spread over all ranks, each one whole.
 
     Raises:
@@ -89,7 +89,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
 
 
 def choose_device(settings: Settings, launch: Launch) -> torch.device:
-    """The device of this rank.
+    """Chooses the device of this rank.
 
     Raises:
         ConfigError: GPUs were asked for, and there are fewer than ranks on this machine.
@@ -107,7 +107,7 @@ def choose_device(settings: Settings, launch: Launch) -> torch.device:
 
 @contextmanager
 def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """The process group of the job, for as long as the block lasts; none in a world of one."""
+    """Holds the job's process group for as long as the block lasts; a world of one has none."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.ranks == 1:
@@ -122,7 +122,7 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
     try:
         yield
     except BaseException:
-        # NCCL would wait here for collectives whose other ranks have failed; the process ends without it.
+        # NCCL would wait here for collectives of ranks that have failed; the process ends without it.
         if device.type != "cuda":
             dist.destroy_process_group()
         raise
@@ -130,14 +130,14 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
 
 
 def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
-    """The topology of the settled sizes; collective."""
+    """Makes the topology of these sizes; collective."""
     return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
 
 
 def shard_experts(
     model: Transformer, optimizer: torch.optim.Optimizer, topology: Topology, settings: Settings
 ) -> ShardedExperts | None:
-    """Has the settings' policy move the experts; None where they stay."""
+    """Makes what moves the experts by the settings' policy; None where they stay."""
     if settings.placement == "ep":
         return None
     return ShardedExperts(
@@ -152,12 +152,12 @@ def shard_experts(
 
 
 def make_hooks(settings: Settings) -> tuple[Hooks, ...]:
-    """What compresses rows on their way, if anything does."""
+    """Makes the hooks that compress rows on their way, if any."""
     return (WireCast(WIRE_DTYPES[settings.wire_dtype]),) if settings.wire_dtype in WIRE_DTYPES else ()
 
 
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
-    """The model with its parameters drawn from the seed: the same ones in every world."""
+    """Makes the model, its parameters drawn from the seed: the same on any number of ranks."""
     torch.manual_seed(mix("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     return Transformer(
@@ -173,10 +173,12 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW; biases and norms do not decay."""
+    """Makes AdamW; biases and norms do not decay."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() > 1 and _is_weight(name)
+        # Experts stack their biases to matrices: only the name tells them apart.
+        last = name.rpartition(".")[2]
+        is_matrix = parameter.dim() > 1 and "bias" not in last and last not in ("b1", "b2")
         groups[is_matrix].append(parameter)
     return torch.optim.AdamW(
         [
@@ -189,14 +191,8 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     )
 
 
-def _is_weight(name: str) -> bool:
-    """Experts stack their biases to matrices: the name tells them apart."""
-    last = name.rpartition(".")[2]
-    return "bias" not in last and last not in ("b1", "b2")
-
-
 class StopRequest:
-    """While the context lasts, SIGINT (Ctrl-C), SIGTERM and SIGHUP only set `wanted`; after it they do what they did.
+    """A context in which SIGINT (Ctrl-C), SIGTERM and SIGHUP only set `wanted`; after it they do what they did before.
 
     A launcher passes a signal on to every rank, but never at the same moment: the ranks must agree on the step after
     which they stop, so each of them sends its wish along with the loss.

@@ -22,20 +22,20 @@ _RANK_0_SPEAKS_S = 3.0
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of a command: what it does not know it refuses itself, with its own usage."""
+    """The parser of one command, which refuses unknown arguments itself, with its own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
             advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"
             self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
-        return found, rest
+        return parsed, rest
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. Each one sets `run`: a function of the arguments that returns the exit code."""
+    """Makes the parser of all commands. Each sets `run`: a function of the arguments that returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="fusedmoe",
         description="Mixture-of-experts training on PyTorch whose communication hides behind computation.",
@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 1 for an error of a rank, 2 for arguments that cannot work.
 
-    Under a launcher all ranks are given the same arguments and find the same faults in them: rank 0 says so, and the
-    launcher ends the others. What only another rank has found is said by that rank.
+    Under a launcher all ranks get the same arguments and find the same faults in them: rank 0 reports them, and the
+    launcher ends the other ranks. A fault that only another rank has found is reported by that rank.
     """
     rank = int(os.environ.get("RANK", 0))
     if isinstance(sys.stdout, TextIOWrapper):

@@ -45,7 +45,7 @@ examples:
     fusedmoe profile --budget 5
 """
 
-# What a layout follows from; and the dtype of the products.
+# Flags that a layout follows from, and the dtype of the products.
 _FLAGS = (
     *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),
@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, or finds what was measured, and shows it."""
+    """Measures, or reads what was measured before, and shows it; returns the exit code."""
     if not 0 < arguments.budget < MOST_S:
         raise ConfigError(f"--budget {arguments.budget:g}: give more than 0 and less than {MOST_S:g} seconds")
     launch = Launch.from_environment()
@@ -83,34 +83,34 @@ def run(arguments: argparse.Namespace) -> int:
     with process_group(launch, device, settings.timeout_s):
         topology = make_topology(sizes, settings.timeout_s)
         with topology.guard("fusedmoe profile"):
-            found, path = cached_profile(
+            measured, path = cached_profile(
                 topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
             )
     if launch.rank == 0:
-        _show(found, path)
+        _show(measured, path)
         if arguments.json is not None:
-            arguments.json.write_text(sealed(json.loads(found.to_json()), 1) + "\n", encoding="utf-8")
+            arguments.json.write_text(sealed(json.loads(measured.to_json()), 1) + "\n", encoding="utf-8")
         if arguments.plot is not None:
-            plot(found, arguments.plot)
+            plot(measured, arguments.plot)
     return 0
 
 
-def _show(found: Profile, path: Path) -> None:
+def _show(measured: Profile, path: Path) -> None:
     console = Console(highlight=False)
     table = Table(title="α + β·n", title_justify="left")
     for column in ("", "n up to", "points", "α", "1 / β", "r²"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, line in found.costs.lines.items():
-        points = found.points[name]
+    for name, line in measured.costs.lines.items():
+        points = measured.points[name]
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
         table.add_row(name, _amount(name, points[-1][0]), str(len(points)), _time(line.alpha_s), _rate(name, line), r2)
-    console.print(found.costs.machine, markup=False)
+    console.print(measured.costs.machine, markup=False)
     console.print(table)
-    contention = found.costs.contention
-    if {"all-to-all/ep", "all-gather/esp"} <= found.costs.lines.keys():
+    contention = measured.costs.contention
+    if {"all-to-all/ep", "all-gather/esp"} <= measured.costs.lines.keys():
         console.print(f"contention: while both kinds of links work, each keeps {contention:.0%} of its speed")
     kept = f"; kept in {path}" if path.exists() else ""
-    console.print(f"measured in {found.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
+    console.print(f"measured in {measured.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
 
 
 def _time(seconds: float) -> str:
@@ -132,18 +132,18 @@ def _scaled(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def plot(found: Profile, path: Path) -> None:
-    """Writes the points of each line and the line through them, a panel each."""
+def plot(measured: Profile, path: Path) -> None:
+    """Draws the points of each line and the line through them, a panel each."""
     from matplotlib.figure import Figure
 
-    names = list(found.costs.lines)
+    names = list(measured.costs.lines)
     figure = Figure(figsize=(4.2 * min(3, len(names)), 3.6 * -(-len(names) // 3) + 0.5), layout="constrained")
     panels = figure.subplots(-(-len(names) // 3), min(3, len(names)), squeeze=False).flatten()
     for panel in panels[len(names) :]:
         panel.set_axis_off()
     for name, panel in zip(names, panels, strict=False):
-        _panel(panel, name, found.costs.lines[name], found.points[name])
-    figure.suptitle(found.costs.machine, fontsize=8)
+        _panel(panel, name, measured.costs.lines[name], measured.points[name])
+    figure.suptitle(measured.costs.machine, fontsize=8)
     figure.savefig(path, dpi=130)
 
 

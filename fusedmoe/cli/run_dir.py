@@ -1,4 +1,4 @@
-"""The folder of a run: where everything that a job leaves behind lies, and what its gates chose in each step."""
+"""The folder of a run, with everything that a job leaves behind, and the log of its experts' loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.metrics import JsonLines
 from fusedmoe.ranks import all_gather_object
 
-#: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
+#: Steps between two gatherings of loads: ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50
 #: Bytes that the file may grow to; the steps after that are left out.
 MOST_BYTES = 32 * 2**20
@@ -35,9 +35,9 @@ class RunDir:
         checkpoint: a folder.   metrics: a line a step.   loads: what gates chose, by step, layer, rank and expert.
         loads_picture: of the loads over time.
         picture, trace: of the timeline of one step.
-        costs, plan: what this machine takes, where a schedule was made by it (a resumed job keeps to it), and what was.
-        parts: the step of the timeline beside its prediction.
-        choice: which plan was measured to be the fastest, and what the others took; a resumed job keeps to it, too.
+        costs, plan: of the schedule, if there is one; a resumed job keeps to the costs.
+        parts: the step of the timeline beside its prediction, as a table.
+        choice: the plan that was measured to be the fastest, and what the others took; a resumed job keeps to it, too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class RunDir:
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
-        """A new run folder, by default runs/<date-time>. To be called on rank 0.
+        """Makes a new run folder, by default runs/<date-time>. Called on rank 0.
 
         Raises:
             ConfigError: the folder holds a run already, or is none.
@@ -76,7 +76,7 @@ class RunDir:
                 number += 1
 
     def write_config(self, settings: Settings, launch: Launch, sizes: Sizes, facts: dict[str, Any]) -> None:
-        """config.json: the settings as `--resume` reads them, and what was chosen or found when the job started."""
+        """Writes config.json: the settings as `--resume` reads them, and what was chosen when the job started."""
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
@@ -103,7 +103,7 @@ class RunDir:
 class LoadLog:
     """Writes loads.json into a run folder: counts[step][layer][rank][expert].
 
-    A step costs a small copy on this rank's device; ranks exchange counts when a chunk of steps is full, or asked to.
+    A step costs a small copy on this rank's device; ranks exchange counts every `EVERY` steps, or when asked to.
 
     Args:
         source: what the file says of itself.
@@ -119,7 +119,7 @@ class LoadLog:
         self._kept: list[Tensor] = []
 
     def note(self, load_LE: Tensor) -> None:
-        """The counts of one step, on this rank; all ranks note all steps. Collective where a chunk is full."""
+        """Notes the counts of one step on this rank; all ranks note all steps. Collective every `EVERY` steps."""
         self._kept.append(load_LE)
         if len(self._kept) == EVERY:
             self.flush()
@@ -130,9 +130,9 @@ class LoadLog:
             return
         kept_ILE = torch.stack(self._kept).cpu().int().numpy()
         self._kept = []
-        found = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
+        of_ranks = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
         if self._topology.is_first:
-            self._write(np.stack(found, axis=2).astype(np.int64))
+            self._write(np.stack(of_ranks, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:
         """Draws what was written, into the run folder; rank 0 does."""
@@ -152,7 +152,7 @@ class LoadLog:
 
 
 def _read(path: Path, steps: int) -> LoadTrace | None:
-    """A file up to this step; None where it has none of these, or not all of them though it has not grown full."""
+    """Reads a file up to a step; None where it has none of these steps, or lacks some though it is not full."""
     if not steps or not path.exists():
         return None
     try:

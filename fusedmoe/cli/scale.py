@@ -1,4 +1,4 @@
-"""A model on more and more ranks of a machine of the table: what its schedule is worth there, by simulation.
+"""A model on more and more ranks of a machine of the table: the worth of its schedule there, by simulation.
 
 At each number of ranks every data-parallel replica has the model's batch, so the work of a rank stays about the same.
 Gradients of experts that several ranks hold are reduced after the step, whatever the schedule: nothing hides them.
@@ -25,7 +25,7 @@ _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
 
 
 def machine_job(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
-    """The layout of a job on a machine of the table, and its costs.
+    """Returns the layout of a job on a machine of the table, and its costs.
 
     Raises:
         ConfigError: ranks or sizes that do not fit the machine, experts that do not divide among their ranks, or
@@ -81,7 +81,7 @@ class Point:
         again: bool = False,
         show: Callable[[int, int], None] | None = None,
     ) -> Point:
-        """Raises `ConfigError` for what cannot be on so many ranks of the machine."""
+        """Simulates a step on so many ranks. Raises `ConfigError` for a layout that the machine cannot have."""
         sizes, costs = machine_job(machine, settings, ranks)
         settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
         launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), policy_followed(settings, sizes)
@@ -109,11 +109,11 @@ class Point:
 
     @property
     def speed_up(self) -> float:
-        """Over no schedule."""
+        """Returns how many times faster a step is than without a schedule."""
         return self.sequential_s / self.step_s
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain types."""
+        """Returns everything in plain types."""
         own = {name: value for name, value in vars(self).items() if name != "sizes"}
         layout = {**vars(self.sizes), "dp": self.ranks // self.sizes.mp}
         return {"ranks": self.ranks, **layout, **own, "speed_up": self.speed_up}
@@ -138,7 +138,7 @@ class Scale:
         again: bool = False,
         show: Callable[[int, int], None] = lambda done, total: None,
     ) -> Scale:
-        """On 8 to 4,096 ranks; from as many on as sizes that were asked for need.
+        """Simulates 8 to 4,096 ranks, beginning with as many as the sizes that were asked for need.
 
         `show` is told how much is done, of how much.
 
@@ -166,7 +166,7 @@ class Scale:
         return "joint" if self.settings.schedule == "auto" else self.settings.schedule
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain types, times in seconds."""
+        """Returns everything in plain types, times in seconds."""
         model = vars(self.settings.model) | {"gate_options": dict(self.settings.model.gate_options)}
         return {
             "model": model,
@@ -177,7 +177,7 @@ class Scale:
         }
 
     def print(self, console: Console) -> None:
-        """The table of the points, and the figures that it rests on."""
+        """Prints the table of the points, and the figures that it rests on."""
         console.print(describe(self.settings.model), markup=False)
         title = f"{self.policy} on {self.machine.words}: simulated, not measured"
         table = Table(title=title, title_justify="left")
@@ -193,7 +193,7 @@ class Scale:
                 f"{point.speed_up:.2f} ×",
                 f"{point.exposed_s / point.step_s:.0%}",
                 f"{point.experts_s / point.step_s:.0%}",
-                *("–".join(map(str, dict.fromkeys((of[0], of[-1])))) for of in chunks),
+                *("–".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))) for numbers in chunks),
                 f"+{point.slowest - 1:.1%}",
             )
         console.print(table)
@@ -205,7 +205,7 @@ class Scale:
         console.print(figures_table(self.machine))
 
     def draw(self, path: Path) -> None:
-        """Speed-up, exposed communication and chunks over ranks, as a picture; the ending chooses the format."""
+        """Draws speed-up, exposed communication and chunks over ranks; the path's ending chooses the format."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -243,12 +243,12 @@ class Scale:
 
 
 def figures_dict(machine: Machine) -> dict[str, Any]:
-    """The figures of a machine by name, in plain types."""
+    """Returns the figures of a machine by name, in plain types."""
     return {name: known._asdict() for name, known in machine.figures()}
 
 
 def figures_table(machine: Machine) -> Table:
-    """The figures of a machine with their sources."""
+    """Makes the table of a machine's figures with their sources."""
     table = Table(title=f"{machine.words}, nodes of {machine.ranks_per_node}", title_justify="left")
     for column in ("figure", "value", "", "source"):
         table.add_column(column, justify="right" if column == "value" else "left")

@@ -1,6 +1,6 @@
-"""What a training job is told: every setting with its default, as one value that can be written and read back.
+"""Settings of a training job, each with its default, as one value that can be written and read back.
 
-Each flag of the command sets one of the settings, and says so in its help.
+Each flag of the command sets one of them, and its help says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 
-#: What `--placement` may be: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
+#: Values of `--placement`: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
 _CHOICES = (
@@ -52,19 +52,19 @@ _SHORT = 3
 
 
 def schedules() -> tuple[str, ...]:
-    """What `--schedule` may be: nothing in chunks, the fastest of all as measured, or a policy, also one's own."""
+    """Returns the values of `--schedule`: off, the fastest as measured, or a policy, also one of a user's own."""
     return ("off", "auto", *POLICIES)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `fusedmoe train`. What is None is chosen when the job starts, from the model and the ranks.
+    """The settings of `fusedmoe train`. A setting that is None is chosen when the job starts, by model and ranks.
 
     Attributes:
         model: the model, `batch` and `seq_len` included.
         ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.job`).
-        dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
-        schedule: what overlaps with computation, and by which policy (`schedules`).
+        dispatch, wire_dtype: the all-to-all algorithm, and the dtype of rows that travel ("same": as they are).
+        schedule: the policy by which communication overlaps with computation (`schedules`).
         placement: which ranks have which experts (`PLACEMENTS`).
         placement_memory, placement_overlap: m and t of `ShardedExperts`.
         rematerialise: copies of experts are given back after each forward pass.
@@ -140,34 +140,37 @@ class Settings:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or one that suits the width: 0.0025 at M = 128, falling with the square root."""
+        """Returns `lr`, or one that suits the width: 0.0025 at M = 128, falling with the square root."""
         return 0.0025 * math.sqrt(128 / self.model.model_dim) if self.lr is None else self.lr
 
     @property
     def warmup_steps(self) -> int:
-        """`warmup`, or a twentieth of all steps."""
+        """Returns `warmup`, or a twentieth of all steps."""
         return max(1, self.steps // 20) if self.warmup is None else self.warmup
 
     def learning_rate(self, step: int) -> float:
-        """The rate of a step (from 0): a straight rise, then a cosine down to a tenth of the peak."""
+        """Returns the rate of a step (from 0): a straight rise, then a cosine down to a tenth of the peak."""
         rise = min(1.0, (step + 1) / max(1, self.warmup_steps))
         way = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """The settings with some values replaced; names of the model's are written "model.layers"."""
+        """Returns the settings with some values replaced; names of the model's are written "model.layers"."""
         model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
         return replace(self, model=replace(own.pop("model", self.model), **model), **own)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings in plain types; `from_json` gives equal ones back."""
+        """Returns the settings in plain types; `from_json` gives equal ones back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Settings:
-        """Raises `ConfigError` for settings of another version, with the names that are not known, and for values that
-        are of another kind, or no numbers."""
+        """Makes settings of plain types.
+
+        Raises:
+            ConfigError: names that this version does not know, values of another type, or numbers that are none.
+        """
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it holds no settings")
         unknown = [name for name in data if name not in {f.name for f in fields(cls)}]
@@ -183,7 +186,7 @@ class Settings:
 
 
 def read_settings(run_dir: Path) -> Settings:
-    """The settings that a run folder's config.json holds. Raises `ConfigError` where there are none."""
+    """Reads the settings in a run folder's config.json. Raises `ConfigError` where there are none."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run folder: it has no config.json. Give --resume the folder of a run.")
@@ -195,7 +198,7 @@ def read_settings(run_dir: Path) -> Settings:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value out of JSON is of the kinds that an annotation names."""
+    """Returns whether a value out of JSON is of the types that an annotation names."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
     if isinstance(value, bool):
         return bool in kinds
@@ -205,7 +208,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def capacity(text: str) -> float | None:
-    """A capacity factor; "none" for no capacity."""
+    """Reads a capacity factor; "none" is no capacity."""
     return None if text.lower() == "none" else float(text)
 
 
@@ -213,7 +216,7 @@ def capacity(text: str) -> float | None:
 class Flag:
     """A flag, the setting it stands for, and its help. The default is read from the settings themselves.
 
-    `kind`: what makes a value of the text; bool makes a pair --flag, --no-flag.   `chosen`: what None comes to.
+    `kind`: makes a value of the text; bool makes a pair --flag, --no-flag.   `chosen`: the words for None.
     """
 
     name: str
@@ -316,7 +319,7 @@ def add_parser(
     epilog: str,
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
-    """The parser of a command; `run` is what the command does, and returns the exit code."""
+    """Adds the parser of a command; `run` does the command's work and returns the exit code."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -332,13 +335,13 @@ def add_parser(
 def add_flags(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, defaults: Settings | None = None
 ) -> None:
-    """Flags of the settings, all of them or those of these names; --model in any case.
+    """Adds flags of the settings, all of them or those of these names, and --model in any case.
 
-    Only those that are given appear in the parsed arguments. `defaults`: what the help shows as such.
+    Only flags that are given appear in the parsed arguments. `defaults`: the values that the help shows as such.
     """
     defaults = defaults or Settings()
-    for title, every in GROUPS.items():
-        flags = tuple(flag for flag in every if names is None or flag.name in names)
+    for title, all_flags in GROUPS.items():
+        flags = tuple(flag for flag in all_flags if names is None or flag.name in names)
         if not flags:
             continue
         group = parser.add_argument_group(title)
@@ -381,7 +384,7 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...], defaults
 
 
 def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that flags gave, by name; "model" is a whole one, if a name was given.
+    """Returns the settings that flags gave, by name; "model" is a whole one, if a name was given.
 
     Raises:
         ConfigError: an unknown model, or a gate option that is not NAME=VALUE.
@@ -406,13 +409,13 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def describe(model: ModelConfig) -> str:
-    """A model in one line."""
+    """Describes a model in one line."""
     routing = f"{model.experts} {model.expert} experts of {model.hidden}, gate {model.gate}, k {model.k}"
     return f"{model.name}: {model.layers} layers, model dim {model.model_dim}, {model.heads} heads, {routing}"
 
 
 def file_to_write(text: str) -> Path:
-    """A path in a folder that is there."""
+    """Checks that a path's folder is there."""
     path = Path(os.path.expanduser(text))
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it first")
@@ -420,7 +423,7 @@ def file_to_write(text: str) -> Path:
 
 
 def picture_to_write(text: str) -> Path:
-    """A path in a folder that is there, with an ending that says which kind of picture."""
+    """Checks that a path's folder is there, and that its ending is a kind of picture."""
     path = file_to_write(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{path.name} ends in none of .png, .svg and .pdf")
@@ -428,7 +431,7 @@ def picture_to_write(text: str) -> Path:
 
 
 def read_costs(path: Path) -> CostModel:
-    """The costs in a file of `fusedmoe profile`, or of `CostModel.to_json`.
+    """Reads the costs in a file of `fusedmoe profile`, or of `CostModel.to_json`.
 
     Raises:
         ConfigError: no such file, or none of these.

@@ -50,21 +50,21 @@ _DEGREES = (2, 3, 4)
 
 
 def probes(costs: StepCosts, samples: int) -> list[Plan]:
-    """Plans that show what the parts of a step take: in one chunk and in several, one pass as the other; of layers that
-    can be split also with W tasks.
+    """Makes plans whose steps show what their tasks take: in one chunk and in several, both passes alike; for layers
+    that can be split also with W tasks.
 
-    `samples`: that micro-batches are cut from.
+    `samples`: the number of samples that micro-batches are cut from.
     """
     if costs.can_split:
         several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
         splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
         return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
     passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in (1, max(_DEGREES)))
-    return [step_plan(costs, of, of) for of in passes]
+    return [step_plan(costs, chunked, chunked) for chunked in passes]
 
 
 def policy_of(settings: Settings) -> str:
-    """The policy that the settings' schedule names.
+    """Returns the policy that the settings' schedule names.
 
     Raises:
         ConfigError: it splits whole layers, which this model does not allow.
@@ -77,26 +77,26 @@ def policy_of(settings: Settings) -> str:
 
 
 def splits_layers(settings: Settings) -> bool:
-    """Whether micro-batches go through all layers by the settings' schedule."""
+    """Returns whether micro-batches go through all layers by the settings' schedule."""
     return POLICIES[policy_of(settings)].whole and why_not_split(settings) is None
 
 
 def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
-    """By what name a model's costs hold what its steps took, and whether micro-batches went through whole layers then:
-    "auto" has plans of both forms to compare, each by its own."""
+    """Returns the names under which a model's costs hold what its steps took, and whether micro-batches went through
+    whole layers then: "auto" compares plans of both forms, each by its own measurement."""
     whole = splits_layers(settings)
     layers = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
-    return {**layers, workload.shapes: whole}  # what the layers were told last is what blocks do not look at
+    return {**layers, workload.shapes: whole}  # blocks do not look at the entry of layers
 
 
 def timing_facts(settings: Settings, topology: Topology, device: torch.device, whole: bool) -> dict[str, Any]:
-    """All that the time of a step's parts depends on, in plain types, the same on every rank. Collective."""
+    """Returns all that the time of a step's tasks depends on, in plain types, the same on every rank. Collective."""
     facts = machine_facts(topology, device, compute_dtype(settings))
     return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": whole}
 
 
 def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
-    """These costs with what the steps of this model took when they were measured (`Trainer.measured`), if they were.
+    """Adds to costs what this model's steps took when an earlier job measured them (`Trainer.measured`), if one did.
     Collective over all ranks."""
     if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
         return costs
@@ -110,41 +110,41 @@ def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device:
 
 
 def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
-    """Whether steps follow a plan: where no rows travel they are as without a schedule."""
+    """Returns whether steps follow a plan: where no rows travel they are as without a schedule."""
     return settings.schedule != "off" and ep * esp > 1
 
 
 def split_axis(settings: Settings, mp: int) -> Along:
-    """What micro-batches are cut along: a batch's samples, or the positions of a single one where these allow it."""
+    """Returns the axis of micro-batches: a batch's samples, or the positions of a single sample that allows it."""
     single = settings.model.batch == 1 and settings.model.objective == "causal" and mp == 1
     return "positions" if single else "samples"
 
 
 def micro_batch_limit(settings: Settings, mp: int) -> int:
-    """How many samples or positions micro-batches can be cut from."""
+    """Returns how many samples or positions micro-batches can be cut from."""
     return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
 
 
 def why_not_split(settings: Settings) -> str | None:
-    """Why micro-batches cannot go through the layers of a model; None where they can."""
+    """Says why micro-batches cannot go through the layers of a model; None where they can."""
     if settings.placement != "ep":
         return f"with --placement {settings.placement} experts are whole layers'"
     return None if make_gate(settings.model).splits else f"gate {settings.model.gate} looks at whole batches"
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
-    """What matrix products run in."""
+    """Returns the dtype of matrix products."""
     return _COMPUTE[settings.dtype]
 
 
 def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
-    """One of the layers of a step, as one of so many ranks sees it."""
+    """Returns the workload of one layer in a step, as one of so many ranks sees it."""
     travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
 def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False) -> StepCosts:
-    """What the model's layers with experts cost in a step, as training has it (`Trainer.set_plan`), without the ranks.
+    """Returns what a step of the model's layers with experts costs, as in training, without asking other ranks.
 
     `whole`: micro-batches can go through all of a layer.
 
@@ -165,14 +165,14 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
 
 
 class Planned(NamedTuple):
-    """A plan of a step, and what a step costs by which it was made."""
+    """A plan of a step, and the costs by which it was made."""
 
     plan: Plan
     costs: StepCosts
 
 
 def policy_followed(settings: Settings, sizes: Sizes) -> str:
-    """The policy of the settings; where training follows none, things happen one after the other."""
+    """Returns the policy of the settings; where training follows none, tasks run one after the other."""
     return policy_of(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
 
 
@@ -186,8 +186,8 @@ def plans_of(
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Planned]:
-    """The plans of a step by these policies (None: all), or those of them that training could follow, as it would make
-    them (`Trainer.set_plan`): of whole models for layers that are split, the others for layers that are not.
+    """Makes the plans of a step by these policies (None: all) that training could follow, as it would itself
+    (`Trainer.set_plan`). Policies for whole models plan layers that are split, the others layers that are not.
 
     Raises:
         ConfigError: costs that lack what the layout needs.
@@ -198,27 +198,27 @@ def plans_of(
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
     whole = [name for name in POLICIES if name in policies and POLICIES[name].whole and why_not_split(settings) is None]
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
-    found = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
+    plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:
         split = step_costs(settings, launch, sizes, costs, whole=True)
         limit = micro_batch_limit(settings, sizes.mp)
         made = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
-        found |= {name: Planned(plan, split) for name, plan in made.items()}
-    for name, planned in found.items():
+        plans |= {name: Planned(plan, split) for name, plan in made.items()}
+    for name, planned in plans.items():
         kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
         require_runnable(planned.plan, kinds, f"the plan by {name}")
-    return found
+    return plans
 
 
 def expert_bytes(settings: Settings, sizes: Sizes) -> int:
-    """Of a rank's share of one expert's parameters, and of their gradients."""
+    """Returns the bytes of a rank's shard of one expert's parameters, which are also those of its gradients."""
     expert = make_experts(settings.model)
     expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
     return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """Milliseconds of each part, and of the step last; by how much predictions are off, in percent."""
+    """Tabulates milliseconds of each kind of task, last of the step, and by how much predictions are off."""
     table = Table(title="seconds at work, ms", title_justify="left")
     for column in ("", "predicted", "measured", "error"):
         table.add_column(column, justify="right" if column else "left")

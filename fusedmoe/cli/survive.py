@@ -45,7 +45,7 @@ def check_launcher() -> None:
 
 
 def end_with_launcher() -> None:
-    """Has this rank end as soon as its launcher is gone, however it ended, and as soon as the launcher asks for it.
+    """Makes this rank end as soon as its launcher is gone, however it ended, and as soon as the launcher asks for it.
 
     A node whose launcher is gone is lost: its ranks would be started nowhere again. And a rank that torchrun has forked
     has torchrun's own handlers of signals, which wait for whatever the rank waits for.
@@ -61,7 +61,7 @@ def end_with_launcher() -> None:
 
 
 class Survivor:
-    """A job that outlives its processes: what it is, and its state. Making it is collective.
+    """A job that outlives its processes: its settings, its folder and its state. Making it is collective.
 
     Attributes:
         run_dir: the job's folder, None in a job that begins.
@@ -85,7 +85,7 @@ class Survivor:
         self.settings = settings.changed({"model": settings.model.with_experts(launch.ranks, self.sizes.ep)})
 
     def shares(self, topology: Topology) -> int:
-        """Batches of a step: as many as the job had replicas when it had the most."""
+        """Returns the batches of a step: as many as the job had replicas when it had the most."""
         return max(self._shares, topology.dp.size)
 
     def restore(self, trainer: Trainer, topology: Topology) -> dict[str, Any] | None:
@@ -103,7 +103,7 @@ class Survivor:
         return self._survival.restore(trainer.model, trainer.optimizer)
 
     def announce(self, run_dir: Path, shares: int) -> None:
-        """From now on a restart goes on with this job."""
+        """Leaves a note by which a restart goes on with this job."""
         if self._launch.local_rank == 0:
             note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": shares}
             self._memory.write_note(note)
@@ -123,7 +123,7 @@ class Survivor:
         return time.perf_counter() - began
 
     def price(self, seconds: float) -> str:
-        """In words what the last refresh took, which lasted so many seconds."""
+        """Says what the last refresh cost, which took so many seconds."""
         assert self._survival is not None
         nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
         steps = f"every {every} steps" if every > 1 else "every step"
@@ -133,7 +133,7 @@ class Survivor:
 
 
 def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
-    """The sizes that were asked for, or, where these ranks are too few for them, those that would be chosen.
+    """Settles the sizes that were asked for, or, where these ranks are too few, those that would be chosen.
 
     Raises:
         ConfigError: no sizes fit.
@@ -145,7 +145,7 @@ def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
 
 
 def hurry(topology: Topology) -> None:
-    """Has ranks of this topology wait less for the reason of a broken connection: all start again in any case."""
+    """Makes ranks of this topology wait less for the reason of a broken connection: all start again in any case."""
     if topology.job.board is not None:
         topology.job.board.exit_s = 2 * RENEWED_S
 
@@ -171,14 +171,14 @@ def leave(topology: Topology, error: RankError) -> NoReturn:
 
 
 def _stopped_beside() -> list[int]:
-    """Processes that the same launcher started here, and that are stopped."""
-    found = []
+    """Returns the ids of processes that the same launcher started here, and that are stopped."""
+    stopped = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             if int(fields[1]) == os.getppid() and fields[0] == "T":
-                found.append(int(entry.name))
-    return found
+                stopped.append(int(entry.name))
+    return stopped
 
 
 def _kill(process: int) -> None:

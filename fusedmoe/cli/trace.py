@@ -1,4 +1,4 @@
-"""`fusedmoe trace`: a training step as it ran, beside the step as it was planned."""
+"""`fusedmoe trace`: a training step as it ran, beside the same step as it was planned."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ examples:
     torchrun … -m fusedmoe trace --model Mixtral-7B --layers 2 --dtype bf16 --schedule fsmoe
 """
 
-# All that a training job's step depends on.
+# Flags that a training job's step depends on.
 _FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--recompute", "--seed", "--objective", "--layers", "--model-dim", "--heads"),
     *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(trainer: Trainer, steps: int) -> list[Timeline]:
-    """This rank's timelines of the steps."""
+    """Runs steps and returns this rank's timelines of them."""
     return [trainer.recorded_step(number)[1] for number in range(_WARM_UP + steps)][_WARM_UP:]
 
 
@@ -149,12 +149,12 @@ def _without_optimizer(timeline: Timeline) -> Timeline:
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:
-    """On the slowest rank."""
+    """Returns the seconds of a step on the slowest rank."""
     return max(timeline.end_s for timeline in timelines)
 
 
 def _show(rows: Sequence[Row], again_s: float, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
-    """`again_s`: predicted from the parts as these steps measured them."""
+    """Prints the comparison. `again_s`: the step predicted from what these steps' own tasks took."""
     print(table_of(rows), end="")
     predicted_s, step_s = rows[-1].predicted_s or 0.0, rows[-1].measured_s or 0.0
     several = f" (middle of {len(steps_s)}: {1e3 * min(steps_s):.1f} to {1e3 * max(steps_s):.1f})" * (len(steps_s) > 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: the last line it prints and its exit code."""
+    """The end of a job: the last line it prints and its exit code."""
 
     last_line: str
     code: int
@@ -190,8 +189,7 @@ class TrainingJob:
             self.folder = RunDir(resume)
             done = self._load(trainer, corpus)
         else:
-            made = self._on_rank_0(lambda: RunDir.make(run_dir))
-            self.folder = RunDir(Path(made.path))
+            self.folder = self._new_folder(run_dir)
         if self.survivor is not None:
             self.survivor.announce(self.folder.path, trainer.shares)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
@@ -225,13 +223,13 @@ class TrainingJob:
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
+        """Makes the trainer follow its policy's plan, by this machine's costs, or those a resumed job began with."""
         path = self.folder.costs
         text = read_text(path) if self.topology.is_first and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
-            found, _ = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))
-            costs = trainer.measured(found.costs)
+            profile, _ = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))
+            costs = trainer.measured(profile.costs)
         else:
             try:
                 costs = CostModel.from_json(text)
@@ -251,19 +249,19 @@ class TrainingJob:
             write_text(self.folder.plan, str(plan))
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
-        """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""
+        """Does steps `done` to `last`; returns how many are done, all saved, and whether a rank was asked to stop."""
         settings = self.settings
         # A resumed job has drawn its step, but the plan that measuring chooses may be another now.
         drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.followed
         saved, stop, speed = done if self.survivor is None else -1, False, 0.0  # memory may be ahead of the disk
-        told, refreshed = False, dict[str, float]()  # what the refresh before a step took
+        told, refreshed = False, dict[str, float]()  # seconds of the refresh before a step
         metrics = self._metrics(trainer)
         while done < last and not stop:
-            found, refreshed = refreshed, {}
+            values, refreshed = refreshed, {}
             if _is_drawn(settings, done, trainer, drawn):
                 drawn = trainer.followed
                 report, timeline = trainer.recorded_step(done)
-                found["exposed_s"] = self._draw(timeline, done, trainer)
+                values["exposed_s"] = self._draw(timeline, done, trainer)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -271,13 +269,14 @@ class TrainingJob:
             if load_LE is not None:
                 self.loads.note(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
-                found |= metrics.collect()
+                values |= metrics.collect()
             if self.topology.is_first:
-                self.folder.note(done, _of_step(settings, done, report) | found)
+                self.folder.note(done, _of_step(settings, done, report) | values)
                 now = report.tokens / report.seconds
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 display.step(done, report.loss, speed)
-            if self.survivor is not None and done % settings.survive == 0:  # after its line: none may be missing
+            # After the step's line in the metrics: a restart goes on from here, and no line may be missing.
+            if self.survivor is not None and done % settings.survive == 0:
                 refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))}
                 if not told and self.topology.is_first:  # before, the optimizer had no state
                     display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
@@ -290,7 +289,7 @@ class TrainingJob:
         return done, stop
 
     def _metrics(self, trainer: Trainer) -> Metrics | None:
-        """Counts from now on what the gates choose; None of a model without experts. Collective."""
+        """Begins to count what the gates choose; None for a model without experts. Collective."""
         if not any(True for _ in trainer.model.moe_layers()):
             return None
         if self._peak_flops is None:
@@ -299,7 +298,7 @@ class TrainingJob:
         return Metrics(trainer.model, flops_per_token=6.0 * active, peak_flops=self._peak_flops)
 
     def _corpus(self) -> Corpus:
-        """The text, the same on every rank."""
+        """Reads the text, and checks that it is the same on every rank."""
         settings = self.settings
         source = None if settings.data is None else Path(os.path.expanduser(settings.data))
         corpus = load_corpus(source, settings.pattern, settings.held_out)
@@ -317,11 +316,11 @@ class TrainingJob:
         extra = self._extra(trainer, corpus, done)
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
         if self.survivor is not None and done % self.settings.survive:
-            self.survivor.refresh(trainer, done, extra)  # what is in memory is never older than what is on the disk
+            self.survivor.refresh(trainer, done, extra)  # memory must never be older than the disk
         trainer.interrupted()
 
     def _extra(self, trainer: Trainer, corpus: Corpus, done: int) -> dict[str, Any]:
-        """What goes with model and optimizer."""
+        """Returns what is saved with model and optimizer."""
         extra = {"step": done, "text": corpus.fingerprint}
         if trainer.sharded_experts is not None:
             extra["placement"] = trainer.sharded_experts.state_dict()
@@ -350,7 +349,7 @@ class TrainingJob:
         return self._taken(trainer, corpus, extra)
 
     def _taken(self, trainer: Trainer, corpus: Corpus, extra: dict[str, Any]) -> int:
-        """Takes up what was saved with model and optimizer."""
+        """Checks and takes up what was saved with model and optimizer; returns how many steps that has seen."""
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
         if extra["text"] != corpus.fingerprint and self.topology.is_first:
@@ -360,7 +359,7 @@ class TrainingJob:
         return int(extra["step"])
 
     def _open(self, trainer: Trainer, corpus: Corpus, done: int, last: int) -> None:
-        """Says what is about to happen, and writes it down. On rank 0."""
+        """Prints what is about to happen, and writes it to config.json. On rank 0."""
         settings, sizes, topology = self.settings, self.sizes, self.topology
         parameters, active = count_parameters(trainer)
         text = {
@@ -396,8 +395,8 @@ class TrainingJob:
         print(_to_do(done, last, settings.steps), flush=True)
 
     def _draw(self, timeline: Timeline, step: int, trainer: Trainer) -> float:
-        """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on. Returns the seconds
-        of communication that nothing hid, in the mean of ranks."""
+        """Writes the timelines of all ranks beside the plan (rank 0 does; the others go on), and returns the seconds of
+        communication that nothing hid, in the mean of ranks."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         planned = trainer.planned
         if self.topology.is_first:
@@ -407,7 +406,7 @@ class TrainingJob:
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
             if planned is not None:
                 write_text(self.folder.parts, f"step {step}, {plan}\n" + table_of(compare(*planned, timelines)))
-        return sum(one.exposed_s() for one in timelines) / len(timelines)
+        return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
 
     def _stopped(self, done: int) -> JobEnd:
         return JobEnd(
@@ -416,24 +415,24 @@ class TrainingJob:
             STOPPED if self.stop.wanted else 0,
         )
 
-    def _on_rank_0(self, make: Callable[[], RunDir]) -> RunDir:
-        """What rank 0 makes, on every rank; an error there is one everywhere."""
-        made: RunDir | str = ""
+    def _new_folder(self, run_dir: Path | None) -> RunDir:
+        """Makes the folder on rank 0 and returns it on every rank; an error there is an error everywhere."""
+        path, refusal = "", ""
         if self.topology.is_first:
             try:
-                made = make()
+                path = str(RunDir.make(run_dir).path)
             except (ConfigError, OSError) as error:
-                made = str(error)
-        made = all_gather_object(self.topology.world, made, "naming the run folder")[0]
-        if isinstance(made, str):
-            raise ConfigError(made)
-        return made
+                refusal = str(error)
+        path, refusal = all_gather_object(self.topology.world, (path, refusal), "naming the run folder")[0]
+        if refusal:
+            raise ConfigError(refusal)
+        return RunDir(Path(path))
 
 
 def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None) -> bool:
-    """Whether the timeline of a step is drawn: once for each plan that is kept, and at the end if none was.
+    """Returns whether the timeline of a step is drawn: once for each plan that is kept, and at the end if none was.
 
-    `drawn`: the plan of the picture that is there.
+    `drawn`: the plan of the picture that there is already.
     """
     if drawn is None and step == settings.steps - 1:
         return True
@@ -441,7 +440,7 @@ def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None
 
 
 def _to_do(done: int, last: int, steps: int) -> str:
-    """The steps from `done` to `last` of all, in words."""
+    """Says in words which steps follow: from `done` to `last` of all."""
     if done >= last:
         return f"{done} of {steps} steps are done: none is left" + f" until step {last}" * (last < steps)
     if last == steps and not done:
@@ -463,7 +462,7 @@ def _of_step(settings: Settings, done: int, report: StepReport) -> dict[str, Any
 
 
 def count_parameters(trainer: Trainer) -> tuple[int, int]:
-    """Parameters of the whole model, and those that one token meets. Without communication."""
+    """Counts parameters of the whole model, and those that one token meets. Without communication."""
     model, topology = trainer.model, trainer.model.topology
     routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))

@@ -64,13 +64,13 @@ from fusedmoe.training import (
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know after a step.
+    """Facts about a step that all ranks know after it.
 
     Attributes:
         loss, aux_loss: means over the replicas, nats per target and the gates' losses summed over layers, unweighted.
         grad_norm: of the whole gradient, before clipping.
-        dropped: the share of routed rows that found no room.
-        tokens: of all replicas.   seconds: the step took on this rank.
+        dropped: the share of routed rows that the capacity dropped.
+        tokens: of all replicas.   seconds: of the step on this rank.
         stop: some rank was asked to stop.
     """
 
@@ -84,7 +84,7 @@ class StepReport:
 
 
 class Trainer:
-    """A model, its optimizer and its data on one rank, and what a step does with them.
+    """A model, its optimizer and its data on one rank, and the steps that train it.
 
     A step is a function of the parameters, the optimizer's state, the settings and the step's number: batches and the
     gates' noise are drawn from generators seeded by them. So a resumed job goes on as if it had not been stopped.
@@ -119,14 +119,14 @@ class Trainer:
     def set_plan(
         self, costs: CostModel, resumed: Path | None = None, tell: Callable[[str], None] = print
     ) -> tuple[Plan, StepCosts]:
-        """From now on steps follow the plan that the settings' policy makes of these costs; collective.
+        """Has steps follow the plan that the settings' policy makes of these costs; collective.
 
-        Under "auto" and "flowmoe" that changes while steps are done, until the best is found.
+        Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found.
 
         Args:
             resumed, tell: as for `PlanTuning`.
         Returns:
-            The plan, and what a step costs by its account.
+            The plan, and the costs by which it was made.
         """
         settings, topology = self._settings, self._topology
         policy, blocks, workload = policy_of(settings), self._blocks, self._workload
@@ -151,7 +151,7 @@ class Trainer:
 
     @property
     def planned(self) -> tuple[Plan, StepCosts] | None:
-        """The plan that steps follow now, and what a step costs by its account; None without."""
+        """Returns the plan that steps follow now, and the costs by which it was made; None without."""
         if self._followed is None:
             return None
         plan, costs = self._followed
@@ -161,35 +161,35 @@ class Trainer:
 
     @property
     def settled(self) -> bool:
-        """Whether steps follow the plan that is kept, and not one that is only tried."""
+        """Returns whether steps follow the plan that is kept, and not one that is only tried."""
         return self.tuning is None or self.tuning.settled
 
     @property
     def followed(self) -> str:
-        """The plan that steps follow now, by its name; "off" without."""
+        """Returns the name of the plan that steps follow now; "off" without."""
         if self._followed is None:
             return "off"
         return self._settings.schedule if self.tuning is None else self.tuning.now.name
 
     def measured(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S) -> CostModel:
-        """These costs with what the parts of this model's own steps take, all ranks at once, from disk or measured now;
+        """Adds to costs what the tasks of this model's own steps take, all ranks at once, from disk or measured now;
         collective.
 
-        A few steps are done in one chunk and in several, of blocks also with W tasks, and undone: model and optimizer
+        A few steps run in one chunk and in several, of blocks also with W tasks, and are undone: model and optimizer
         are afterwards as before. Nothing is measured where experts move from step to step.
 
         Args:
-            budget_s: no step begins that would not end in so many seconds, after the first that counts.
+            budget_s: after the first step that counts, no step begins that would not end in so many seconds.
         """
         settings = self._settings
         if self.sharded_experts is not None:
             return costs
-        found = dict(costs.observed)
+        observed = dict(costs.observed)
         for name, whole in observed_forms(settings, self._workload).items():
             facts = timing_facts(settings, self._topology, self._device, whole)
             blocks = self._blocks if whole else None
-            found[name] = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))  # noqa: B023
-        return replace(costs, observed=found)
+            observed[name] = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))  # noqa: B023
+        return replace(costs, observed=observed)
 
     def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
         topology, workload = self._topology, self._workload
@@ -202,12 +202,12 @@ class Trainer:
             return self.recorded_step(number)[1]
 
         with self._undone():
-            found = observe_steps(topology, plans, step.costs, run, budget_s)
-        return replace(found, rows=workload.rows)
+            observed = observe_steps(topology, plans, step.costs, run, budget_s)
+        return replace(observed, rows=workload.rows)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Steps inside leave nothing behind."""
+        """A context whose steps leave nothing behind."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         state = copy.deepcopy(self.optimizer.state_dict())
@@ -221,7 +221,7 @@ class Trainer:
 
     @cached_property
     def _blocks(self) -> PipelinedBlocks | None:
-        """The model's blocks, where the settings' policy takes them in micro-batches."""
+        """Returns the model's blocks, where the settings' policy takes them in micro-batches."""
         if not splits_layers(self._settings):
             return None
         return self.model.in_micro_batches(split_axis(self._settings, self._topology.mp.size))
@@ -237,16 +237,16 @@ class Trainer:
             self.sharded_experts.close()
 
     def step(self, step: int) -> StepReport:
-        """One step (from 0); collective over all ranks."""
+        """Does one step (from 0); collective over all ranks."""
         return self._step(step, None)
 
     def interrupted(self) -> None:
-        """To be told of what is no step; the next one then takes longer for it on some ranks."""
+        """Notes that something else than a step ran, after which the next step may take longer on some ranks."""
         if self.tuning is not None:
             self.tuning.skip()
 
     def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """One step, as `step` does it, with this rank's timeline of it."""
+        """Does one step, as `step` does, and returns this rank's timeline of it as well."""
         recorder = Recorder(self._topology.rank, device=self._device)
         self.model.record(recorder)
         try:
@@ -256,12 +256,12 @@ class Trainer:
             self.interrupted()
 
     def load_LE(self) -> Tensor | None:
-        """[L, E]: how many of this rank's choices in the last step went to each expert; None without experts."""
+        """Returns [L, E]: how many of this rank's choices in the last step went to each expert; None without any."""
         loads = [layer.load_E for layer in self.model.moe_layers()]
         return torch.stack(loads) if loads else None
 
     def held_out_loss(self) -> float | None:
-        """Nats per byte (of a masked model: per hidden byte) over the held-out windows; None: asked to stop.
+        """Returns nats per byte (of a masked model per hidden byte) over the held-out windows; None: asked to stop.
 
         The model is evaluated without noise; the windows are the same every time.
         """
@@ -294,7 +294,7 @@ class Trainer:
         aux_sum: Tensor | float = 0.0
         for share, weight, last in self._own_shares():
             if not weight:
-                self.model.eval()  # gates do not learn from what counts nothing
+                self.model.eval()  # gates must not learn from a batch of weight 0
             loss = self._loss(self._training.training(settings.seed, step, share))
             if self._buckets is not None and last:
                 self._buckets.open(recorder)
@@ -333,9 +333,9 @@ class Trainer:
         )
 
     def _own_shares(self) -> Iterator[tuple[int, float, bool]]:
-        """This replica's batches in a step: the number, its weight in the gradient, and whether it is the last.
+        """Yields this replica's batches in a step: the number, its weight in the gradient, and whether it is the last.
 
-        Ranks exchange rows, so all take as many; what is too many counts nothing.
+        Ranks exchange rows, so all take equally many; a batch too many has weight 0.
         """
         replicas, own = self._topology.dp.size, self._topology.dp.index
         each = -(-self.shares // replicas)
@@ -356,6 +356,6 @@ class Trainer:
         torch.manual_seed(mix(self._settings.seed, *what, self._topology.rank))
 
     def _sum(self, *values: Tensor | float) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """Sums values over all ranks, in float64."""
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()

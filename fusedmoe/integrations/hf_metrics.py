@@ -24,9 +24,9 @@ class MetricsCallback(TrainerCallback):
 
         Trainer(model, …, callbacks=[MetricsCallback()])
 
-    They are those of all steps since the log before, one all-reduce each time (`logging_steps`), and reach the
+    They cover all steps since the last log, take one all-reduce each time (`logging_steps`), and reach the
     trainer's `state.log_history`, callbacks that come later (the one that prints), and the sinks. Those of `report_to`
-    come earlier: for them put it first, `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
+    come earlier: for these put it first, `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
 
     Of models of transformers, whoever computes their experts, these are the keys that experts' numbers and router
     logits give: "moe/max_vio", "moe/max_vio_worst", "moe/load_cv", "moe/dead_experts", "moe/diversity",
@@ -52,12 +52,12 @@ class MetricsCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self._metrics is None or "loss" not in logs:  # of an evaluation, or the summary at the end
             return
-        found = self._metrics.collect(self._per_layer)
-        logs.update(found)
-        state.log_history[-1].update(found)
+        values = self._metrics.collect(self._per_layer)
+        logs.update(values)
+        state.log_history[-1].update(values)
         if state.is_world_process_zero:
             for sink in self._sinks:
-                sink.write(state.global_step, found)
+                sink.write(state.global_step, values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._close()
@@ -69,8 +69,8 @@ class MetricsCallback(TrainerCallback):
 
 
 class RouterMetrics(Collector):
-    """Metrics of a model of transformers, by what its experts are called with and its routers give. Collective over all
-    ranks of the job.
+    """Metrics of a model of transformers, by the arguments of its experts and the outputs of its routers. Collective
+    over all ranks of the job.
 
     Raises:
         ConfigError: a model without experts that transformers' registry serves.
@@ -84,9 +84,10 @@ class RouterMetrics(Collector):
         for name, experts in registered_experts(model).items():
             if not hasattr(experts, "down_proj"):
                 continue
-            found = experts.down_proj  # all experts, also where they are split
-            watched[name] = Watched(RoutingCounters(len(found), found.device), _expert_parallel(found))
-            count = partial(self._count, watched[name].counters)
+            down_proj = experts.down_proj  # a DTensor, of all experts, where they are split
+            counters = RoutingCounters(len(down_proj), down_proj.device)
+            watched[name] = Watched(counters, _expert_parallel(down_proj))
+            count = partial(self._count, counters)
             self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
         router: nn.Module
         for router in model.modules():
@@ -101,19 +102,19 @@ class RouterMetrics(Collector):
         super().__init__(watched, Topology.from_group(dist.group.WORLD) if several else Topology())
 
     def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
-        """As `Collector.collect`. Speed is the trainer's to tell; what an expert has no room for does not occur, and
-        losses are the model's."""
+        """Collects as `Collector.collect` does, without speed and losses, which the trainer logs, and without drops,
+        which do not occur."""
         untold = ("tokens_per_s", "dropped", "aux_loss")
         return {key: value for key, value in super().collect(per_layer, per_expert).items() if not key.endswith(untold)}
 
     def close(self) -> None:
-        """Nothing is counted any more."""
+        """Ends the counting."""
         for hook in self._hooks:
             hook.remove()
 
-    def _keep(self, place: int, router: nn.Module, _: Any, found: Any) -> None:
-        if router.training and not recomputing() and isinstance(found, tuple):
-            self._logits = found[place].detach()
+    def _keep(self, place: int, router: nn.Module, _: Any, outputs: Any) -> None:
+        if router.training and not recomputing() and isinstance(outputs, tuple):
+            self._logits = outputs[place].detach()
 
     def _count(self, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
         if not experts.training or recomputing():
@@ -130,18 +131,18 @@ class RouterMetrics(Collector):
 
 
 def _routers(model: Any) -> dict[type, int]:
-    """Classes of routers, and where in what they return the logits are, as the models themselves say."""
-    found = {}
+    """Returns classes of routers, and the place of the logits in their outputs, as the models themselves say."""
+    routers = {}
     for module in model.modules():
         recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        for one in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
-            if one is not None and hasattr(one, "target_class"):
-                found[one.target_class] = one.index
-    return found
+        for recorder in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+            if recorder is not None and hasattr(recorder, "target_class"):
+                routers[recorder.target_class] = recorder.index
+    return routers
 
 
 def _expert_parallel(parameter: Tensor) -> int:
-    """Over how many ranks the experts are split."""
+    """Returns over how many ranks the experts are split."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

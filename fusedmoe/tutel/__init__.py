@@ -4,8 +4,8 @@
     fusedmoe.tutel.install()                                      # or: `import tutel` means this package
     python -m fusedmoe.tutel script.py …                          # or: the same around a script as it is
 
-A thin facade: routing, order, experts, communication and schedules are the library's own. What is Tutel's are the
-names, the layout of parameters and checkpoints, and these semantics, each stated where it is made:
+A thin facade: routing, order, experts, communication and schedules are the library's own. Tutel's are the names, the
+layout of parameters and checkpoints, and these semantics, each stated in the file named:
 
 - capacity: k·int(cf·⌈T/E⌉), rounded up as the caller's overlap degree asks (`impls/fast_dispatch.py`);
 - losses: GShard's by first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);
@@ -33,10 +33,10 @@ _HERE = __name__
 
 
 def install() -> None:
-    """From now on `import tutel`, `from tutel import …` and deeper imports give this package's modules.
+    """Makes `import tutel`, `from tutel import …` and deeper imports give this package's modules.
 
-    Wins over an installed Tutel. Calling it again changes nothing. `tutel.examples` are clients, which come with Tutel:
-    they are those of an installed one or of a checkout on the path, and import this package.
+    It wins over an installed Tutel. A second call changes nothing. `tutel.examples` are clients, which come with Tutel:
+    those of an installed Tutel, or of a checkout on the path, are found, and import this package.
 
     Raises:
         ConfigError: the real Tutel has been imported already.
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def real_name(name: str) -> str:
-    """`tutel.net` -> `fusedmoe.tutel.net`; other names as they are."""
+    """Returns `fusedmoe.tutel.net` for `tutel.net`, and other names as they are."""
     return _HERE + name.removeprefix(ALIAS) if name == ALIAS or name.startswith(ALIAS + ".") else name
 
 
@@ -68,7 +68,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Same(Loader):
-    """Gives the module of another name, which stays what it is."""
+    """Loads a module under a second name; the module itself stays as it is."""
 
     def __init__(self, real: str) -> None:
         self._real = real

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _module(name: str) -> str:
-    """The name under which a module can be run; ends the program where Tutel has it and is not at hand."""
+    """Returns the name under which a module can be run; ends the program where it comes with Tutel and is not here."""
     if name != EXAMPLES and not name.startswith(f"{EXAMPLES}."):
         return real_name(name)
     if find_spec(EXAMPLES) is None or find_spec(name) is None:

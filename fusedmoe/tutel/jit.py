@@ -1,4 +1,4 @@
-"""CUDA kernels of one's own."""
+"""CUDA kernels of a client's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusedmoe.tutel.impls.jit_compiler import JitCompiler
 
 
 def create_cuda_kernel(source: str, keyword_dict: Mapping[str, Any] | None = None) -> Callable[..., None]:
-    """A function from CUDA source; see `JitCompiler`."""
+    """Makes a function of CUDA source; see `JitCompiler`."""
     return JitCompiler.generate_kernel(keyword_dict or {}, source)
 
 

@@ -64,10 +64,13 @@ __all__ = [
 
 
 class TutelDistributedOptimizer:
-    """`TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.Adam, lr=…)`, then `zero_grad` and `step`.
+    """An optimizer whose state is split over ranks.
 
-    Shared parameters: a step sums their gradients over the group, each rank updates its part of each, and all get the
-    result. Experts' parameters, known by their attribute `_tutel_expert`, are each rank's own.
+        optimizer = TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.Adam, lr=…)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+    A step sums the gradients of shared parameters over the group; each rank updates its part of each parameter, and all
+    get the result. Experts' parameters, known by their attribute `_tutel_expert`, are each rank's own.
 
     Args:
         group: the ranks that share parameters; None for all.
@@ -77,9 +80,9 @@ class TutelDistributedOptimizer:
     def __init__(
         self, params: Iterable[Tensor], group: dist.ProcessGroup | None = None, average_shared: bool = False
     ) -> None:
-        every = list(params)
-        self.params = [p for p in every if not hasattr(p, "_tutel_expert")]
-        self.expert_params = [p for p in every if hasattr(p, "_tutel_expert")]
+        parameters = list(params)
+        self.params = [p for p in parameters if not hasattr(p, "_tutel_expert")]
+        self.expert_params = [p for p in parameters if hasattr(p, "_tutel_expert")]
         self.group = group
         self.average_shared = average_shared
         self.virt_params: list[Tensor] = []
@@ -101,11 +104,11 @@ class TutelDistributedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Collective over the group: a parameter has a gradient on all of its ranks, or on none."""
+        """Updates all parameters. Collective: a parameter has a gradient on all ranks of the group, or on none."""
         assert self.local_optim is not None, "call warp_local first"
         share = get_world_size(self.group) if self.average_shared else 1
         for p, part in zip(self.params, self.virt_params, strict=True):
-            # The parameter may have been loaded since: what it holds now counts.
+            # The parameter may have been loaded since the last step: its value now counts.
             part.copy_(self._part(p))
             part.grad = None
             if p.grad is not None:

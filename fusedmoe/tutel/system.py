@@ -35,8 +35,8 @@ def init_affinity_at_program_beginning() -> None:
 
 
 def _numbers(folder: str, name: str) -> list[int]:
-    found = (re.fullmatch(rf"{name}(\d+)", entry) for entry in os.listdir(folder))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(rf"{name}(\d+)", entry) for entry in os.listdir(folder))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> ParallelEnv:
@@ -65,7 +65,7 @@ def _leave() -> None:
 
 
 def get_local_session() -> ParallelEnv:
-    """What `init_data_model_parallel` returned last.
+    """Returns the object that `init_data_model_parallel` returned last.
 
     Raises:
         ConfigError: it has not been called.
@@ -77,7 +77,7 @@ def get_local_session() -> ParallelEnv:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Seconds, after the GPU has finished what it was given."""
+    """Returns seconds, after the GPU has finished its work."""
     if get_local_session().is_cuda if is_cuda is None else is_cuda:
         import torch
 
@@ -98,7 +98,7 @@ def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
 
 
 class LocalCache:
-    """Values by key, for as long as the process lives."""
+    """A cache of values by key, for as long as the process lives."""
 
     _values: dict[Any, Any] = {}
 
@@ -112,7 +112,7 @@ class LocalCache:
 
     @classmethod
     def get(cls, key: Any = None) -> Any:
-        """The value of a key; all values where there is none."""
+        """Returns the value of a key; all values where there is none."""
         return cls._values[key] if key in cls._values else list(cls._values.values())
 
 
@@ -147,7 +147,7 @@ def from_url(link: str, path: str | None = None) -> str:
 
 
 def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir: bool = True) -> str:
-    """`{rank}` and `{size}` in a file name, filled in; makes the folder."""
+    """Fills in `{rank}` and `{size}` in a file name, and makes the folder."""
     if "{rank}" not in filename:
         logging.warning("no {rank} in the file name %s: ranks would write to one file", filename)
     filename = filename.replace("{rank}", str(rank)).replace("{size}", str(size))

@@ -1,6 +1,6 @@
 """Checkpoints of W ranks as one, and one as those of W ranks: `python -m fusedmoe.tutel.checkpoint.gather --help`.
 
-What `gather` and `scatter` share: where a checkpoint's layers are, and how experts' parameters split.
+This file has what `gather` and `scatter` share: the layers of a checkpoint, and the split of experts' parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 def read(path: str, namespace: str) -> tuple[Any, State]:
-    """The file's content, and the state_dict in it: under `namespace`, keys joined by slashes.
+    """Reads a file; returns its content, and the state_dict in it under `namespace`, keys joined by slashes.
 
     Raises:
         ConfigError: a file that is not there, is damaged, holds objects of classes, or nothing under `namespace`.
@@ -35,7 +35,7 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
         raise ConfigError(
             f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects beside it"
         ) from error
-    except Exception as error:  # whatever a parser makes of damage
+    except Exception as error:  # a parser may raise anything on damage
         raise ConfigError(f"{path} cannot be read, or is damaged: {error}") from error
     state = whole
     for key in filter(None, namespace.split("/")):
@@ -44,12 +44,12 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
             raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
         state = state[key]
     for metadata in getattr(state, "_metadata", {}).values():
-        metadata.pop(NUMBERS, None)  # other ranks' experts come to them, or they go
+        metadata.pop(NUMBERS, None)  # experts join or leave, so the numbers are no longer true
     return whole, state
 
 
 def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
-    """The prefix of each layer's expert parameters -> how many experts it has in all.
+    """Maps the prefix of each layer's expert parameters to the number of experts it has in all.
 
     Args:
         experts: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
@@ -75,12 +75,12 @@ def _tells(key: str) -> bool:
 
 
 def layer_of(key: str, layers: dict[str, int]) -> int | None:
-    """How many experts the layer has whose expert parameter this is; None for other parameters."""
+    """Returns the number of experts of the layer whose expert parameter this is; None for other parameters."""
     return next((count for prefix, count in layers.items() if key.startswith(prefix)), None)
 
 
 def joined(parts: list[Tensor], experts: int) -> Tensor:
-    """The parts of W ranks, [e, …] each, or of a shared expert [1, n, …], as [E, …]."""
+    """Joins the parts of W ranks, [e, …] each, or of a shared expert [1, n, …], to [E, …]."""
     whole = torch.cat(parts)
     if parts[0].dim() == 1:
         return whole  # flat shards stay flat
@@ -88,7 +88,7 @@ def joined(parts: list[Tensor], experts: int) -> Tensor:
 
 
 def without_padding(key: str, state: State) -> Tensor:
-    """A joined parameter; an output bias ends where its expert's results do."""
+    """Returns a joined parameter; of an output bias without the padding behind its expert's results."""
     whole: Tensor = state[key]
     if not key.endswith(_BIAS):
         return whole
@@ -96,7 +96,7 @@ def without_padding(key: str, state: State) -> Tensor:
 
 
 def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
-    """[E, …] -> what each of `size` ranks holds; experts are shared where there are fewer than ranks.
+    """Splits [E, …] into the parts of `size` ranks; experts are shared where there are fewer than ranks.
 
     Raises:
         ConfigError: neither number divides the other, or an expert's second dimension.

@@ -16,7 +16,8 @@ from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """
+    """Joins the checkpoints.
+
     Raises:
         ConfigError: no file holds a layer.
     """

@@ -15,7 +15,8 @@ from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """
+    """Splits the checkpoint.
+
     Raises:
         ConfigError: the file holds no layer, or its experts cannot be spread over so many ranks.
     """

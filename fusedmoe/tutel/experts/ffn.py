@@ -1,4 +1,4 @@
-"""The feed-forward experts: y = act(x·W1ᵀ + b1)·W2 + b2; and what both kinds of experts share."""
+"""The feed-forward experts, y = act(x·W1ᵀ + b1)·W2 + b2, and functions that both kinds of experts share."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Shards:
     first: int
 
     def join(self, parameter: Tensor) -> Tensor:
-        """Its gradient goes back to the ranks that hold the parts, summed."""
+        """Joins a parameter; its gradient goes back to the ranks that hold the parts, summed."""
         if self.members == 1:
             return parameter
         return zero_gather(parameter, group=self.group).view(self.experts, -1, *parameter.shape[2:])
 
 
 def shards_of(ctx: MOELayer) -> Shards:
-    """By the layer's adaptive degree r: 0 gathers everything everywhere, r ≥ 1 leaves experts in r parts."""
+    """Returns the shards to join by the layer's adaptive degree r: 0 joins all everywhere, r ≥ 1 leaves r parts."""
     s, r = ctx.sharded_count, ctx.adaptive_degree
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
@@ -69,11 +69,11 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 class _Unknown(Exception):
-    """The function does something else."""
+    """Raised where a function is no known activation."""
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the first operation of a function, and lets none run."""
+    """A mode that sees the first operation of a function, and lets none run."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -96,19 +96,18 @@ class _Watch(TorchFunctionMode):
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """A name of `fusedmoe.kernels.activation.ACTIVATIONS` if the function is one operation on its argument, else None.
+    """Returns a name of `fusedmoe.ops.ACTIVATIONS` if the function is one operation on its argument, else None.
 
-    The function is called with a tensor that holds nothing, and nothing is computed: at its first operation it is known
-    or given up.
+    The function is called with a tensor without elements, and nothing is computed: its first operation decides.
     """
-    # Made outside, so that the watch does not see it.
+    # Made outside the mode, which would take it for the first operation.
     x = torch.empty(0)
     watch = _Watch(x)
     try:
         with watch:
             result = function(x)
     except Exception:
-        # Ours, or the function's own at a tensor without elements: it is not one of them.
+        # Either `_Unknown`, or the function cannot take a tensor without elements: no known activation.
         return None
     return watch.name if watch.name and result is watch.result else None
 
@@ -208,7 +207,7 @@ class FusedExpertsNetwork(nn.Module):
                         b[i].zero_()
 
     def weights(self, shards: Shards) -> Weights:
-        """What this rank computes with, gathered from other ranks where `shards` says so; differentiable."""
+        """Returns the weights of this rank's products, joined from other ranks as `shards` says; differentiable."""
         w1, w2 = shards.join(self.batched_fc1_w), shards.join(self.batched_fc2_w)
         b1 = None if self.batched_fc1_bias is None else shards.join(self.batched_fc1_bias)
         b2, start = None, 0
@@ -219,11 +218,11 @@ class FusedExpertsNetwork(nn.Module):
         return Weights(w1, w2.transpose(1, 2), b1, b2, start)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """Weights in x's dtype and the activation's name, where the library's own operation does best what `forward`
-        does.
+        """Returns weights in x's dtype and the activation's name for the library's own operation; None where `forward`
+        is better, or does something else.
 
         Args:
-            rows: that x is routed to, about.
+            rows: about how many rows x is routed to.
         """
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
@@ -233,7 +232,7 @@ class FusedExpertsNetwork(nn.Module):
         return None if name is None else (cast(self.weights(shards_of(ctx)), x_SM), name)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """The workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
+        """Returns the workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
         experts = self.local_experts * ep
         hidden = self.hidden_size * self.sharded_count
         return Workload(
@@ -241,7 +240,7 @@ class FusedExpertsNetwork(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
-        """[e, rows, D] -> [e, rows, D_out], with shards this rank's summand."""
+        """Computes [e, rows, D_out] of [e, rows, D]; with shards this rank's summand."""
         if self.skip_expert:
             return x
         weights = self.weights(shards_of(ctx))
@@ -263,10 +262,10 @@ class FusedExpertsNetwork(nn.Module):
 
 
 def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
-    """Whether the library's operation may stand for calling these experts, and is the faster.
+    """Returns whether the library's operation may replace a call of these experts, and is the faster.
 
-    Not where a call does more than `forward`, as with a wrapper's hooks. On a CPU small products are not for it, nor is
-    half precision, which `forward` rounds where Tutel rounds.
+    It may not where a call does more than `forward`, as with a wrapper's hooks. On a CPU it is slower for small
+    products, and half precision has to be rounded where Tutel rounds, as `forward` does.
 
     Args:
         hidden: elements of the hidden activations.
@@ -277,7 +276,7 @@ def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
 
 
 def cast(weights: Weights, x_SM: Tensor) -> Weights:
-    """Weights in the dtype of the computation; the kernels of a GPU want W2 in their own layout."""
+    """Converts weights to the dtype of the rows; the kernels of a GPU want W2 contiguous."""
     w1, w2, b1, b2 = (None if t is None else t.to(x_SM.dtype) for t in (weights.w1, weights.w2, weights.b1, weights.b2))
     assert w1 is not None and w2 is not None
     return Weights(w1, w2.contiguous() if x_SM.is_cuda else w2, b1, b2, weights.b2_start)

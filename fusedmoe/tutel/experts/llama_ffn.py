@@ -23,7 +23,7 @@ class LlamaFFNNetwork(nn.Module):
     """A rank's gated experts, without biases.
 
     Parameters, flat, each of s ranks holding an s-th of them: W_fc1 and W_fc2 of [e, D, H], W_fc3 of [e, H, D]; normal
-    with standard deviation 0.01. Flat parts are no parts of an expert, so they are always gathered.
+    with standard deviation 0.01. A flat part is no shard of an expert that could compute, so parts are always joined.
 
     Attributes:
         whole_only: the layer does not split an expert's work over its ranks, whatever its adaptive degree.
@@ -57,7 +57,7 @@ class LlamaFFNNetwork(nn.Module):
             nn.init.normal_(parameter, 0, 0.01)
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
-        """W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 of all experts."""
+        """Joins W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 those of all experts."""
         return (
             self._joined(ctx, self.W_fc1, self._up),
             self._joined(ctx, self.W_fc2, self._up),
@@ -76,18 +76,17 @@ class LlamaFFNNetwork(nn.Module):
         return zero_gather(flat, shape, sharers.handle)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """As `FusedExpertsNetwork.fused`."""
+        """Returns weights and activation, as `FusedExpertsNetwork.fused` does."""
         gated = _GATED.get(activation_name(self.activation_fn) or "")
-        if type(self).forward is not LlamaFFNNetwork.forward or not suits(self, x_SM, rows * self.hidden_size):
-            return None
-        if gated is None:
+        plain = type(self).forward is LlamaFFNNetwork.forward
+        if gated is None or not plain or not suits(self, x_SM, rows * self.hidden_size):
             return None
         w1, w2, w3 = self.whole(ctx)
         halves = torch.stack([w1.transpose(1, 2), w2.transpose(1, 2)], 1)
         return cast(Weights(halves, w3.transpose(1, 2)), x_SM), gated
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """As `FusedExpertsNetwork.workload`."""
+        """Returns the workload, as `FusedExpertsNetwork.workload` does."""
         experts = self.local_experts * ep
         return Workload(
             1, rows, self.model_dim, self.hidden_size, experts, k=1, expert="swiglu", ep=ep, itemsize=itemsize

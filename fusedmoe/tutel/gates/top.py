@@ -1,4 +1,4 @@
-"""The linear gate, and what both gates compute by: a product with the same bits on every CPU, float32 parameters."""
+"""The linear gate, and the parts of both gates: a product with the same bits on every CPU, float32 parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERED = 2**15
 
 
 def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """x·Wᵀ in the weights' dtype, or by the library's router in float32.
+    """Computes x·Wᵀ in the weights' dtype, or by the library's router in float32.
 
     A matrix library sums in an order that depends on its version and on the CPU, and gates, softmax and drops turn its
     last bit into other numbers. Small products in float32 on a CPU are summed as on the machine where Tutel's numbers
@@ -40,9 +40,9 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
 
 
 def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x·Wᵀ, [S, E], in four sums: sum i takes products i, i + 4, i + 8, …, and all are (0 + 2) + (1 + 3).
+    """Computes x·Wᵀ, [S, E], in four sums: sum i takes products i, i + 4, i + 8, …, and all are (0 + 2) + (1 + 3).
 
-    Of single operations, each rounded by itself, so that no CPU has a choice.
+    Each step is an operation by itself and rounds by itself, so that no CPU has a choice.
     """
     products_SEM = x_SM[:, None] * weight_EM
     whole = nn.functional.pad(products_SEM, (0, -products_SEM.shape[2] % 4))
@@ -97,19 +97,19 @@ class Float32Linear(nn.Linear):
             self.float()  # `load_state_dict(assign=True)` has put others in their place
 
 
-# What the layer reads of a gate's description; a gate takes it and leaves it.
+# Options of a gate's description that the layer reads; a gate takes them without using them.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
 
 class Router(nn.Linear):
-    """x·Wᵀ by the gates' product, in the dtype of the weights."""
+    """A router by `gate_product`, in the dtype of the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         return gate_product(input, self.weight, fp32=False)
 
 
 class Float32Router(Float32Linear):
-    """The same in float32."""
+    """A router that computes in float32, whatever the model's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return gate_product(input, self.weight, fp32=True)

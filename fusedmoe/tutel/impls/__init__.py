@@ -1,1 +1,1 @@
-"""What Tutel's public modules are made of, under the names that clients import from."""
+"""Implementations of Tutel's public modules, under the names that clients import from."""

@@ -39,7 +39,7 @@ from fusedmoe.tutel.impls.groups import get_world_rank as get_world_rank
 
 
 def part_of(length: int, group: Group) -> int:
-    """How much of a dimension each rank has.
+    """Returns the length of each rank's part of a dimension.
 
     Raises:
         ConfigError: the ranks cannot have equal parts.
@@ -50,13 +50,13 @@ def part_of(length: int, group: Group) -> int:
 
 
 def swap_parts(group: Group, rows: Tensor) -> Tensor:
-    """[W·n, …]: part i goes to rank i, and the parts that come lie in rank order. Its own adjoint."""
+    """Sends part i of [W·n, …] to rank i, and returns the received parts in rank order. Its own adjoint."""
     counts = [part_of(len(rows), group)] * group.size
     return ranks.all_to_all_rows(group, rows, counts, counts)
 
 
 def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
-    """The same by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
+    """Does `swap_parts` by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
     algorithm = make_all_to_all("2dh", topology_of(handle))
     size = algorithm.group.size
     count = part_of(len(rows), algorithm.group)
@@ -79,23 +79,23 @@ def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None
 
 
 def gather_parts(group: Group, rows: Tensor) -> Tensor:
-    """[n, …] of each rank -> [W·n, …]."""
+    """Gathers [n, …] of each rank to [W·n, …]."""
     return ranks.all_gather_rows(group, rows, [len(rows)] * group.size)
 
 
 def sum_and_split(group: Group, rows: Tensor) -> Tensor:
-    """[W·n, …] of each rank -> this rank's [n, …] of the sum, taken in rank order."""
+    """Sums [W·n, …] of each rank, in rank order, and returns this rank's [n, …]."""
     return ranks.reduce_scatter_rows(group, rows, [part_of(len(rows), group)] * group.size)
 
 
 def own_part(group: Group, rows: Tensor) -> Tensor:
-    """This rank's [n, …] of [W·n, …]."""
+    """Returns this rank's [n, …] of [W·n, …]."""
     count = part_of(len(rows), group)
     return rows[group.index * count : (group.index + 1) * count]
 
 
 def padded_parts(flat: Tensor, group: Group) -> Tensor:
-    """A flat tensor with zeros up to equal parts."""
+    """Pads a flat tensor with zeros up to equal parts."""
     return torch.nn.functional.pad(flat, (0, -len(flat) % group.size))
 
 
@@ -106,7 +106,7 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 
 
 def skips_all_to_all() -> bool:
-    """SKIP_A2A, for timing what remains: rows stay where they are, and results are wrong."""
+    """Returns whether SKIP_A2A is set, for timing: rows then stay where they are, and results are wrong."""
     return int(os.environ.get("SKIP_A2A", 0)) > 0
 
 
@@ -139,7 +139,7 @@ def simple_all_reduce(
 
 
 def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, background: bool = False) -> Any:
-    """Equal parts along dimension 0; with `background` (result, a function that waits for it)."""
+    """Swaps equal parts along dimension 0; with `background` returns (result, a function that waits for it)."""
     rows = input.detach().contiguous()
     if get_world_size(group) == 1 or skips_all_to_all():
         return (rows, lambda *_: None) if background else rows
@@ -160,13 +160,13 @@ def simple_reduce_scatter(input: Tensor, group: ProcessGroup | None = None, op: 
 
 
 def simple_all_gather(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Joined along dimension 0; numbers without a dimension as [W]."""
+    """Gathers tensors along dimension 0; numbers without a dimension as [W]."""
     members = as_group(group)
     return input.detach() if members.size == 1 else gather_parts(members, torch.atleast_1d(input.detach()))
 
 
 def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = None) -> Tensor:
-    """`input` of rank `src` (its number in the job), in place."""
+    """Sends `input` of rank `src` (its number in the job) to all, in place."""
     if get_world_size(group) > 1:
         members = as_group(group)
         _begin(members, "broadcast", input, f" from rank {src}")
@@ -178,12 +178,12 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
 
 
 def _on_rows(input: Tensor, dim: int, there: Move, back: Move, name: str) -> Tensor:
-    """A pair of moves along a dimension."""
+    """Applies a move along a dimension; its gradient is `back`."""
     return linear(input.movedim(dim, 0).contiguous(), there, back, name).movedim(0, dim)
 
 
 def all_to_all_single(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Equal parts along dimension 0."""
+    """Swaps equal parts along dimension 0."""
     members = as_group(group)
     if members.size == 1 or skips_all_to_all():
         return input
@@ -199,7 +199,7 @@ def all_to_all(
     background: bool = False,
     use_2dh: bool = False,
 ) -> Any:
-    """Splits `output_dim` over the ranks and joins what comes from them along `input_dim`.
+    """Splits `output_dim` over the ranks and joins the received parts along `input_dim`.
 
     Args:
         background: start now; returns a function that waits and gives the result.
@@ -211,8 +211,8 @@ def all_to_all(
     part_of(input.shape[output_dim], members)
     parts = input.unflatten(output_dim, (members.size, -1)).movedim(output_dim, 0).contiguous()
 
-    def joined(came: Tensor) -> Tensor:
-        return came.movedim(0, input_dim).flatten(input_dim, input_dim + 1)
+    def joined(received: Tensor) -> Tensor:
+        return received.movedim(0, input_dim).flatten(input_dim, input_dim + 1)
 
     if skips_all_to_all():
         return (lambda *_: joined(parts)) if background else joined(parts)
@@ -260,7 +260,7 @@ def _own_copy(members: Group) -> Move:
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """The tensor whose flat parts the ranks hold; `full_shape` cuts padding off, by default dimension 0 grows."""
+    """Joins the tensor whose flat parts the ranks hold; `full_shape` cuts padding off, by default dimension 0 grows."""
     members = as_group(group)
     shape = list(full_shape) if full_shape else [input.shape[0] * members.size, *input.shape[1:]]
     flat = all_gather(input.reshape(-1), 0, fused=True, group=group)
@@ -270,7 +270,7 @@ def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: P
 def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """`scatter_fn` (such as `simple_split`) of the flat tensor with zeros up to equal parts, and the shape."""
+    """Returns `scatter_fn` (such as `simple_split`) of the flat tensor, padded to equal parts, and the shape."""
     return scatter_fn(padded_parts(input.reshape(-1), as_group(group)), group=group), input.shape
 
 
@@ -285,7 +285,7 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Flat tensors of equal length, `partition_sizes[i]` elements of each for rank i; and how many came from whom.
+    """Swaps flat tensors of equal length, `partition_sizes[i]` elements of each for rank i; returns received sizes too.
 
     Raises:
         ConfigError: not a size for each rank, or tensors of another length than their sum. Nothing has been sent then.
@@ -307,7 +307,7 @@ def _swap_ragged(members: Group, send: Sequence[int], recv: Sequence[int], rows:
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
-    """Flat tensors, of any length on each rank, joined in rank order. Also, how many came from whom.
+    """Joins flat tensors, of any length on each rank, in rank order; and returns the lengths.
 
     Raises:
         ConfigError: this rank's tensors differ in length. Nothing has been sent then.
@@ -328,6 +328,6 @@ def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = Non
 
 
 def _require_length(name: str, datas: Sequence[Tensor], length: int) -> None:
-    found = [data.numel() for data in datas]
-    if set(found) != {length}:
-        raise ConfigError(f"{name}: tensors of {found} elements; each must have {length}")
+    sizes = [data.numel() for data in datas]
+    if set(sizes) != {length}:
+        raise ConfigError(f"{name}: tensors of {sizes} elements; each must have {length}")

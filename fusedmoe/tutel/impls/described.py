@@ -25,7 +25,7 @@ _KINDS = {"gates": ("top", "cosine_top"), "experts": ("ffn", "llama_ffn")}
 
 
 def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> Sequence[Description]:
-    """One for each gate.
+    """Returns one description for each gate.
 
     Raises:
         ConfigError: a name that is none of the old ones, 'Top1Gate', 'Top2Gate', ….
@@ -40,7 +40,7 @@ def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> S
 
 
 def make_gate(description: Description, model_dim: int, num_global_experts: int) -> nn.Module:
-    """A gate with `top_k`, `gate_noise` and `capacity_factor`.
+    """Makes a gate with `top_k`, `gate_noise` and `capacity_factor`.
 
     Raises:
         ConfigError: its type is unknown, a custom one lacks its module, or does not say its `top_k`.
@@ -60,12 +60,12 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
 
 
 def wanted_experts(description: Description) -> float:
-    """How many experts each rank is to have, or −n or 1/n: n ranks share one."""
+    """Returns how many experts each rank is to have, or −n or 1/n: n ranks share one."""
     return next((description[name] for name in _COUNTS if name in description), 1)
 
 
 def experts_in_all(wanted: float, ranks: int) -> int:
-    """E for n experts on each rank, or for −n or 1/n: n ranks share one.
+    """Returns E for n experts on each rank, or for −n or 1/n: n ranks share one.
 
     Raises:
         ConfigError: none of these, or ranks that cannot share evenly.
@@ -83,7 +83,7 @@ def experts_in_all(wanted: float, ranks: int) -> int:
 
 
 def make_experts(description: Description, model_dim: int, count: int, shards: int) -> nn.Module:
-    """`count` experts, or one of `shards` parts of an expert.
+    """Makes `count` experts, or one of `shards` parts of an expert.
 
     Raises:
         ConfigError: their type is unknown, custom ones lack their module, or an option is one of old versions of Tutel.
@@ -113,7 +113,7 @@ def _custom_module(options: dict[str, Any], what: str) -> Callable[..., nn.Modul
 
 
 def _module_of(folder: str, kind: Any) -> Any:
-    """The module `fusedmoe.tutel.gates.KIND` or `fusedmoe.tutel.experts.KIND`."""
+    """Imports the module `fusedmoe.tutel.gates.KIND` or `fusedmoe.tutel.experts.KIND`."""
     known = _KINDS[folder]
     if kind not in known:
         raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")

@@ -1,4 +1,4 @@
-"""A layer's dispatcher, which is the library's, and the experts of a rank as it calls them."""
+"""A layer's dispatcher, by the library's own, and the experts of a rank as it calls them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LocalExperts:
         places: int = 0,
         counts_RE: Tensor | None = None,
     ) -> Tensor:
-        """Σ over each row's sorted copies of their weighted results.
+        """Returns the sum of each row's weighted results, over its sorted copies.
 
         Args:
             places: in a block, at least, for the rows of each source.
@@ -100,13 +100,13 @@ class LocalExperts:
 
 
 class LayerDispatcher:
-    """Takes rows to the experts of a topology and back.
+    """Sends rows to the experts of a topology, and results back.
 
     Args:
         topology: ep counts experts' ranks, esp the parts of an expert's work.
         dispatch: "direct" or "2dh".
         copies: how many ranks of ep compute the same expert; its rows are dealt out to them in turn.
-        beside: ranks that call this together, though rows of none cross.
+        beside: ranks that call this together though no rows travel between them.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class LayerDispatcher:
         self._plans: dict[tuple[Any, ...], Plans] = {}
 
     def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
-        """What is wrong with the numbers of this rank, if anything; then `through_experts` ends all ranks.
+        """Says what is wrong with the numbers of this rank, if anything; `through_experts` then ends all ranks.
 
         Raises:
-            RankError: something is wrong, here or on another rank, and no rows cross that would tell. (On CUDA, where
-                the host would have to wait for that, a later call tells.)
+            RankError: something is wrong, here or on another rank, where no rows travel that would tell. (On CUDA,
+                where the host would have to wait to know, a later call tells.)
         """
         refusal = self.checks.of_numbers(x_SM, weight_SK)
         if self._beside is not None and not x_SM.is_cuda:
@@ -148,7 +148,7 @@ class LayerDispatcher:
         stay: bool = False,
         refusal: str | None = None,
     ) -> Tensor:
-        """y_SM: for each token the weighted sum over its experts that had room for it; zeros where none had.
+        """Returns y_SM, for each token the weighted sum over its experts that had room for it; zeros where none had.
 
         Args:
             weight_SK: multiplies results, or without `postscore` what experts are given.
@@ -180,7 +180,7 @@ class LayerDispatcher:
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
     def _crosses(self, stay: bool) -> bool:
-        """Whether rows go to other ranks."""
+        """Returns whether rows travel to other ranks."""
         return not stay and self.topology.ep.size * self.topology.esp.size > 1
 
     def _through(self, routed: Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool) -> Tensor:
@@ -197,7 +197,7 @@ class LayerDispatcher:
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
     ) -> Layout:
-        """The same pairs without the dropped ones, sorted by other numbers: `number(expert, place in it)`."""
+        """Sorts the pairs that were not dropped by other expert numbers: `number(expert, place in it)`."""
         place_SK = layout.row_SK - layout.offsets_E1.long()[choice.expert_SK]
         dealt_SK = torch.where(layout.row_SK < 0, -1, number(choice.expert_SK, place_SK))
         return order(dealt_SK, experts, None, choice.priority_S)
@@ -205,12 +205,12 @@ class LayerDispatcher:
     def _plans_for(
         self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, experts: Any
     ) -> Assigned:
-        """For so many rows of the rank that sends the most. The first of a kind is collective."""
+        """Returns plans for so many rows of the rank that sends the most. The first call of a kind is collective."""
         topology = self.topology
         workload = costs = None
         if degree == "auto":
             assert find is not None
-            rows = 1 << (rows - 1).bit_length() if rows else 1  # plans are for few sizes
+            rows = 1 << (rows - 1).bit_length() if rows else 1  # rounded up, so that few sizes are planned
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
         any_degree = experts.in_chunks(x_SM).any_degree
         key = (degree, workload, any_degree)

@@ -20,7 +20,7 @@ from fusedmoe.tutel.impls.losses import gshard_loss
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What T tokens chose.
+    """The choice of experts for T tokens.
 
     Attributes:
         expert_SK: [T, K] int64.
@@ -39,15 +39,15 @@ class Choice:
         return len(self.count_E)
 
     def locations(self) -> Tensor:
-        """[T, K]: each pair's place at its expert, drops included: choice k of all tokens before choice k + 1."""
+        """Returns [T, K], each pair's place at its expert, drops included: all tokens' choice k before choice k + 1."""
         layout = order(self.expert_SK, self.experts, None, self.priority_S)
         return layout.row_SK - layout.offsets_E1.long()[self.expert_SK]
 
     def dispatch_count(self) -> Tensor:
-        """[E], as Tutel tells it: without priorities `count_E`.
+        """Returns [E], as Tutel does: without priorities `count_E`.
 
         With priorities Tutel reads it off the last token, and it is no count: the tokens with that expert as an earlier
-        choice, plus one, plus the last token's place where that is its last choice. Told so all the same, since runs
+        choice, plus one, plus the last token's place where that is its last choice. It is so here as well, since runs
         are compared by it; capacities rest on `count_E`.
         """
         if self.priority_S is None or not len(self.expert_SK):
@@ -59,7 +59,7 @@ class Choice:
 
 
 def experts_of_a_token(k: int, experts: int) -> int:
-    """`k`, which may be any whole number that Python or NumPy or a tensor holds, but at most all experts.
+    """Returns `k`, a whole number of Python, NumPy or a tensor, but at most all experts.
 
     Raises:
         ConfigError: there is no such choice.
@@ -70,7 +70,7 @@ def experts_of_a_token(k: int, experts: int) -> int:
 
 
 def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> Choice:
-    """The k highest scores of each token, at most all; between equal ones the lower expert wins.
+    """Chooses the k highest scores of each token, at most all; between equal scores the lower expert wins.
 
     Weights are the scores, for k > 1 with `normalize` divided by their sum (at least eps): not renewed after drops.
 
@@ -90,14 +90,15 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
     return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))
 
 
-# Beyond it rows are rounded up to full tiles.
+# Beyond so many rows Tutel rounds up to full tiles.
 _TILED, _TILE = 256, 128
 
 
 def capacity_of(
     factor: float, top_k: int, tokens: int, experts: int, most_chosen: Callable[[], int], alignment: int = 1
 ) -> int:
-    """k·int(f·⌈T/E⌉) for f > 0; what is needed for f = 0; the smaller of it and k·int(−f·⌈T/E⌉) for f < 0.
+    """Returns k·int(f·⌈T/E⌉) for f > 0; the most that any expert needs for f = 0; for f < 0 the smaller of that and
+    k·int(−f·⌈T/E⌉).
 
     Worked example: 24 tokens, 4 experts, k = 2, f = 1.25 give 2·int(1.25·6) = 14; with alignment 4, 16.
 
@@ -116,7 +117,7 @@ def capacity_of(
 
 
 def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> int:
-    """What Tutel rounds the capacity up to: a multiple of shards · degree, and of a block of its sparse products.
+    """Returns the number of which Tutel makes the capacity a multiple: shards · degree, and a block of sparse products.
 
     This admits tokens, and so changes results with the degree. A degree that the scheduler picks counts as 1 here.
     """
@@ -126,7 +127,7 @@ def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> 
 
 
 class Critical(NamedTuple):
-    """What `extract_critical` decides, one tensor [T] for each of the k choices."""
+    """The decisions of `extract_critical`, with one tensor [T] for each of the k choices."""
 
     num_global_experts: int
     indices: list[Tensor]
@@ -147,7 +148,7 @@ def extract_critical(
     group: dist.ProcessGroup | None = None,
     inequivalent_tokens: bool = False,
 ) -> tuple[Critical, Tensor | None]:
-    """Routes [T, E] scores: (E, experts, places, weights, capacity, counts), and the loss, `loss_fn(scores, top_ids)`.
+    """Routes [T, E] scores; returns (E, experts, places, weights, capacity, counts), and `loss_fn(scores, top_ids)`.
 
     Args:
         capacity_factor, alignment: see `capacity_of`; with a factor ≤ 0 collective over `group`.
@@ -167,7 +168,7 @@ def extract_critical(
 def agreed_capacity(
     choice: Choice, factor: float, alignment: int, group: dist.ProcessGroup | None, inequivalent_tokens: bool
 ) -> int:
-    """`capacity_of` what this rank's tokens chose; collective with a factor ≤ 0 or `inequivalent_tokens`."""
+    """Returns `capacity_of` a rank's choice; collective with a factor ≤ 0 or `inequivalent_tokens`."""
 
     def most(value: int) -> int:
         return int(simple_all_reduce(choice.count_E.new_tensor(value), group, dist.ReduceOp.MAX))
@@ -183,12 +184,12 @@ def get_dispatch_count(critial_data: Sequence[Any]) -> Tensor:
 
 
 def get_topk_selection(critial_data: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The chosen experts [T, K], int64, and how many tokens chose each, [E]."""
+    """Returns the chosen experts [T, K], int64, and how many tokens chose each, [E]."""
     return torch.stack(list(critial_data[1]), 1).long(), get_dispatch_count(critial_data)
 
 
 def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "sample_id") -> Tensor:
-    """[E, C], int32: which token ("sample_id"), or which of its choices ("top_id"), each place holds; -1 for none."""
+    """Returns [E, C] int32: which token ("sample_id"), or which of its choices ("top_id"), a place holds; -1: none."""
     if return_id_type not in ("sample_id", "top_id"):
         raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
     places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
@@ -209,13 +210,13 @@ class _Scaled(Function):
     @staticmethod
     def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
         rows_NM, weight_N = ctx.saved_tensors
-        # One dot product a row, as one operation: nothing of the rows' size is made for it.
+        # One dot product a row in one operation, so that no tensor of the rows' size is made for it.
         dweight_N = torch.bmm(grad_NM[:, None], rows_NM.to(weight_N.dtype)[:, :, None])[:, 0, 0]
         return (grad_NM * weight_N[:, None]).to(rows_NM.dtype), dweight_N
 
 
 def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
-    """weight_N[n] · rows_NM[n] in the weights' dtype, which is at least as wide. Saves both as they are."""
+    """Returns weight_N[n] · rows_NM[n] in the weights' dtype, which is at least as wide. Saves both as they are."""
     out: Tensor = _Scaled.apply(rows_NM, weight_N)
     return out
 
@@ -230,7 +231,7 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _Places:
-        """From each choice's experts (negative for none) and places."""
+        """Makes places of each choice's experts (negative for none) and locations."""
         expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
         kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
         pair_N = kept_SK.reshape(-1).nonzero()[:, 0]
@@ -268,7 +269,7 @@ class TutelMoeFastDispatcher:
         capacity: int | None = None,
         is_postscore: bool = True,
     ) -> None:
-        """Sets what the next calls go by.
+        """Sets the choices of the next calls.
 
         Args:
             indices_, locations_, gates_: for each choice its experts, places and weights, of any dtype; T elements
@@ -292,7 +293,7 @@ class TutelMoeFastDispatcher:
         self.sample_size, self.capacity, self.is_postscore = len(indices[0]), capacity, is_postscore
 
     def encode(self, data: Tensor) -> Tensor:
-        """[T, D] or […, D] -> [E·C, D].
+        """Moves [T, D] or […, D] to [E·C, D].
 
         Raises:
             ConfigError: not T rows.
@@ -300,7 +301,7 @@ class TutelMoeFastDispatcher:
         return self._encode(data, () if self.is_postscore else self.gates_, self.original_dtype)
 
     def decode(self, data: Tensor) -> Tensor:
-        """[E·C, D] or […, D] -> [T, D].
+        """Moves [E·C, D] or […, D] to [T, D].
 
         Raises:
             ConfigError: not E·C rows.
@@ -311,7 +312,7 @@ class TutelMoeFastDispatcher:
         rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._places.layout)
         if gates:
             rows_NM = self._weighted(rows_NM, gates)
-        # Added, not copied: clients give masked tokens, of weight zero, all the place of another one.
+        # Added, not copied: clients give masked tokens, of weight zero, the place of another token.
         rows_NM = rows_NM.to(torch.promote_types(rows_NM.dtype, self.dtype))
         blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
         return blank.index_add(0, self._places.place_N, rows_NM).to(dtype)
@@ -357,13 +358,13 @@ class GatingDecoder:
 
 
 def fast_encode(data: Tensor, critial_data: Sequence[Any], is_postscore: bool = True) -> Tensor:
-    """[T, D] -> [E, C, D], places without a token zero; weighted here unless `is_postscore`."""
+    """Moves [T, D] to [E, C, D], places without a token zero; weights rows unless `is_postscore`."""
     E, C = int(critial_data[0]), int(critial_data[4])
     return _dispatcher(data, critial_data, is_postscore).encode(data).view(E, C, data.shape[-1])
 
 
 def fast_decode(data: Tensor, critial_data: Sequence[Any], is_postscore: bool = True) -> Tensor:
-    """[E, C, D] -> [T, D], the sum of each token's rows, weighted here if `is_postscore`."""
+    """Moves [E, C, D] to [T, D], the sum of each token's rows; weights them if `is_postscore`."""
     return _dispatcher(data, critial_data, is_postscore).decode(data)
 
 

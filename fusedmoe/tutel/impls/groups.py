@@ -1,4 +1,4 @@
-"""Groups of ranks by Tutel's names; PyTorch's process groups as the library's groups and topologies."""
+"""Groups of ranks by Tutel's names, and the library's groups and topologies for PyTorch's process groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks of the group, by default of the job; 1 where nothing is initialised."""
+    """Returns the number of ranks of a group, by default of the job; 1 where nothing is initialised."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_world_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This rank's place in the group; 0 where nothing is initialised."""
+    """Returns this rank's place in a group; 0 where nothing is initialised."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def size_of(handle: dist.ProcessGroup | None) -> int:
-    """Ranks of the group.
+    """Returns the number of ranks of a group.
 
     Raises:
         ConfigError: this rank is none of them.
@@ -42,7 +42,7 @@ def size_of(handle: dist.ProcessGroup | None) -> int:
 
 
 def as_group(handle: dist.ProcessGroup | None) -> Group:
-    """The library's view of a group: its waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and errors name ranks."""
+    """Returns a group whose waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and whose errors name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
     return group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TIMEOUT_S)
@@ -55,7 +55,7 @@ TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
 @dataclass
 class ParallelEnv:
-    """Where this rank stands in `group_count` groups of `model_size` consecutive ranks."""
+    """This rank's place in `group_count` groups of `model_size` consecutive ranks."""
 
     global_size: int
     global_rank: int
@@ -75,7 +75,7 @@ class ParallelEnv:
 
 
 def create_standalone_group() -> ProcessGroup | None:
-    """A group of this rank alone. Collective over all ranks."""
+    """Makes a group of this rank alone. Collective over all ranks."""
     if not dist.is_initialized():
         return None
     _meet(None)
@@ -85,13 +85,13 @@ def create_standalone_group() -> ProcessGroup | None:
 def create_groups_from_world(
     group_count: int, include_init: str | None = None, parent_group: ProcessGroup | None = None
 ) -> ParallelEnv:
-    """The world in `group_count` groups of consecutive ranks; a negative count is minus the size of a group.
+    """Splits the world into `group_count` groups of consecutive ranks; a negative count is minus the size of a group.
 
     Collective over the parent's ranks; the same arguments give the same object.
 
     Args:
         include_init: the backend to initialise with from the launcher's environment ("nccl", "gloo"); without a
-            launcher the result is that of a single process. None: what is there.
+            launcher the result is that of a single process. None: takes what is initialised.
         parent_group: split this group instead of the world; ranks are then places in it.
     Raises:
         ConfigError: the groups do not come out even; another backend than before; "nccl" without a GPU.
@@ -185,7 +185,7 @@ def _split(group_count: int, parent: ProcessGroup | None) -> ParallelEnv:
 
 
 def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> ProcessGroup | None:
-    """The group of one line of a grid of places. Every rank makes all lines, unless they lie in a part of the world."""
+    """Makes the group of one line of a grid of places. Every rank makes all lines, unless they lie in a sub-group."""
     if world is None or len(grid) == 1:
         return world
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
@@ -201,12 +201,12 @@ def _local(what: str) -> int:
     return int(os.environ.get(f"LOCAL_{what}", os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", default)))
 
 
-# By (world, group, copies, nodes); the world is part of it because a process may make one, end it and make another.
+# By (world, ranks, shards and degree, ranks of a node); the world, as a process may end one and make another.
 _TOPOLOGIES: dict[tuple[object, tuple[int, ...], tuple[int, int], int | None], Topology] = {}
 
 
 def topology_of(handle: dist.ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
-    """The topology for experts that `shards` consecutive ranks of a group hold together. Collective on first use.
+    """Returns the topology for experts that `shards` consecutive ranks of a group share. Collective on first use.
 
     Args:
         handle: the group; None for all ranks.

@@ -27,7 +27,7 @@ class JitCompiler:
 
     @staticmethod
     def create_raw(source: str) -> Callable[..., None]:
-        """The function of a source that is filled in. It is called with tensors, then `extra=[numbers]`.
+        """Makes the function of a complete source. It is called with tensors, then `extra=[numbers]`.
 
         Raises:
             ConfigError: no `__global__` function is found; when called, without a CUDA GPU.
@@ -50,7 +50,7 @@ class JitCompiler:
 
     @staticmethod
     def generate_kernel(keyword_dict: Mapping[str, Any], template: str) -> Callable[..., None]:
-        """`create_raw` of a template with `@NAME@` replaced."""
+        """Makes the function of a template with `@NAME@` replaced."""
         for name, value in keyword_dict.items():
             template = template.replace(f"@{name}@", str(value))
         return JitCompiler.create_raw(template)

@@ -9,7 +9,7 @@ from fusedmoe import losses
 
 
 def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
-    """E · Σ_e mean_S(p_e) · the share of tokens whose *first* choice is e (Lepikhin et al. 2021).
+    """Returns E · Σ_e mean_S(p_e) · the share of tokens whose *first* choice is e (Lepikhin et al. 2021).
 
     The library's `balance_loss` of first choices, but summed in the order in which Tutel sums, which half precision
     tells apart; zero without tokens.
@@ -26,7 +26,7 @@ def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
 def load_importance_loss(
     scores_wo_noise: Tensor, topk_logits: Tensor, num_global_experts: int, gate_noise: float
 ) -> Tensor:
-    """(cv²(importance) + cv²(load)) / 2, as Tutel defines the load.
+    """Returns (cv²(importance) + cv²(load)) / 2, as Tutel defines the load.
 
     Tutel compares the *softmax* without noise with the raw noisy logit of the last choice, where Shazeer et al. (2017)
     compare logits with logits; clients' runs rest on it.

@@ -115,11 +115,11 @@ class MOELayer(nn.Module):
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
         self.world_size = size_of(group)
-        every = self.global_expert_count(wanted_experts(experts), group)
-        self.register_buffer("_num_global_experts", torch.tensor(every))
-        self._experts_in_all = every
-        self.num_local_experts = max(1, every // self.world_size)
-        self.sharded_count = s = max(1, self.world_size // every)
+        E = self.global_expert_count(wanted_experts(experts), group)
+        self.register_buffer("_num_global_experts", torch.tensor(E))
+        self._experts_in_all = E
+        self.num_local_experts = max(1, E // self.world_size)
+        self.sharded_count = s = max(1, self.world_size // E)
         self.auto_parallel, self.use_model_parallel = False, True
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
@@ -146,13 +146,13 @@ class MOELayer(nn.Module):
         gates = []
         for number, description in enumerate(gate_descriptions(gate_type)):
             _seed(None if gate_seed is None else gate_seed + number)
-            gates.append(make_gate(description, model_dim, every))
+            gates.append(make_gate(description, model_dim, E))
         self.gates = nn.ModuleList(gates)
         _seed(last_seed)
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """E for n experts on each rank of the group, or for −n or 1/n: n ranks share one.
+        """Returns E for n experts on each rank of the group, or for −n or 1/n: n ranks share one.
 
         Raises:
             ConfigError: none of these, or ranks that cannot share evenly.
@@ -165,20 +165,20 @@ class MOELayer(nn.Module):
 
     @property
     def expert_ranks(self) -> dict[str, tuple[int, ...]]:
-        """The ranks over which the experts are split: ep has different ones, esp shards of the same."""
+        """Returns the ranks over which experts are split: along ep they hold other experts, along esp shards."""
         s, at = self.sharded_count, get_world_rank(self.group)
         ranks = dist.get_process_group_ranks(self.group) if self.world_size > 1 else [get_world_rank()]
         return {"ep": tuple(ranks[at % s :: s]), "esp": tuple(ranks[at - at % s :][:s])}
 
     def _numbers(self) -> list[Any]:
-        """The experts here, or with shards [number, shard, shards], as `Experts` have them."""
+        """Returns the numbers of the experts here, or with shards [number, shard, shards], as `Experts` do."""
         s, at, e = self.sharded_count, get_world_rank(self.group), self.num_local_experts
         numbers = range(at // s * e, at // s * e + e)
         return [[number, at % s, s] for number in numbers] if s > 1 else list(numbers)
 
     @property
     def shardings(self) -> dict[str, dict[str, int]]:
-        """How the experts are split over ep and esp, as `fusedmoe.training` asks.
+        """Returns how the experts are split over ep and esp, as `fusedmoe.training` asks.
 
         Experts may say so themselves, in their attribute `shardings`, as those of this package do. Of others' a
         parameter or buffer is each rank's own, as for Tutel: [local experts, …] part of a whole, else one without a
@@ -214,7 +214,7 @@ class MOELayer(nn.Module):
         return int(degree)  # a key, which a tensor is not
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
+        """Returns named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
         owners = {"gate": self.gates, "local_experts": self.experts}
         if param_type not in owners:
             raise ConfigError(f"unknown kind of parameters {param_type!r}; choose {' or '.join(owners)}")
@@ -232,7 +232,7 @@ class MOELayer(nn.Module):
         adaptive_r: int | None = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """[…, D] -> […, D_out] in the input's dtype. Ranks may have any number of tokens, none included.
+        """Computes […, D_out] of […, D] in the input's dtype. Ranks may have any number of tokens, none included.
 
         Args:
             gate_index: which gate routes.
@@ -320,11 +320,11 @@ class MOELayer(nn.Module):
             return choice, losses.load_importance_loss(logits_SE.softmax(1), chosen_SK, E, gate.gate_noise)
 
     def _parts(self) -> int:
-        """r: into how many parts an expert's work is split, where it is split at all."""
+        """Returns r, into how many parts an expert's work is split, where it is split at all."""
         return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
 
     def _dispatcher(self) -> LayerDispatcher:
-        """By the adaptive degree; collective when one is used first."""
+        """Returns the dispatcher of the adaptive degree; collective when a degree is used first."""
         r, s = self._parts(), self.sharded_count
         if not self._dispatchers and self.world_size > 1:
             self._compare_gates()
@@ -338,7 +338,7 @@ class MOELayer(nn.Module):
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
-        """Gates that begin apart would stay so: clients sum their gradients themselves, as if they were copies."""
+        """Checks that gates begin alike: clients sum their gradients themselves, so they would stay different."""
         topology = topology_of(self.group)
         gates = [
             (f"moe_layer: gates.{name}", topology.world, parameter)
@@ -349,7 +349,7 @@ class MOELayer(nn.Module):
         require_equal(gates, topology, "give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's")
 
     def _places(self, capacity: int) -> int:
-        """Places for rows of one source in a local expert's block."""
+        """Returns the places for rows of one source in a local expert's block."""
         r, s = self._parts(), self.sharded_count
         return capacity if r == 0 or self.world_size == 1 else -(-capacity * r // s)
 
@@ -370,7 +370,7 @@ class MOELayer(nn.Module):
         return LocalExperts(count, fused, blocks, tuple(module.parameters()), getattr(module, "workload", None))
 
     def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
-        """The experts on [e, C, D], which custom ones are given as [e, C, *reserve_shape]; returns [e, C, …]."""
+        """Runs the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; returns [e, C, …]."""
         if hasattr(self.experts, "fused"):  # those of this package know nothing of a token's dimensions
             y: Tensor = self.experts(x, self)
             self.protected_shape = self._shape_like(reserve_shape, *y.shape)
@@ -381,12 +381,12 @@ class MOELayer(nn.Module):
 
     @staticmethod
     def _shape_like(token_shape: Sequence[int], *blocks: int) -> torch.Size:
-        """Results [e, C, D_out] keep the shape of tokens where they are as large."""
+        """Returns the shape of results [e, C, D_out]: that of tokens where they have as many elements."""
         same = torch.Size(token_shape).numel() == blocks[-1]
         return torch.Size((*blocks[:2], *token_shape) if same else blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles are not part of a graph, and make their way themselves.
+        # Copies and pickles are not part of a graph, and make dispatchers of their own.
         self._note_marks()
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
@@ -404,8 +404,8 @@ class MOELayer(nn.Module):
         return self
 
     def _note_marks(self) -> None:
-        """Keeps what experts' parameters are marked with, by this layer, `scan_expert_func` or anybody: a copy of a
-        parameter has no attributes."""
+        """Keeps the marks of experts' parameters, by this layer, `scan_expert_func` or anybody: a copy of a parameter
+        has no attributes."""
         self._marks = {
             name: {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
             for name, parameter in self.experts.named_parameters()
@@ -490,7 +490,7 @@ def _valid(degree: Any) -> Degree:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """Said with the first layer: to say so imports the compiler."""
+    """Disables compilers for the layer. Done with the first layer, as it imports the compiler."""
     MOELayer.forward = torch.compiler.disable(MOELayer.forward)  # type: ignore[method-assign]
 
 

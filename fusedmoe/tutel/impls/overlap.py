@@ -22,9 +22,9 @@ def a2a_ffn_overlap_forward(
     use_2dh: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """[E, C, D] -> [E, C, D_out]: each of the chunks of C goes to its experts, through `expert_fn` and back.
+    """Sends [E, C, D] in chunks of C to the experts, through `expert_fn` and back; returns [E, C, D_out].
 
-    All chunks leave at once; one is computed as soon as it is there, while the others are on their way.
+    All chunks are sent at once; a chunk is computed as soon as it is received, while the others travel.
 
     Raises:
         ConfigError: C is not a multiple of the degree.
@@ -33,8 +33,8 @@ def a2a_ffn_overlap_forward(
         raise ConfigError(f"{input.shape[1]} places cannot be split into {a2a_ffn_overlap_degree} equal chunks")
     chunks = input.chunk(a2a_ffn_overlap_degree, dim=1)
     if use_2dh:
-        came = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
-        return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in came], 1)
+        received = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
+        return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in received], 1)
     arriving = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
     leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in arriving]
     return torch.cat([leave() for leave in leaving], 1)

@@ -1,4 +1,4 @@
-"""Places of one-hot choices."""
+"""Running counts of one-hot choices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fusedmoe.errors import ConfigError
 
 
 def torch_cumsum_sub_one(mask1: Tensor) -> Tensor:
-    """Down each column, how many ones there are so far, less one."""
+    """Returns, down each column, how many ones there are so far, less one."""
     return mask1.cumsum(0) - 1
 
 
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
-    """The same, of [T, E] along dimension 0. (FAST_CUMSUM chooses among Tutel's kernels; here there is one way.)"""
+    """Does `torch_cumsum_sub_one` for [T, E]. (FAST_CUMSUM chooses among Tutel's kernels; here there is one way.)"""
     if data.dim() != 2 or dim != 0:
         raise ConfigError(f"fast_cumsum_sub_one takes [T, E] along dimension 0, not {list(data.shape)} along {dim}")
     return torch_cumsum_sub_one(data)

@@ -1,8 +1,8 @@
-"""The three moves of one choice's rows, as functions that write into a tensor of theirs.
+"""The three moves of one choice's rows, as functions that write into one of their arguments.
 
-Indices, locations and gates have an element a token, as [T] or [T, 1] (gates also as [T, 2], twice the same); tokens
-and rows lie one behind the other, in any leading dimensions. `extra` is [tokens, row length, capacity] in all of them;
-index < 0 and location ≥ capacity mean no row.
+Indices, locations and gates have an element for each token, as [T] or [T, 1] (gates also as [T, 2], twice the same);
+tokens and rows may have any leading dimensions. `extra` is [tokens, row length, capacity] in all three; index < 0 and
+location ≥ capacity mean no row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Move = Callable[..., None]
 
 
 def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """`f(gates, indices, locations, tokens, rows, extra)`: rows[place] += gate · token."""
+    """Makes `f(gates, indices, locations, tokens, rows, extra)`: rows[place] += gate · token."""
 
     def run(
         gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
@@ -29,7 +29,7 @@ def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
 
 
 def create_backward_data(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """`f(gates, indices, locations, tokens, rows, extra)`: token = gate · rows[place], zero without a row."""
+    """Makes `f(gates, indices, locations, tokens, rows, extra)`: token = gate · rows[place], zero without a row."""
 
     def run(
         gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
@@ -43,7 +43,7 @@ def create_backward_data(param_dtype: torch.dtype, is_cuda: bool = True) -> Move
 
 
 def create_backward_gate(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """`f(dgates, indices, locations, tokens, rows, extra)`: dgate = ⟨token, rows[place]⟩, zero without a row."""
+    """Makes `f(dgates, indices, locations, tokens, rows, extra)`: dgate = ⟨token, rows[place]⟩, zero without a row."""
 
     def run(
         dgates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
@@ -63,7 +63,7 @@ def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[T
 
 
 def _flat(rows: Tensor, width: int) -> Tensor:
-    """What is written to it is written to `rows`."""
+    # A view: writes to it are writes to `rows`.
     return rows.view(-1, width)
 
 

@@ -14,7 +14,8 @@ _HERE = "fusedmoe.tutel"
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """`-m module …` and `script.py …` run where `import tutel` is this package; another program runs as it is.
+    """Returns the command that runs `-m module …` or `script.py …` with this package as `tutel`; another program runs
+    as it is.
 
     Raises:
         ConfigError: no program.

@@ -13,7 +13,7 @@ from fusedmoe.errors import ConfigError
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """The torchrun that starts this host's ranks.
+    """Returns the torchrun command that starts this host's ranks.
 
     Raises:
         ConfigError: several hosts, and no MASTER_ADDR.
