@@ -126,6 +126,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         ConfigError: sizes that do not fit together, loads that are negative or not finite, t or m below 0.
     """
     load_E = _checked_loads(placement, load_E, nodes, t, m)
+    # The load of a copy, not of an expert: what calibration adds to should not be added to again and again.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
     free_W = np.clip(m - placement.extra_W(), 0, t)  # m ← min(m, t)
@@ -295,6 +296,7 @@ def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes,
     """Returns the rank with the least work on the node with the least, among those with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
+    # Ties: the paper's for experts that nobody copies; those that will be copied go where the most slots are free.
     sign = -1 if prefer_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))
@@ -305,7 +307,7 @@ def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes,
 
 def _checked_loads_of_layers(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes) -> NDArray[np.float64]:
     load_LE = np.asarray(load_LE, dtype=np.float64)
-    sizes = {(one.ranks, one.experts) for one in shardings}
+    sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
     if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
         raise ConfigError(
             f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
@@ -314,6 +316,6 @@ def _checked_loads_of_layers(shardings: Sequence[Placement], load_LE: ArrayLike,
         raise ConfigError(f"sharding: {shardings[0].ranks} ranks hold experts, {nodes.ranks} stand in nodes")
     if not np.isfinite(load_LE).all() or (load_LE < 0).any():
         raise ConfigError("sharding: a load is negative or not finite")
-    if any(any(one.replicas) for one in shardings):
+    if any(any(sharding.replicas) for sharding in shardings):
         raise ConfigError("sharding: a placement has replicas; give shardings")
     return load_LE

@@ -1,4 +1,4 @@
-"""What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
+"""Functions that a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, wrappers."""
 
 from fusedmoe.placement.hecate import LayerLoads
 from fusedmoe.placement.placement import Placement

@@ -153,9 +153,10 @@ class ShardedExperts:
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
         self._layers = _dynamic(model)
+        # A model without other ranks has no dynamic experts: everything below is for those that move.
         if topology.ep.size > 1 and not layers:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
-        if any(one.hooked for one in self._layers):
+        if any(placed.hooked for placed in self._layers):
             raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
         for layer in layers:
             assert layer.placed is not None
@@ -166,8 +167,8 @@ class ShardedExperts:
                     "torch.nn.utils.parametrize instead, with one part for each expert, or use placement='ep'."
                 )
             require_stacked(layer.placed.experts, layer.placed.owned)
-        self._names = [one.names for one in self._layers]
-        if len({one.placement.experts for one in self._layers}) > 1:
+        self._names = [placed.names for placed in self._layers]
+        if len({placed.placement.experts for placed in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
@@ -196,11 +197,13 @@ class ShardedExperts:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
             on_all_ranks(topology.world, "looking at the optimizer", try_on)
         self._sparse = _sparse(topology, heap)
-        for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
-            one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
-            one.sparse, one.clocked = self._sparse, self._measures
+        neighbours = zip([None, *self._layers[:-1]], [*self._layers[1:], None], strict=True)
+        for placed, (before, after) in zip(self._layers, neighbours, strict=True):
+            placed.hooked, placed.rematerialises, placed.neighbours = True, rematerialises, (before, after)
+            placed.sparse, placed.clocked = self._sparse, self._measures
             if self._correction is not None:
-                one.correct = partial(self._corrected, one.nodes)
+                placed.correct = partial(self._corrected, placed.nodes)
+        # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
@@ -209,7 +212,7 @@ class ShardedExperts:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """[L]: where the experts of each layer are in the next step."""
+        """Placements of the experts in the next step, one for each layer."""
         return tuple(one.placement for one in self._layers)
 
     @property
@@ -218,9 +221,9 @@ class ShardedExperts:
         return sum(one.sent_bytes for one in self._layers)
 
     def memory(self) -> ExpertMemory:
-        """What the experts take on this rank."""
-        found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
-        return ExpertMemory(*found.sum(axis=0).tolist())
+        """Returns the bytes that experts take on this rank."""
+        parts = [self._memory_of(parameter) for placed in self._layers for parameter in placed.parameters]
+        return ExpertMemory(*np.array([(0, 0, 0, 0), *parts]).sum(axis=0).tolist())
 
     def hide_in(self, seconds: float) -> None:
         """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
@@ -230,7 +233,7 @@ class ShardedExperts:
             self._find_overlap(seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next placements follow from; the same on every rank. For `save_checkpoint(…, extra=…)`."""
+        """Returns what the next placements follow from, the same on every rank; for `save_checkpoint(…, extra=…)`."""
         return {
             "iteration": self.iteration,
             "history": [load_LE.tolist() for load_LE in self._history],
@@ -355,7 +358,8 @@ class ShardedExperts:
             one.place(placement)
 
     def _measure(self) -> None:
-        """t, from the time between two layers of experts."""
+        """Finds t from the time between two layers of experts."""
+        # The least of all ranks: where one has less time, experts would keep all of them waiting.
         idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64).mean()
         idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
         self._idle_s.append(float(idle_s))
@@ -393,7 +397,7 @@ def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
 
 
 def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
-    """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
+    """Measures what this machine takes for a token and an expert of a layer. Collective over all ranks."""
     assert layer.placed is not None
     parameters = layer.placed.parameters
     first = parameters[0]

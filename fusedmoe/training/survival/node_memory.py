@@ -34,7 +34,7 @@ _SLOT = re.compile(r"\d{1,18}-\d{1,9}-\d")
 
 
 class NodeMemory:
-    """What an agent's ranks, those of now and those after a restart, keep in the memory of their host.
+    """Memory of a host for an agent's ranks, those of now and those after a restart.
 
     Making it removes what agents that are gone have left there.
 
@@ -84,34 +84,36 @@ class NodeMemory:
             raise RankError("survival: the process that started this rank (torchrun) is gone; start the job again")
 
     def slot(self, name: str) -> Slot:
+        """Returns the slot of this name, whether anything is in it or not."""
         return Slot(self._folder / f"{self._prefix}{name}")
 
     def headers(self) -> dict[str, dict[str, Any] | None]:
-        """The headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
-        found: dict[str, dict[str, Any] | None] = {}
+        """Reads the headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
+        headers: dict[str, dict[str, Any] | None] = {}
         for path in sorted(self._folder.glob(f"{self._prefix}*{_HEADER}")):
             name = path.name.removeprefix(self._prefix).removesuffix(_HEADER)
             try:
                 text = _read(path)
                 if text is not None and _SLOT.fullmatch(name):
-                    found[name] = unsealed(text, f"survival: {path}")
+                    headers[name] = unsealed(text, f"survival: {path}")
             except ConfigError as error:
                 warnings.warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
-                found[name] = None
-        return found
+                headers[name] = None
+        return headers
 
     def slots(self) -> list[str]:
-        """All slots of this user that there are, whole or not."""
-        found = set()
+        """Lists all slots of this user that there are, whole or not."""
+        names = set()
         for path in self._folder.glob(f"{self._prefix}*"):
             name = path.name.removeprefix(self._prefix).split(".")[0]
             with suppress(OSError):
                 if _SLOT.fullmatch(name) and _stranger(path.lstat()) is None:
-                    found.add(name)
-        return sorted(found)
+                    names.add(name)
+        return sorted(names)
 
     def remove(self, name: str) -> None:
-        """Removes a slot, if it is there: its header first."""
+        """Removes a slot, if it is there."""
+        # The header first, at any kill: a header without its bytes would pass for a snapshot that is damaged.
         for suffix in (_HEADER, ""):
             (self._folder / f"{self._prefix}{name}{suffix}").unlink(missing_ok=True)
 
@@ -120,7 +122,7 @@ class NodeMemory:
         _write(self._folder / f"{self._prefix}note", sealed(note))
 
     def note(self) -> dict[str, Any] | None:
-        """What `write_note` was given last, by any rank of this node; None before.
+        """Returns what `write_note` was given last, by any rank of this node; None before.
 
         Raises:
             ConfigError: it is damaged.
@@ -134,7 +136,7 @@ class NodeMemory:
 
 
 class Slot:
-    """A place for one snapshot."""
+    """Place for one snapshot: its bytes, and the header that says that they are whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._header = path, path.with_name(path.name + _HEADER)
@@ -144,7 +146,7 @@ class Slot:
         return str(self._path)
 
     def begin(self, size: int) -> Tensor:
-        """[size] uint8: the memory to write into. What was there before is no snapshot from now on.
+        """Returns the memory to write into, [size] uint8. What was there before is no snapshot from now on.
 
         Raises:
             ConfigError: another user has taken its name.
@@ -172,11 +174,11 @@ class Slot:
         return self._bytes
 
     def commit(self, header: dict[str, Any]) -> None:
-        """The bytes are whole, and this is what they are."""
+        """Writes the header: the bytes are whole, and it says what they are."""
         _write(self._header, sealed(header))
 
     def read(self, size: int) -> Tensor:
-        """[size] uint8: the bytes of a whole snapshot; writing into them changes no file.
+        """Returns the bytes of a whole snapshot, [size] uint8; writing into them changes no file.
 
         Raises:
             ConfigError: they are fewer, or not this user's.
@@ -202,7 +204,7 @@ def _mapped(file: int, size: int, access: int) -> Tensor:
 
 
 def _stranger(found: os.stat_result) -> str | None:
-    """Why a file is none that `_made` made, None if it is one."""
+    """Says why a file is none that `_made` made; None if it is one."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no regular file"
     if found.st_uid != os.geteuid():
@@ -254,7 +256,7 @@ def _taken(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file of this user's own; None where there is none, with a warning where it is another's.
+    """Reads a file of this user's own; returns None where there is none, with a warning where it is another's.
 
     Raises:
         ConfigError: it is larger than any of ours.
@@ -286,5 +288,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _family() -> str:
-    """How names begin, of agents whose processes can be seen from here."""
+    """Returns the beginning of names, of agents whose processes can be seen from here."""
+    # The number of the PID namespace: containers that share /dev/shm number their processes apart.
     return f"{_FAMILY}{os.stat('/proc/self/ns/pid').st_ino}-"

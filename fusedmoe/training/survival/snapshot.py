@@ -49,46 +49,50 @@ class JobNodes:
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> JobNodes:
-        """From the name of each rank's node, in rank order."""
+        """Numbers the nodes from the name of each rank's node, in rank order."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
     @property
     def count(self) -> int:
+        """Number of nodes."""
         return max(self.of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of a node."""
-        return [rank for rank, of in enumerate(self.of_rank) if of == node]
+        """Lists the ranks of a node."""
+        return [rank for rank, its_node in enumerate(self.of_rank) if its_node == node]
 
     def speaks(self, rank: int) -> bool:
-        """Whether a rank does what is done once on each node."""
+        """Tells that a rank does what is done once on each node."""
         return self.ranks(self.of_rank[rank])[0] == rank
 
     def keeps(self, key: str, holders: Sequence[int], rank: int) -> bool:
-        """Whether `rank`, one of the holders of `key`, is the one that keeps it on its node: memory is the node's."""
+        """Returns whether `rank`, one of the holders of `key`, is the one that keeps it on its node."""
+        # Memory is the node's, so one copy serves all its ranks; by a hash, so that they share the work.
         here = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
         return here[zlib.crc32(key.encode()) % len(here)] == rank
 
     def on_one(self, holders: Sequence[int]) -> bool:
-        """Whether all holders are on one node, with which the part would be lost."""
+        """Returns whether all holders are on one node, with which the part would be lost."""
         return len({self.of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
-        """The rank that gets copies of what only the node of `rank` has: on the next node, the same place there; None
-        where there is one node."""
+        """Returns the rank that gets copies of what only the node of `rank` has; None where there is one node.
+
+        It is on the next node, at the same place there.
+        """
         if self.count == 1:
             return None
         own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
     def sources(self, rank: int) -> list[int]:
-        """The ranks whose buddy is `rank`."""
+        """Lists the ranks whose buddy is `rank`."""
         return [other for other in range(len(self.of_rank)) if self.buddy(other) == rank]
 
 
 class StatePart(NamedTuple):
-    """A part of a tensor, or a whole object, in a slot.
+    """Part of a tensor, or a whole object, in a slot.
 
     Attributes:
         key: as in a checkpoint.   start, size: where in the tensor and how large; None of an object.
@@ -108,19 +112,19 @@ class StatePart(NamedTuple):
 
     @property
     def place(self) -> tuple[str, tuple[int, ...] | None]:
-        """What it is of, whoever holds it."""
+        """Key and start: the same for all copies of the part, whoever holds them."""
         return self.key, self.start
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> StatePart:
-        """What JSON has made of one."""
+        """Makes a part from what JSON has made of it: lists in place of tuples."""
         plain: Any = [tuple(value) if isinstance(value, list) else value for value in fields]
         return cls(*plain)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What copies cost: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
+    """Price of copies: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
 
     memory_bytes: int
     sent_bytes: int
@@ -163,6 +167,7 @@ class Snapshots:
         for source in nodes.sources(me):
             bases[source] = total
             total += _sent_bytes(self._table[source])
+        # The older slot: until this one is whole, on all nodes, the other one is the state to go on from.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8)
 
         def begin() -> None:
@@ -178,6 +183,7 @@ class Snapshots:
         for source, base in bases.items():
             held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
         keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+        # After the last byte: a header says that its bytes are whole.
         slot.commit(
             {
                 "format": FORMAT,
@@ -193,7 +199,7 @@ class Snapshots:
         self.price = Price(2 * total, _sent_bytes(parts))
 
     def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
-        """Every rank's parts, which are told again only where some have changed.
+        """Gathers every rank's parts, which are told again only where some have changed.
 
         Raises:
             RankError: `extra` is not the same on all ranks: each node would keep that of one of its ranks.
@@ -212,11 +218,12 @@ class Snapshots:
             self._digests = digests
 
     def _send(self, memory: Tensor, bases: dict[int, int], operation: str) -> None:
-        """What is sent stands at the beginning of each rank's parts."""
+        """Sends the parts that only one node holds, which stand first in each rank's slot, to the buddies."""
         world, buddy = self._topology.world, self._nodes.buddy(self._topology.world.index)
         sent = [_sent_bytes(parts) for parts in self._table]
         if buddy is None:
             return
+        # All ranks go through as many exchanges as the longest needs; in chunks, so that little of a GPU is taken.
         for start in range(0, max(sent), CHUNK_BYTES):
             counts = [min(CHUNK_BYTES, max(0, size - start)) for size in sent]
             own = counts[world.index]
@@ -229,25 +236,27 @@ class Snapshots:
 
 
 def slot_name(generation: int, rank: int, number: int) -> str:
+    """Names the slot of a rank; `number` is 0 or 1."""
     return f"{generation}-{rank}-{number}"
 
 
 def generation_of(slot: str) -> int:
-    """Of a slot by its name."""
+    """Reads the generation of a slot from its name."""
     return int(slot.split("-")[0])
 
 
 def end_of(parts: Iterable[StatePart]) -> int:
-    """The bytes of a slot with these parts."""
+    """Returns the bytes of a slot with these parts."""
     return max((_aligned(part.at + part.bytes) for part in parts), default=0)
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
-    """The digest of each part's bytes in a slot, with those up to the next part."""
+    """Computes the digest of each part's bytes in a slot, with those up to the next part."""
 
     def digest(part: StatePart) -> str:
         return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
 
+    # hashlib lets other threads run while it works.
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(digest, parts))
 
@@ -257,8 +266,10 @@ def _digest(data: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Reduces a value to plain types, which are equal where values are, whatever object is which: tensors become their
-    bits, unknown objects their classes."""
+    """Reduces a value to plain types, which are equal where values are, whatever object is which.
+
+    Tensors become their bits, unknown objects their classes.
+    """
     if isinstance(value, Tensor):
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
@@ -281,7 +292,7 @@ def _aligned(at: int) -> int:
 def _own_parts(
     model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
 ) -> tuple[list[StatePart], list[Tensor]]:
-    """What this rank keeps, those first that it sends, and the values."""
+    """Collects the parts that this rank keeps, those first that it sends, and their values."""
     me = topology.world.index
     alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
