@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
+from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
 from fusedmoe.training.checkpoint_folder import PlainPlanner, refuse_lost
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, JobNodes, StatePart, part_digests
+from fusedmoe.training.survival.snapshot import FORMAT, JobNodes, StatePart, exchange_bytes, part_digests
 
 Place = tuple[str, tuple[int, ...] | None]
 
@@ -256,28 +256,17 @@ class Reader:
                 streams[self._source(place, rank), rank].append(place)
         sizes = {pair: sum(self._size(place) for place in places) for pair, places in streams.items()}
         outgoing = {
-            to: torch.cat([self._bytes(self._on(node, place)) for place in streams[world.index, to]])
-            for source, to in streams
+            to: torch.cat([self._bytes(self._on(node, place)) for place in places])
+            for (source, to), places in streams.items()
             if source == world.index
         }
-        incoming: dict[int, list[Tensor]] = defaultdict(list)
-        for start in range(0, max(sizes.values(), default=0), CHUNK_BYTES):
-
-            def count(source: int, to: int, start: int = start) -> int:
-                return min(CHUNK_BYTES, max(0, sizes.get((source, to), 0) - start))
-
-            send = [count(world.index, rank) for rank in range(world.size)]
-            recv = [count(rank, world.index) for rank in range(world.size)]
-            rows = [outgoing[rank][start : start + size] for rank, size in enumerate(send) if size]
-            row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-            came = all_to_all_rows(world, row.to(device_of(world)), send, recv, "reading the state of other nodes")
-            for rank, piece in enumerate(came.cpu().split(recv)):
-                incoming[rank].append(piece)
-        for (source, to), places in streams.items():
-            if to != world.index:
-                continue
-            pieces = incoming[source] or [torch.empty(0, dtype=torch.uint8)]
-            parts = torch.cat(pieces).split([self._size(place) for place in places])
+        incoming = {
+            source: torch.empty(size, dtype=torch.uint8) for (source, to), size in sizes.items() if to == world.index
+        }
+        exchange_bytes(world, outgoing, incoming, max(sizes.values(), default=0), "reading the state of other nodes")
+        for source, received in incoming.items():
+            places = streams[source, world.index]
+            parts = received.split([self._size(place) for place in places])
             fetched |= {place: part.clone() for place, part in zip(places, parts, strict=True)}  # aligned for any dtype
         return fetched
 

@@ -178,7 +178,11 @@ class Snapshots:
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
             memory[part.at : part.at + part.bytes].copy_(value.view(-1).view(torch.uint8))
-        self._send(memory, bases, operation)
+        # Parts that only this node holds stand first, and go to the buddy in one piece.
+        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
+        if buddy is not None:
+            incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
+            exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
             held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
@@ -196,7 +200,7 @@ class Snapshots:
             }
         )
         self._written += 1
-        self.price = Price(2 * total, _sent_bytes(parts))
+        self.price = Price(2 * total, sent[me])
 
     def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
         """Gathers every rank's parts, which are told again only where some have changed.
@@ -217,22 +221,27 @@ class Snapshots:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
 
-    def _send(self, memory: Tensor, bases: dict[int, int], operation: str) -> None:
-        """Sends the parts that only one node holds, which stand first in each rank's slot, to the buddies."""
-        world, buddy = self._topology.world, self._nodes.buddy(self._topology.world.index)
-        sent = [_sent_bytes(parts) for parts in self._table]
-        if buddy is None:
-            return
-        # All ranks go through as many exchanges as the longest needs; in chunks, so that little of a GPU is taken.
-        for start in range(0, max(sent), CHUNK_BYTES):
-            counts = [min(CHUNK_BYTES, max(0, size - start)) for size in sent]
-            own = counts[world.index]
-            send = [own if rank == buddy else 0 for rank in range(world.size)]
-            recv = [counts[rank] if rank in bases else 0 for rank in range(world.size)]
-            rows = memory[start : start + own].to(device_of(world))
-            came = all_to_all_rows(world, rows, send, recv, operation).split(recv)
-            for source, base in bases.items():
-                memory[base + start : base + start + counts[source]].copy_(came[source])
+
+def exchange_bytes(
+    world: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], longest: int, operation: str
+) -> None:
+    """Sends bytes to other ranks and receives theirs, in chunks. Collective over the world.
+
+    Args:
+        outgoing: by rank, [n] uint8.
+        incoming: by rank, the memory to receive into, [n] uint8, as long as what that rank sends here.
+        longest: bytes of the longest of all ranks' tensors: all go through as many exchanges.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8)
+    # In chunks, because on a GPU they lie in its memory on the way, which training has filled.
+    for start in range(0, longest, CHUNK_BYTES):
+        chunk = slice(start, start + CHUNK_BYTES)
+        rows = [outgoing.get(rank, nothing)[chunk] for rank in range(world.size)]
+        places = [incoming.get(rank, nothing)[chunk] for rank in range(world.size)]
+        send, recv = ([len(part) for part in parts] for parts in (rows, places))
+        received = all_to_all_rows(world, torch.cat(rows).to(device_of(world)), send, recv, operation)
+        for place, part in zip(places, received.split(recv), strict=True):
+            place.copy_(part)
 
 
 def slot_name(generation: int, rank: int, number: int) -> str:
