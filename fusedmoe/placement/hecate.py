@@ -141,8 +141,9 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     work_W = (share_E @ placement.holds_EW).tolist()
     for expert in top.tolist():
         if load_left <= 0.0:
-            break
+            break  # nobody asks for the experts that are left
         holding = np.flatnonzero(holds_EW[expert]).tolist()
+        # At most on all other ranks; rounded half up.
         wanted = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
         part = float(load_E[expert]) / (len(holding) + wanted)
         for rank in holding:
@@ -169,6 +170,8 @@ def _choose(
     )
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
+    # A node without a copy comes first: its tokens for the expert then stay inside it. Free slots before work, as in
+    # the paper; work, and the lower number, where it leaves the choice open.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
@@ -259,11 +262,13 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     """
     load_LE = _checked_loads_of_layers(shardings, load_LE, nodes)
     layers, experts = load_LE.shape
+    # Slots are counted over all layers: a rank may own many experts of one layer and none of another.
     free_W = np.full(nodes.ranks, slots(layers, experts, nodes.ranks))
     owner_LE = np.full((layers, experts), -1)
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
     t = min(t, experts)
     largest_L = load_LE[np.arange(layers), order_LE[:, t]] if t < experts else np.zeros(layers)
+    # The layer with the largest load of all comes first, while every rank has room: it is the hardest to even out.
     for layer in np.argsort(-largest_L, kind="stable").tolist():
         work_W = np.zeros(nodes.ranks)
         for expert in order_LE[layer, t:].tolist():
@@ -277,6 +282,8 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
         for layer in range(layers):
             expert = int(order_LE[layer, place])
             rank = shardings[layer].owners[expert]
+            # A rank that owns its share of a layer's t busiest experts keeps no more of them: it would have to send
+            # them all, and to sum their gradients.
             crowded = (owner_LE[layer, order_LE[layer, :place]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not crowded:
                 owner_LE[layer, expert] = rank

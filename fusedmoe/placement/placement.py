@@ -78,6 +78,7 @@ class Placement:
     replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        # Plain integers in order, whatever was given: placements are compared, hashed and sent to other ranks.
         owners = tuple(int(rank) for rank in self.owners)
         replicas = tuple(tuple(sorted(int(rank) for rank in of)) for of in self.replicas) or ((),) * len(owners)
         object.__setattr__(self, "owners", owners)

@@ -47,6 +47,7 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
             f"{before}\nis not within\n{after}"
         )
     transfers: list[Transfer] = []
+    # Over all experts together: several that enter one node should come in over different ranks' links.
     arrived_W = [0] * nodes.ranks  # experts so far that a rank has received from another node
     for expert, owner in enumerate(before.owners):
         if after.replicas[expert] != before.replicas[expert]:
@@ -77,6 +78,7 @@ def _chain(
             yield Transfer(expert, end, holder, ready)
             end, ready = holder, ready + 1
             first = ready
+        # From rank to rank inside the node, so that none of them sends an expert twice.
         around = sorted(lacking, key=lambda rank: (rank - holder) % nodes.ranks)
         for step, (source, target) in enumerate(zip([holder, *around], around, strict=False), start=first):
             yield Transfer(expert, source, target, step)

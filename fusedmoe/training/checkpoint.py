@@ -139,6 +139,7 @@ def load_checkpoint(
                 "nothing was loaded. Give all ranks the path of one save.",
                 agreed=True,
             )
+    # Now that nothing speaks against it: a warning before a refusal would be read as its reason.
     if folders[0].digests is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
@@ -182,6 +183,7 @@ class ModelState:
             self._optimizer = OptimizerState(optimizer, model, self._specs, topology)
             return self._optimizer.names_of_some()
 
+        # Groups of parameters are saved whole, by name, so each rank has to know the names that it lacks.
         self._scattered = on_all_ranks(topology.world, operation, name_parameters)
 
     def entries(self, wanted: Wanted = writes) -> dict[str, Any]:
@@ -337,6 +339,7 @@ class OptimizerState:
         self._parameters: dict[str, Tensor] = {}
         self._index: dict[str, int] = {}
         self._state: dict[str, dict[str, Any]] = {}
+        # `state_dict()` knows parameters by number; names are the same on any number of ranks.
         for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
             self.names.append([])
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
@@ -454,6 +457,7 @@ class OptimizerState:
                 if isinstance(value, Tensor) and tuple(value.shape) == spec.shape:
                     value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
                 state.setdefault(index, {})[key] = value
+        # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
         merged = [own | _settings(group) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})
 

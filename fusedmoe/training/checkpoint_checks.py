@@ -307,6 +307,7 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         head, _, body = regular_bytes(folder / CHECKSUMS, _MOST_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+    # Not parsed before its digest fits: JSON too can be made to take all memory.
     if head != _head(body):
         raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
     try:
@@ -410,6 +411,7 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
         with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
             records = archive.infolist()
             packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            # Records under one name may be the same bytes many times.
             packed |= sum(record.file_size for record in records) > item.length
             if not packed:
                 for record in records:

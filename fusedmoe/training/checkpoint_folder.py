@@ -97,7 +97,8 @@ def saved_at(path: Path) -> Path | None:
     path = real(path)
     if is_checkpoint(path):
         return path
-    previous = beside(path, "previous")  # a save was interrupted between its two renames
+    # A save was interrupted between its two renames: the checkpoint before it is whole, under its other name.
+    previous = beside(path, "previous")
     return None if path.exists() or not is_checkpoint(previous) else previous
 
 
@@ -144,6 +145,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
                 )
             for left in room.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            # By chance: a folder of this name on another disk may have the mark of an earlier save.
             mark = secrets.token_hex(8)
             (room / mark).touch()
             yield mark
@@ -209,6 +211,7 @@ def write_folder(
     first = topology.is_first
 
     def plan() -> Any:
+        # PyTorch's planners deduplicate what several ranks hold; here one rank alone has each entry, by `writes`.
         planner.set_up_planner(entries, None, first)
         writer.set_up_storage_writer(first)
         return writer.prepare_local_plan(planner.create_local_plan())

@@ -65,6 +65,7 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     """
     splits, experts = active_shardings(model, topology)
     spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
+    # By identity: a parameter under two names, in two modules, is one.
     found = []
     for name, parameter in model.named_parameters():
         sharding = splits.get(name, {})
@@ -200,7 +201,7 @@ def reduce_gradients(
         gradients = [_writable_gradient(replica) for replica, exists in members if exists]
         if members[0][0].group.size > 1:
             _reduce(members[0][0].group, gradients, dtype, divisor)
-        elif divisor != 1:
+        elif divisor != 1:  # nothing to sum: FSDP has, or this rank alone holds the part
             for gradient in gradients:
                 gradient.div_(divisor)
 
@@ -231,6 +232,7 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
             low, high = gradient.aminmax()  # both are NaN where there is one
             flags[place] |= ~(low.isfinite() & high.isfinite()).to(flags.device)
     all_reduce(topology.world, flags, "max", "exchange of which gradients are not finite")
+    # What is spoiled need not be the same element, or even the same tensor: a scaler skips the step for any.
     some = next((gradient for gradient in map(_local_gradient, (*split, *copies)) if gradient is not None), None)
     if not any(place == -1 for place, _ in held):
         held.append((-1, None))
@@ -297,6 +299,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     part = local_part(parameter.grad)
+    # A backward formula with `expand` leaves elements that share memory: written in place, one would change all.
     if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
         parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         part = local_part(parameter.grad)

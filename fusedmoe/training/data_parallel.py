@@ -236,7 +236,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
             move between ranks.
     """
     if topology.dp.size == 1:
-        return module
+        return module  # FSDP over one rank would only copy parameters
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
     splits, _ = active_shardings(module, topology)
     # Experts are not copies of each other on the dp ranks: FSDP may shard them over the ranks with the same ones only.
@@ -277,6 +277,7 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in spread:
             return None
+        # Fewer experts than ranks: FSDP would pad the first dimension, and some ranks would hold nothing.
         few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
         return ShardPlacementResult(Shard(1 if few else 0), over)
 

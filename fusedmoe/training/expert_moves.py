@@ -58,6 +58,7 @@ def move(
             for key, tensor in state.items():
                 optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
                 sent += bytes_
+        # Last: until here the layer, and its optimizer's state, are of the placement before.
         placed.reshard(sharding, parameters)
     return sent
 
@@ -184,6 +185,7 @@ def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) ->
     coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
     # Sorted by rank, then expert, on both sides: rows arrive in the order that they are expected in.
     send, recv = ([sum(rank == peer for rank, _ in pairs) for peer in range(group.size)] for pairs in (leaving, coming))
+    # An expert's row is its place among those that the rank owns, in order of their numbers.
     row = {expert: at for at, expert in enumerate(ours)}
     rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
     received = all_to_all_rows(group, rows, send, recv, "moving experts")

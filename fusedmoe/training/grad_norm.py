@@ -50,10 +50,11 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
         # The first of the ranks that hold a copy counts it.
         counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
     gradients = []
+    # By device: a model may have parts on several, and adding squares across them would wait for each.
     squares: dict[torch.device, list[Tensor]] = {}
     for parameter, counts in counted:
         if parameter.grad is None:
-            continue
+            continue  # on other ranks it may have one, which they count
         gradient = local_part(parameter.grad)
         gradients.append(gradient)
         if counts:

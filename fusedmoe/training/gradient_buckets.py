@@ -79,9 +79,11 @@ class GradientBuckets:
             for replica in reversed(layer)
         ]
         self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
+        # A plan counts bytes of parts, not parameters: `_place` walks through the items as buckets take them.
         self._by_parameter = {id(item.replica.parameter): item for item in self._items}
         # The garbage collector does not look into these hooks: one that held us would hold the parameters for ever.
         own = ref(self)
+        # Autograd calls the hook once all gradients of a parameter have been added up in a pass.
         for item in self._items:
             item.replica.parameter.register_post_accumulate_grad_hook(lambda parameter: _note(own(), parameter))
         self._open = False
@@ -113,6 +115,7 @@ class GradientBuckets:
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Takes a gradient before autograd has it, in contiguous memory of its own: it is reduced in place."""
         item = self._by_parameter.get(id(parameter))
+        # A parameter outside the dense parts has no item: `sync_gradients` reduces what autograd puts there.
         if item is not None:
             item.gradient, item.ready = gradient, True
 
@@ -138,7 +141,7 @@ class GradientBuckets:
             self._working = self._helper.begin(partial(self._reduce_all, tasks, behind))
             return
         self._beside = streams["inter"]
-        self._beside.wait_stream(streams["compute"])
+        self._beside.wait_stream(streams["compute"])  # gradients that are given were computed there
         with torch.cuda.stream(self._beside):
             self._reduce_all(tasks, behind)
 
@@ -182,7 +185,10 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _reduce(self, size: int) -> None:
-        """Neighbours that the same ranks hold share a collective, with a flag for each parameter that begins in it."""
+        """Reduces the next `size` bytes, with a flag for each parameter that begins in them.
+
+        Neighbours that the same ranks hold share a collective: most buckets are one.
+        """
         together: list[tuple[_Item, int, int]] = []
         for part in self._cut(size):
             if together and _kind(together[0][0]) != _kind(part[0]):
@@ -263,6 +269,7 @@ def bucketed_bytes(
     """
     shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
 
+    # In the world of one that made the model nothing is split, and nothing has a copy: sizes follow from shardings.
     def own_bytes(parameter: nn.Parameter) -> int:
         split = "mp" in shardings.get(names[id(parameter)], {})
         if (ranks // mp if split else ranks) == 1:

@@ -119,12 +119,14 @@ class PlanTuning:
         if policy == AUTO:
             self.contest = Contest(self._families, self._beside, kept=kept, drift=drift)
         else:
+            # Where no gradient travels, sizes of buckets are nothing to search.
             if largest := max(step.costs.gradient_bytes):
                 self._search = BucketSearch(largest)
             self.contest = Contest(self._first_size, self._next_size, kept=kept, steps=_SIZE_STEPS, drift=drift)
         self._own: list[float] = []
         self._said = self._skips = False
         self.now: PlanCandidate
+        self._followed: PlanCandidate | None = None
         self._follow()
 
     @property
@@ -144,7 +146,7 @@ class PlanTuning:
 
     def note(self, seconds: float) -> None:
         """Takes the seconds of a whole step on this rank. Collective over all ranks, but not in every step."""
-        if self._skips:
+        if self._skips:  # on every rank, so that they go on counting the same steps
             self._skips = False
             return
         self._own.append(seconds)
@@ -223,9 +225,10 @@ class PlanTuning:
 
     def _follow(self) -> None:
         candidate = self.contest.now.candidate
-        if candidate is not getattr(self, "now", None):
+        # Following a plan is collective and takes a while: not in each of the hundreds of steps that keep to one.
+        if candidate is not self._followed:
             self._step.follow(candidate)
-            self.now = candidate
+            self._followed = self.now = candidate
 
     def _families(self) -> list[PlanCandidate]:
         self._climbs, self._climbed = 0, set()
@@ -234,6 +237,7 @@ class PlanTuning:
     def _beside(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
         """Lists plans beside the best one that were not tried."""
         best = self.contest.best.candidate
+        # A few climbs, and none from where one has been: each costs steps by plans that are slower.
         self._climbs += 1
         if self._climbs > _CLIMBS or best.name in self._climbed:
             return []

@@ -192,7 +192,9 @@ class ShardedExperts:
             "averaged": len(self.averaged),
         }
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
         topology.agree(facts, "ShardedExperts")
+        # Now, and not in the step in which owners change for the first time, a hundred steps from here.
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
             on_all_ranks(topology.world, "looking at the optimizer", try_on)
@@ -265,11 +267,11 @@ class ShardedExperts:
         if overlap is not None and self._measures:
             self.overlap = int(overlap)
             self._stop_measuring()
-        here = [(one.ranks, one.experts) for one in self.placements]
-        if [(one.ranks, one.experts) for one in saved] == here:
+        here = [(placement.ranks, placement.experts) for placement in self.placements]
+        if [(placement.ranks, placement.experts) for placement in saved] == here:
             self._install(saved)
         elif self._history:
-            self._decide()
+            self._decide()  # saved placements are of other ranks; the loads are of the same experts
 
     def close(self) -> None:
         """Takes its hooks away and ends its threads. The layers stay where they are, without replicas."""
@@ -281,7 +283,9 @@ class ShardedExperts:
             one.rest()
 
     def _begin(self) -> None:
-        if self._names != [one.names for one in self._layers]:
+        """Starts the fetch of copies, before a forward pass of the model."""
+        # `.data` of what came later would not move with its expert.
+        if self._names != [placed.names for placed in self._layers]:
             raise ConfigError(
                 "ShardedExperts: parameters of experts have come or gone since this was made. Parametrise experts "
                 "(LoRA) first; to do it now, close() this and make another, with the optimizer that has them."
@@ -292,6 +296,7 @@ class ShardedExperts:
                 one.begin()
 
     def _stepped(self) -> None:
+        """Decides where experts are next, after a step of the optimizer."""
         if not self._history and self._moves:
             # Without a guard: where all ranks refuse, the job may go on with another policy.
             movable = partial(require_movable, self._layers, self._optimizer)
@@ -352,6 +357,7 @@ class ShardedExperts:
         shardings = [one.sharding for one in placements]
         if shardings != [one.placement.sharding for one in self._layers]:
             given = [_dynamic(model) for model in self.averaged]
+            # Looked for before anything moves: a refusal leaves all experts where they are.
             copies = followers(self._layers, given, self._topology.world)
             self.moved_bytes += move(self._layers, shardings, self._optimizer, copies)
         for one, placement in zip(self._layers, placements, strict=True):
@@ -390,6 +396,7 @@ def _dynamic(model: nn.Module) -> list[DynamicExperts]:
 
 def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
+        # A process group of their own: experts travel beside the layers' collectives, and neither waits for the other.
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
     from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
@@ -405,12 +412,13 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
     expert_bytes = layer.placed.expert_bytes
     inter = lines["all-to-all/ep"]
     intra = lines.get("all-gather/esp", inter)
+    # A multiplication and an addition for each parameter, forward, and twice as many backward.
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
     return PlacementCosts(
         token_s=flop * lines["gemm"].beta_s,
         token_bytes=layer.model_dim * first.element_size(),
         expert_bytes=expert_bytes,
-        state_bytes=2 * expert_bytes,
+        state_bytes=2 * expert_bytes,  # Adam's two moments; the optimizer has not stepped yet, so it cannot be asked
         inter_bytes_s=inter.per_s,
         intra_bytes_s=intra.per_s,
     )

@@ -111,7 +111,7 @@ class PlannedStep:
         self._layers = moe_layers(model if blocks is None else blocks)
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
-        number_layers(self._layers)  # as the plan does
+        number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
         self._model, self.topology, self._workload = model, topology, workload
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if costs is None:
@@ -188,6 +188,7 @@ class PlannedStep:
         if not len(plan):
             return
         require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
+        # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
         there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
         if None in there or None in back or len(plan.degrees) > 2 * number:
             raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
@@ -205,6 +206,7 @@ class PlannedStep:
         """
         self._require_runnable(candidate)
         plan = candidate.plan
+        # Blocks run attention and experts by one plan; without them only the layers' own passes follow it.
         if candidate.whole:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
@@ -219,6 +221,7 @@ class PlannedStep:
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
         moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
         for placed in moving.values():
+            # A plan has the say over the link: copies wait for their turn, and do not push in between chunks.
             placed.travel = "in turns" if len(plan) else "at once"
         # Copies that are given back travel again for the backward pass, but for the last layer's, which is next to run.
         again = [number for number, placed in moving.items() if placed.rematerialises]

@@ -51,12 +51,14 @@ class NodeMemory:
         if not folder.is_dir():
             raise ConfigError(f"survival: this system has no {folder}, in which copies are kept; it needs Linux")
         self._agent, self._folder = os.getppid() if agent is None else agent, folder
+        # Process numbers are given out again: with its start time an agent is told from a later one of its number.
         self._since = keeper.began(self._agent)
         self._prefix = f"{_family()}{self._agent}-{self._since}-"
         self.name = f"{socket.gethostname()}:{folder}/{self._prefix}"
         self._sweep()
 
     def _sweep(self) -> None:
+        # An agent that was killed with its keeper has left its memory: the next job on this host removes it.
         for path in self._folder.glob(f"{_family()}*"):
             with suppress(OSError, ValueError):  # it is gone already, or no file of ours
                 agent, since = path.name.removeprefix(_family()).split("-")[:2]
@@ -154,6 +156,7 @@ class Slot:
         """
         with _taken(self._header):
             self._header.unlink(missing_ok=True)
+        # Memory of the right size is kept mapped: pages that are there cost nothing at the next refresh.
         if self._bytes is None or len(self._bytes) != size:
             self._bytes = None
             with _made(self._path) as file:
@@ -220,6 +223,7 @@ def _opened(path: Path, flags: int) -> BinaryIO:
     Raises:
         OSError: there is none, or it is somebody else's.
     """
+    # O_NOFOLLOW: no link of another user's leads elsewhere; O_NONBLOCK: no pipe of theirs is waited for.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     why = _stranger(os.fstat(file))
     if why is not None:

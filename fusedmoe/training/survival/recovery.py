@@ -226,6 +226,7 @@ class Reader:
                 refuse_lost("going on from memory", key, value, become[key])
 
         on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
+        # Values before tensors, as in a checkpoint: one that is refused has changed no tensor yet.
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, BytesIO(fetched[_place(item)].numpy().tobytes()))
@@ -250,6 +251,7 @@ class Reader:
         own = {place: held for place in wanted if (held := self._on(node, place)) is not None}
         fetched = {place: self._bytes(held) for place, held in own.items()}
         asked = all_gather_object(world, [place for place in wanted if place not in own], "asking for parts")
+        # All ranks make the same table from all requests: nobody has to be told what it sends.
         streams: dict[tuple[int, int], list[Place]] = defaultdict(list)  # from, to
         for rank, places in enumerate(asked):
             for place in places:
@@ -286,6 +288,7 @@ class Reader:
 
     def _bytes(self, held: Held | None) -> Tensor:
         assert held is not None
+        # Mapped once, however many parts of it are read.
         if held.slot not in self._open:
             size = self._state.bytes_of((held.node, held.slot))
             self._open[held.slot] = self._memory.slot(held.slot).read(size)
@@ -309,6 +312,7 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
     state = ModelState(model, optimizer, topology, operation)
     there = reader.metadata.state_dict_metadata
     small: dict[str, Any] = dict.fromkeys(key for key in (EXTRA, ABOUT, GROUPS) if key in there)
+    # Small values first: they say whether the rest is of this model and optimizer at all.
     reader.read(small, {})
     targets: dict[str, Any] = {}
 

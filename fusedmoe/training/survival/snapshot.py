@@ -178,7 +178,7 @@ class Snapshots:
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
             memory[part.at : part.at + part.bytes].copy_(value.view(-1).view(torch.uint8))
-        # Parts that only this node holds stand first, and go to the buddy in one piece.
+        # Only what this node alone holds is sent: of all else another node keeps a copy of its own ranks.
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
         if buddy is not None:
             incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
@@ -217,6 +217,7 @@ class Snapshots:
                     f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
                 )
         digests = [of_parts for of_parts, _ in every]
+        # Parts change where experts change owners, and after a first step of the optimizer: seldom.
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
@@ -323,6 +324,7 @@ def _own_parts(
     parts: list[StatePart] = []
     values: list[Tensor] = []
     at = 0
+    # What is sent stands first, so that it goes to the buddy as one piece of memory.
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:

@@ -102,7 +102,8 @@ class Survival:
         """
         self._snapshots.write(step, model, optimizer, extra or {})
         if self._first:
-            # Once all nodes have the new one: until then the state of before is the only whole one.
+            # Once all nodes have the new one: until then the state of before is the only whole one. Later refreshes
+            # need no such wait: of two slots the older one is written.
             all_gather_object(self._topology.world, None, "keeping the first state")
             if self._nodes.speaks(self._topology.world.index):
                 for slot in self._earlier:
