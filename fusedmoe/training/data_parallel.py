@@ -286,7 +286,7 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
 
 #: Operators whose results `save_communication` keeps: the choice of experts, and all that ranks do together. For a
 #: policy of one's own.
-KEPT = frozenset(
+KEPT_OPERATORS = frozenset(
     getattr(torch.ops.fusedmoe, name).default
     for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine")
 ) | {torch.ops.aten.topk.default}
@@ -307,4 +307,4 @@ def save_communication() -> tuple[Any, Any]:
 
 
 def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

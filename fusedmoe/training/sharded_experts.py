@@ -40,7 +40,7 @@ from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
 #: Policies by name: Hecate, Hecate without the search behind Algorithm 1, and expert parallelism, which moves nothing.
-POLICIES = ("hecate", "algorithm1", "ep")
+PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 
 _HECATE = ("hecate", "algorithm1")
 
@@ -146,8 +146,10 @@ class ShardedExperts:
         heap: Heap | None = None,
         averaged: Sequence[nn.Module] = (),
     ) -> None:
-        if not callable(policy) and policy not in POLICIES:
-            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}, or give a function")
+        if not callable(policy) and policy not in PLACEMENT_POLICIES:
+            raise ConfigError(
+                f"placement policy {policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}, or give a function"
+            )
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
