@@ -191,7 +191,7 @@ def measured_parts(rank: int, world: int, setting: Setting, names: list[str], fo
         quicker.setenv(cache.CACHE, str(Path(folder, "cache")))
         quicker.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
         for module in (profile, model):
-            quicker.setattr(module, "BUDGET_S", 0.5)
+            quicker.setattr(module, "STEPS_BUDGET_S", 0.5)
         quicker.setattr(placed, "_ATTENTION_S", 1e-3)
         quicker.setattr(stacks, "draw", lambda timelines, path, title: path.touch())
         parts = Parts(setting, topology_of(setting), 1, Path(folder))
