@@ -87,7 +87,7 @@ def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.C
     if type(cfg) is not activation_checkpoint.SelectiveAC.Config:
         raise ConfigError(
             f"fusedmoe.titan.selective_ac would lose what {_name(cfg)} saves; leave this override out, and add "
-            "fusedmoe.training.KEPT to what its get_save_ops returns"
+            "fusedmoe.training.KEPT_OPERATORS to what its get_save_ops returns"
         )
     return derive(cfg, SelectiveAC.Config)
 

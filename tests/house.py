@@ -49,10 +49,12 @@ PLAIN: tuple[str, ...] = (
     "metrics.py",
     "ops.py",
     "orders.py",
+    "placement",
     "plans.py",
     "puts.py",
     "ranks.py",
     "titan.py",
+    "training",
     "tutel",
 )
 # A docstring that begins so is no sentence, or one whose subject stands elsewhere.

@@ -25,7 +25,7 @@ from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS
 from fusedmoe.plans import POLICIES, CostModel
 from fusedmoe.ranks import ALGORITHMS
-from fusedmoe.training import POLICIES as PLACEMENT_POLICIES
+from fusedmoe.training import PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")

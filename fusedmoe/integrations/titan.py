@@ -27,7 +27,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from fusedmoe import Topology, ops
 from fusedmoe.dispatchers import Collectives, Dispatcher, Handle, InputChecks, Local, LocalExperts, Routed
 from fusedmoe.errors import ConfigError
-from fusedmoe.training import KEPT
+from fusedmoe.training import KEPT_OPERATORS
 
 
 class DispatchMetadata(NamedTuple):
@@ -206,7 +206,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        return super().get_save_ops() | KEPT
+        return super().get_save_ops() | KEPT_OPERATORS
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         ConfigError: sizes that do not fit together, loads that are negative or not finite, t or m below 0.
     """
     load_E = _checked_loads(placement, load_E, nodes, t, m)
+    # The load of a copy, not of an expert: what calibration adds to should not be added to again and again.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
     free_W = np.clip(m - placement.extra_W(), 0, t)  # m ← min(m, t)
@@ -140,8 +141,9 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     work_W = (share_E @ placement.holds_EW).tolist()
     for expert in top.tolist():
         if load_left <= 0.0:
-            break
+            break  # nobody asks for the experts that are left
         holding = np.flatnonzero(holds_EW[expert]).tolist()
+        # At most on all other ranks; rounded half up.
         wanted = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
         part = float(load_E[expert]) / (len(holding) + wanted)
         for rank in holding:
@@ -168,6 +170,8 @@ def _choose(
     )
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
+    # A node without a copy comes first: its tokens for the expert then stay inside it. Free slots before work, as in
+    # the paper; work, and the lower number, where it leaves the choice open.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
@@ -258,11 +262,13 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     """
     load_LE = _checked_loads_of_layers(shardings, load_LE, nodes)
     layers, experts = load_LE.shape
+    # Slots are counted over all layers: a rank may own many experts of one layer and none of another.
     free_W = np.full(nodes.ranks, slots(layers, experts, nodes.ranks))
     owner_LE = np.full((layers, experts), -1)
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
     t = min(t, experts)
     largest_L = load_LE[np.arange(layers), order_LE[:, t]] if t < experts else np.zeros(layers)
+    # The layer with the largest load of all comes first, while every rank has room: it is the hardest to even out.
     for layer in np.argsort(-largest_L, kind="stable").tolist():
         work_W = np.zeros(nodes.ranks)
         for expert in order_LE[layer, t:].tolist():
@@ -276,6 +282,8 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
         for layer in range(layers):
             expert = int(order_LE[layer, place])
             rank = shardings[layer].owners[expert]
+            # A rank that owns its share of a layer's t busiest experts keeps no more of them: it would have to send
+            # them all, and to sum their gradients.
             crowded = (owner_LE[layer, order_LE[layer, :place]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not crowded:
                 owner_LE[layer, expert] = rank
@@ -295,6 +303,7 @@ def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes,
     """Returns the rank with the least work on the node with the least, among those with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
+    # Ties: the paper's for experts that nobody copies; those that will be copied go where the most slots are free.
     sign = -1 if prefer_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))
@@ -305,7 +314,7 @@ def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes,
 
 def _checked_loads_of_layers(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes) -> NDArray[np.float64]:
     load_LE = np.asarray(load_LE, dtype=np.float64)
-    sizes = {(one.ranks, one.experts) for one in shardings}
+    sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
     if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
         raise ConfigError(
             f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
@@ -314,6 +323,6 @@ def _checked_loads_of_layers(shardings: Sequence[Placement], load_LE: ArrayLike,
         raise ConfigError(f"sharding: {shardings[0].ranks} ranks hold experts, {nodes.ranks} stand in nodes")
     if not np.isfinite(load_LE).all() or (load_LE < 0).any():
         raise ConfigError("sharding: a load is negative or not finite")
-    if any(any(one.replicas) for one in shardings):
+    if any(any(sharding.replicas) for sharding in shardings):
         raise ConfigError("sharding: a placement has replicas; give shardings")
     return load_LE

@@ -53,7 +53,7 @@ class Nodes:
         return self.ranks // self.per_node
 
     def of(self, rank: int) -> int:
-        """The node of a rank."""
+        """Returns the node of a rank."""
         return rank // self.per_node
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank owns each expert, and which others hold it, in order of their numbers.
+    """Owner of each expert, and the other ranks that hold it, in order of their numbers.
 
     Attributes:
         ranks: how many there are; a rank may hold nothing.
@@ -78,6 +78,7 @@ class Placement:
     replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        # Plain integers in order, whatever was given: placements are compared, hashed and sent to other ranks.
         owners = tuple(int(rank) for rank in self.owners)
         replicas = tuple(tuple(sorted(int(rank) for rank in of)) for of in self.replicas) or ((),) * len(owners)
         object.__setattr__(self, "owners", owners)
@@ -97,12 +98,12 @@ class Placement:
 
     @classmethod
     def even(cls, ranks: int, experts: int) -> Placement:
-        """Experts in order, as evenly as they go: what expert parallelism has."""
+        """Makes the placement of expert parallelism: experts in order, as evenly as they go."""
         return cls(ranks, tuple(expert * ranks // experts for expert in range(experts)))
 
     @classmethod
     def holding(cls, owners: Iterable[int], holds_EW: NDArray[np.bool_]) -> Placement:
-        """The placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
+        """Makes the placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
         owners = tuple(owners)
         replicas = tuple(
             tuple(rank for rank in np.flatnonzero(holds_W).tolist() if rank != owner)
@@ -117,11 +118,11 @@ class Placement:
 
     @cached_property
     def holds_EW(self) -> NDArray[np.bool_]:
-        """[E, W]: whether a rank holds an expert, as its owner or as a replica. Not to be written to."""
+        """Ranks that hold each expert, [E, W] bool, as its owner or as a replica. Not to be written to."""
         holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
         for expert, (owner, others) in enumerate(zip(self.owners, self.replicas, strict=True)):
             holds_EW[expert, [owner, *others]] = True
-        holds_EW.flags.writeable = False
+        holds_EW.flags.writeable = False  # it is cached: a caller that wrote to it would change the placement
         return holds_EW
 
     @property
@@ -130,23 +131,23 @@ class Placement:
         return Placement(self.ranks, self.owners)
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """The experts that a rank owns."""
+        """Lists the experts that a rank owns."""
         return tuple(expert for expert, owner in enumerate(self.owners) if owner == rank)
 
     def extra_W(self) -> NDArray[np.int64]:
-        """[W]: how many replicas each rank holds."""
+        """Counts the replicas that each rank holds, [W]."""
         counts_W = np.zeros(self.ranks, dtype=np.int64)
         for others in self.replicas:
             counts_W[list(others)] += 1
         return counts_W
 
     def is_within(self, other: Placement) -> bool:
-        """Whether `other` has the same owners, and all that this one holds at least."""
+        """Returns whether `other` has the same owners, and all that this one holds at least."""
         same = (self.ranks, self.owners) == (other.ranks, other.owners)
         return same and not (self.holds_EW & ~other.holds_EW).any()
 
     def __str__(self) -> str:
-        """A line for each rank; `parse` reads it back."""
+        """Writes a line for each rank; `parse` reads it back."""
         lines: list[list[str]] = [[f"{rank}:"] for rank in range(self.ranks)]
         for expert, owner in enumerate(self.owners):
             lines[owner].append(str(expert))
@@ -157,7 +158,7 @@ class Placement:
 
     @classmethod
     def parse(cls, source: str) -> Placement:
-        """The placement that a text stands for; # starts a comment.
+        """Reads the placement that a text stands for; # starts a comment.
 
         Raises:
             ConfigError: a line that is not one, a rank left out, an expert without an owner or with two.

@@ -46,6 +46,7 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
     inside_WE = beside_WEV.any(axis=2)
     choice_WEV = np.where(inside_WE[:, :, None], beside_WEV, holds_EW[None])
+    # A rank that holds the expert sends nothing; else tokens stay on the node; else they go to all copies.
     local_EW = holds_EW & (np.arange(nodes.ranks)[:, None, None] == np.arange(nodes.ranks))  # [W, E, V]
     choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
     copies_WE = choice_WEV.sum(axis=2)
@@ -62,6 +63,7 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
         (near_NRE.cumsum(axis=1) - near_NRE).reshape(nodes.ranks, -1),
         far_WE.cumsum(axis=0) - far_WE,
     )
+    # The tokens that do not divide go one each to the next copies in turn, from where the ranks before have left off.
     place_WEV = choice_WEV.cumsum(axis=2) - 1 - before_WE[:, :, None]
     more_WEV = place_WEV % copies_WE[:, :, None] < rest_WE[:, :, None]
     return choice_WEV * (each_WE[:, :, None] + more_WEV)
@@ -128,7 +130,7 @@ def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementL
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
-    np.fill_diagonal(intra_WV, 0)
+    np.fill_diagonal(intra_WV, 0)  # a rank's own tokens take no link
     return PlacementLoad(
         sent_WEV.sum(axis=(0, 1)),
         inter_WV.sum(axis=0),

@@ -21,9 +21,10 @@ from fusedmoe.placement.placement import Nodes, Placement
 
 
 class Transfer(NamedTuple):
-    """One expert, from one rank to another.
+    """Transfer of one expert from one rank to another.
 
-    `step`: transfers of step 0 need nothing before them, those of step n an earlier one's data, of the same expert.
+    `step`: transfers of step 0 need nothing before them; those of step n need the data of an earlier one, of the same
+    expert.
     """
 
     expert: int
@@ -46,6 +47,7 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
             f"{before}\nis not within\n{after}"
         )
     transfers: list[Transfer] = []
+    # Over all experts together: several that enter one node should come in over different ranks' links.
     arrived_W = [0] * nodes.ranks  # experts so far that a rank has received from another node
     for expert, owner in enumerate(before.owners):
         if after.replicas[expert] != before.replicas[expert]:
@@ -58,7 +60,7 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
 def _chain(
     expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
 ) -> Iterable[Transfer]:
-    here, ready = owner, 0  # the chain's end, and the step in which it can send on
+    end, ready = owner, 0  # the chain's end, and the step in which it can send on
     # Nodes in the order of a ring, from the owner's on: no link between nodes carries the expert twice.
     for ahead in range(nodes.count):
         node = (nodes.of(owner) + ahead) % nodes.count
@@ -69,12 +71,14 @@ def _chain(
         if holders:
             holder = owner if owner in holders else holders[0]
         else:
+            # The rank of this node that has received the least from other nodes: its link has the most room.
             holder = min(lacking, key=lambda rank: (arrived_W[rank], rank))
             arrived_W[holder] += 1
             lacking.remove(holder)
-            yield Transfer(expert, here, holder, ready)
-            here, ready = holder, ready + 1
+            yield Transfer(expert, end, holder, ready)
+            end, ready = holder, ready + 1
             first = ready
+        # From rank to rank inside the node, so that none of them sends an expert twice.
         around = sorted(lacking, key=lambda rank: (rank - holder) % nodes.ranks)
         for step, (source, target) in enumerate(zip([holder, *around], around, strict=False), start=first):
             yield Transfer(expert, source, target, step)

@@ -1,4 +1,4 @@
-"""What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
+"""Functions that a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, wrappers."""
 
 from fusedmoe.placement.hecate import LayerLoads
 from fusedmoe.placement.placement import Placement
@@ -7,7 +7,7 @@ from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import saved_at
 from fusedmoe.training.copies import broadcast_parameters, replicas
 from fusedmoe.training.data_parallel import (
-    KEPT,
+    KEPT_OPERATORS,
     distributed_data_parallel,
     expert_parameter_names,
     fully_shard,
@@ -17,13 +17,13 @@ from fusedmoe.training.data_parallel import (
 from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning
-from fusedmoe.training.sharded_experts import POLICIES, ShardedExperts
+from fusedmoe.training.sharded_experts import PLACEMENT_POLICIES, ShardedExperts
 from fusedmoe.training.step_plan import PlannedStep, plan_step
 from fusedmoe.training.survival import NodeMemory, Survival
 
 __all__ = [
-    "KEPT",
-    "POLICIES",
+    "KEPT_OPERATORS",
+    "PLACEMENT_POLICIES",
     "TUNED",
     "GradientBuckets",
     "LayerLoads",

@@ -73,6 +73,7 @@ def save_checkpoint(
     entries: dict[str, Any] = {}
 
     def collect() -> None:
+        # Each rank pickles its own values once here: what a load would refuse is refused before a file is made.
         entries.update(state.entries())
         if topology.is_first:
             entries.update({EXTRA: extra or {}, ABOUT: state.about()})
@@ -114,6 +115,7 @@ def load_checkpoint(
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
 
+    # All checks come before the first tensor is read, on every rank: then a checkpoint is loaded by all or by none.
     def compare() -> str:
         folder = Folder(path)
         folders.append(folder)
@@ -129,14 +131,15 @@ def load_checkpoint(
         folder.check_numbers(targets, state.dtypes(targets))
         return folder.digest
 
-    found = on_all_ranks(topology.world, operation, compare)
-    for rank, digest in zip(topology.world.ranks, found, strict=True):
-        if digest != found[0]:
+    digests = on_all_ranks(topology.world, operation, compare)
+    for rank, digest in zip(topology.world.ranks, digests, strict=True):
+        if digest != digests[0]:
             raise RankError(
                 f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
                 "nothing was loaded. Give all ranks the path of one save.",
                 agreed=True,
             )
+    # Now that nothing speaks against it: a warning before a refusal would be read as its reason.
     if folders[0].digests is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
@@ -152,6 +155,7 @@ class ModelState:
     """The state of a model and its optimizer on this rank, by plain names. Making it is collective."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, topology: Topology, operation: str) -> None:
+        # Names in a checkpoint are those of the bare model, so that a wrapped one loads what a bare one saved.
         while isinstance(model, (DistributedDataParallel, SingleRank)):
             model = model.module
         self._model, self._topology = model, topology
@@ -161,7 +165,7 @@ class ModelState:
         for own_name, value in model.state_dict().items():
             name = plain_name(own_name)
             if name in known:
-                continue
+                continue  # which experts are here is of this layout alone: specs say it for the layout that loads
             self._own_names[name], self._values[name] = own_name, value
         tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
         self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
@@ -179,10 +183,15 @@ class ModelState:
             self._optimizer = OptimizerState(optimizer, model, self._specs, topology)
             return self._optimizer.names_of_some()
 
+        # Groups of parameters are saved whole, by name, so each rank has to know the names that it lacks.
         self._scattered = on_all_ranks(topology.world, operation, name_parameters)
 
     def entries(self, wanted: Wanted = writes) -> dict[str, Any]:
-        """What this rank has to write: of what several ranks hold, what is `wanted` of it; by default it is of one."""
+        """Collects what this rank has to write, by key.
+
+        Args:
+            wanted: chooses among the entries that several ranks hold; by default one rank of them writes each.
+        """
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
@@ -191,6 +200,7 @@ class ModelState:
         return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered, wanted)
 
     def about(self) -> dict[str, Any]:
+        """Returns what the checkpoint says of itself."""
         return {"format": FORMAT, "optimizer": None if self._optimizer is None else self._optimizer.about()}
 
     def difference(self, metadata: Metadata) -> str | None:
@@ -212,14 +222,15 @@ class ModelState:
             for name in saved
             if name not in own and name not in self._specs.elsewhere
         ]
-        found = [*shapes[:2], *missing[:2], *unknown[:2]]
-        if not found:
+        told = [*shapes[:2], *missing[:2], *unknown[:2]]
+        if not told:
             return None
-        more = len(shapes) + len(missing) + len(unknown) - len(found)
-        found += [f"and {more} more"] if more else []
-        return f"it is of another model: {'; '.join(found)}. Build the model as it was when it was saved."
+        more = len(shapes) + len(missing) + len(unknown) - len(told)
+        told += [f"and {more} more"] if more else []
+        return f"it is of another model: {'; '.join(told)}. Build the model as it was when it was saved."
 
     def optimizer_difference(self, small: dict[str, Any]) -> str | None:
+        """Names the first thing in which the saved optimizer differs from this one, None if it fits."""
         if self._optimizer is None:
             return None
         about = small[ABOUT]["optimizer"]
@@ -229,7 +240,7 @@ class ModelState:
         return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """What this rank has to read, and for each entry the tensor to read it into; None for plain values."""
+        """Lists what this rank has to read, and for each entry the tensor to read it into; None for plain values."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
@@ -237,13 +248,13 @@ class ModelState:
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
     def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:
-        """The dtype that each tensor of `targets` has in the end."""
-        found = {key: target.dtype for key, target in targets.items() if isinstance(target, Tensor)}
-        return found if self._optimizer is None else found | self._optimizer.dtypes(found)
+        """Returns the dtype that each tensor of `targets` has in the end."""
+        dtypes = {key: target.dtype for key, target in targets.items() if isinstance(target, Tensor)}
+        return dtypes if self._optimizer is None else dtypes | self._optimizer.dtypes(dtypes)
 
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
-        # The tensors are the model's own; this hands over other state and runs the modules' hooks.
+        # Tensors were read into the model's own memory; this hands over other state and runs the modules' hooks.
         state = {
             own_name: self._values[name] if name in self._specs.own else targets[_MODEL + name]
             for name, own_name in self._own_names.items()
@@ -273,7 +284,7 @@ def _refuse(path: Path, difference: str | None) -> None:
 
 
 def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
-    """Why the checkpoint is none that `save_checkpoint` left behind, None if it is one."""
+    """Says why the checkpoint is none that `save_checkpoint` left behind; None if it is one."""
     if ABOUT not in small:
         return "save_checkpoint did not write it. Read it with torch.distributed.checkpoint."
     about, groups = small[ABOUT], small.get(GROUPS, [])
@@ -302,17 +313,18 @@ def _told(shape: tuple[int, ...] | None) -> str:
 
 
 def _place(key: str) -> tuple[str, ...]:
-    """Where PyTorch's tools put an entry in the nested dictionary they make of a checkpoint."""
+    """Returns the keys under which PyTorch's tools put an entry in the nested dictionary they make of a checkpoint."""
     if key.startswith(_MODEL):
         return "model", key.removeprefix(_MODEL)
     if key.startswith(STATE):
+        # Names of parameters have dots in them, names of state have none.
         name, _, value = key.removeprefix(STATE).rpartition(".")
         return "optimizer", "state", name, value
     return tuple(key.split("."))
 
 
 class OptimizerState:
-    """What an optimizer keeps for this rank's parameters, and the parameters of each of its groups by name.
+    """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name.
 
     Raises:
         ConfigError: the optimizer has a parameter that the model's state has not.
@@ -327,6 +339,7 @@ class OptimizerState:
         self._parameters: dict[str, Tensor] = {}
         self._index: dict[str, int] = {}
         self._state: dict[str, dict[str, Any]] = {}
+        # `state_dict()` knows parameters by number; names are the same on any number of ranks.
         for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
             self.names.append([])
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
@@ -341,11 +354,11 @@ class OptimizerState:
                 self._state[name] = dict(packed["state"].get(index, {}))
 
     def names_of_some(self) -> list[list[str]]:
-        """The names of each group that not all ranks have."""
+        """Lists the names of each group that not all ranks have."""
         return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
 
     def entries(self, scattered: list[list[list[str]]], wanted: Wanted = writes) -> dict[str, Any]:
-        """What this rank has to write.
+        """Collects what this rank has to write, by key.
 
         Args:
             scattered: every rank's `names_of_some()`.
@@ -362,6 +375,7 @@ class OptimizerState:
                     if wanted(entry, spec.group):
                         entries[entry] = spec.spread(value)
                     continue
+                # Factored state (Adafactor's rows and columns) says nothing of how it splits with the parameter.
                 if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
                     raise ConfigError(
                         f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
@@ -378,13 +392,13 @@ class OptimizerState:
         return entries
 
     def about(self) -> dict[str, Any]:
-        """What tells one kind of optimizer from another."""
+        """Returns what tells one kind of optimizer from another."""
         return {"kind": type(self._optimizer).__name__, "settings": sorted(self._optimizer.defaults)}
 
     def compare(
         self, about: dict[str, Any], groups: list[dict[str, Any]], scattered: list[list[list[str]]]
     ) -> str | None:
-        """The first thing in which a saved optimizer differs from this one, None if nothing does."""
+        """Names the first thing in which a saved optimizer differs from this one, None if nothing does."""
         kind = type(self._optimizer).__name__
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:
@@ -399,7 +413,7 @@ class OptimizerState:
         return None
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """The saved values of this rank's parameters, and what each is to be read into; None for plain values."""
+        """Lists the saved values of this rank's parameters, and what each is to be read into; None for plain values."""
         names = {f"{STATE}{name}": name for name in self._parameters}
         targets: dict[str, Any] = {}
         for entry, saved in metadata.state_dict_metadata.items():
@@ -411,25 +425,27 @@ class OptimizerState:
                 continue
             name, dtype = names[prefix], saved.properties.dtype
             spec, parameter, value = self._specs[name], self._parameters[name], self._state[name].get(key)
-            if tuple(saved.size) != spec.shape:
+            if tuple(saved.size) != spec.shape:  # a count, say, which every rank holds whole
                 targets[entry] = torch.empty(saved.size, dtype=dtype)
                 continue
+            # An optimizer that has not stepped yet has no memory for its state: it is made here, to be read into.
             if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dtype != dtype:
                 value = self._state[name][key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             targets[entry] = spec.spread(value)
         return targets
 
     def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
-        """The dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: those of the parameters."""
+        """Returns the dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: the parameters'."""
         if type(self._optimizer).load_state_dict is not Optimizer.load_state_dict:  # its own rule
             return {}
-        found = {}
+        dtypes = {}
         for entry in keys:
             prefix, _, key = entry.rpartition(".")
             parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
+            # PyTorch keeps `step` as it is: counts in bfloat16 would stand still at 256.
             if parameter is not None and parameter.is_floating_point() and key != "step":
-                found[entry] = parameter.dtype
-        return found
+                dtypes[entry] = parameter.dtype
+        return dtypes
 
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
@@ -441,11 +457,12 @@ class OptimizerState:
                 if isinstance(value, Tensor) and tuple(value.shape) == spec.shape:
                     value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
                 state.setdefault(index, {})[key] = value
+        # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
         merged = [own | _settings(group) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})
 
     def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
-        """The names of each group that any rank has."""
+        """Lists the names of each group that any rank has."""
         return [
             list(dict.fromkeys([*own, *(name for on_rank in scattered for name in on_rank[number])]))
             for number, own in enumerate(self.names)

@@ -74,7 +74,7 @@ _KNOWN = {
 
 
 def parse_index(data: bytes) -> Metadata:
-    """The index that a pickle stands for.
+    """Reads the index that a pickle stands for.
 
     Raises:
         ValueError: it names something else, or does not fit together; and whatever else unpickling makes of damage.
@@ -82,6 +82,7 @@ def parse_index(data: bytes) -> Metadata:
     note = _note(_Reader(BytesIO(data)).load())
     infos: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in _dictionary(note["storage_data"]).items():
+        # Values have no offset, parts of tensors have one: both are keys of what is stored.
         at = None if _note(key)["offset"] is None else _sizes(key["offset"])
         infos[MetadataIndex(_word(key["fqn"]), at)] = _info(_note(info))
     held: dict[str, Any] = {}
@@ -90,14 +91,14 @@ def parse_index(data: bytes) -> Metadata:
         held[_word(name)] = _entry(_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
-            parts += 1
+            parts += 1  # over all entries: an index of n bytes describes fewer than n parts
             if MetadataIndex(name, at) not in infos:
                 raise ValueError(f"of {reprlib.repr(name)} some part is nowhere")
     return Metadata(held, storage_data=infos)
 
 
 class _Note:
-    """What a pickle asks for: a call of `name` with `args`, and what it then sets."""
+    """Note of a call that a pickle asks for: of `name` with `args`, and what it then sets."""
 
     name = ""
 
@@ -121,6 +122,7 @@ class _Reader(pickle._Unpickler):
     """Finds no class but notes, which are new ones each time: nothing that a pickle sets on them outlives it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # dtypes are the one thing that is taken for what it is: they are values, and calling them does nothing.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _KNOWN:
@@ -163,12 +165,13 @@ def check_tuples(data: bytes) -> None:
 
 
 class _TupleReader(_Reader):
-    """Reads any pickle, of whose classes nothing is found, and counts what its tuples hold."""
+    """Reads any pickle without finding its classes, and counts what its tuples hold."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
         self._most = max(_MOST_ELEMENTS, len(data))
-        self._sizes: dict[int, tuple[object, int, int]] = {}  # by identity: the tuple, its elements, its depth
+        # By identity: the tuple, which is kept so that no other takes its id; its elements; its depth.
+        self._sizes: dict[int, tuple[object, int, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         return type("_Note", (_Note,), {"name": name})
@@ -200,7 +203,7 @@ class _TupleReader(_Reader):
 
 
 def _info(note: _Note) -> _StorageInfo:
-    """Where an item lies: in a file of the folder itself."""
+    """Reads where an item lies: in a file of the folder itself."""
     file = _word(note["relative_path"])
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
@@ -210,7 +213,7 @@ def _info(note: _Note) -> _StorageInfo:
 
 
 def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetadata:
-    """The entry that a note stands for, of at most so many parts."""
+    """Reads the entry that a note stands for, of at most so many parts."""
     if note.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     properties = _note(note["properties"]).held
@@ -227,7 +230,8 @@ def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetada
 
 
 def _fill(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether chunks inside a tensor have as many elements as it. None are there twice: who writes looks for that."""
+    """Returns whether chunks lie inside a tensor and have as many elements as it."""
+    # Two that overlap would pass: a save asks PyTorch for chunks that do not, and a digest keeps them so.
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(size):
             return False
@@ -248,7 +252,7 @@ def _sizes(note: Any) -> torch.Size:
 
 
 def _size(value: Any) -> int:
-    """A number of bytes, elements or places."""
+    """Reads a number of bytes, elements or places."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"a {type(value).__name__} is no size, or is out of bounds")
     return value
@@ -303,6 +307,7 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         head, _, body = regular_bytes(folder / CHECKSUMS, _MOST_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+    # Not parsed before its digest fits: JSON too can be made to take all memory.
     if head != _head(body):
         raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
     try:
@@ -377,7 +382,7 @@ def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
 
 
 def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
-    """Every item, and its file at the place where it begins."""
+    """Yields every item, and its file at the place where it begins."""
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
@@ -386,7 +391,7 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
 
 
 class _ItemView(_ReaderView):
-    """Part of a file as a file. PyTorch's own takes a place counted from the end for one before it."""
+    """Part of a file as a file of its own. PyTorch's own view takes a place counted from the end for one before it."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         if whence == os.SEEK_END:
@@ -406,6 +411,7 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
         with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
             records = archive.infolist()
             packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            # Records under one name may be the same bytes many times.
             packed |= sum(record.file_size for record in records) > item.length
             if not packed:
                 for record in records:
@@ -443,7 +449,7 @@ def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
 
 
 def refused(path: Path, error: Exception) -> ConfigError:
-    """For a value that would run code when it is read."""
+    """Makes the error for a value that would run code when it is read."""
     return ConfigError(
         f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
         "plain values may run code. If you trust it, name the class with torch.serialization.add_safe_globals."
@@ -451,9 +457,9 @@ def refused(path: Path, error: Exception) -> ConfigError:
 
 
 def unknown_class(error: Exception) -> str:
-    """The class, or function, over which `torch.load` with `weights_only=True` stumbled."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return "something of no known class" if found is None else f"something of {found[1]}"
+    """Names the class, or function, over which `torch.load` with `weights_only=True` stumbled."""
+    name = re.search(r"GLOBAL (\S+)", str(error))
+    return "something of no known class" if name is None else f"something of {name[1]}"
 
 
 def _damaged(path: Path, item: Item) -> ConfigError:

@@ -48,7 +48,7 @@ _EXACT = 2**53
 
 
 def real(path: Path) -> Path:
-    """The place that a path means to saves and loads, whichever of its folders exist yet."""
+    """Returns the place that a path means to saves and loads, whichever of its folders exist yet."""
     return Path(os.path.realpath(path))
 
 
@@ -83,25 +83,30 @@ def check_same(room: Path, mark: str, path: Path) -> None:
 
 
 def beside(path: Path, suffix: str) -> Path:
+    """Returns a hidden place in the same folder as `path`: a rename from there to `path` crosses no file system."""
     return path.parent / f".{path.name}.{suffix}"
 
 
 def is_checkpoint(path: Path) -> bool:
+    """Returns whether a checkpoint lies at `path`: a folder with an index."""
     return (path / INDEX).is_file()
 
 
 def saved_at(path: Path) -> Path | None:
-    """The folder of the checkpoint that was saved to `path`, None without one."""
+    """Returns the folder of the checkpoint that was saved to `path`, None without one."""
     path = real(path)
     if is_checkpoint(path):
         return path
-    previous = beside(path, "previous")  # a save was interrupted between its two renames
+    # A save was interrupted between its two renames: the checkpoint before it is whole, under its other name.
+    previous = beside(path, "previous")
     return None if path.exists() or not is_checkpoint(previous) else previous
 
 
 @contextmanager
 def room(path: Path, room: Path) -> Iterator[str]:
-    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`.
+    """Makes an empty folder `room` that is this job's alone, and gone at the end.
+
+    The job that has it may change what is at `path`.
 
     Yields:
         the name of a file in it, by which other ranks know it.
@@ -117,6 +122,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
             room.rmdir()
         raise
 
+    # Another job may have removed the folder and made one of its own by this name, in spite of the lock.
     def is_own() -> bool:
         with suppress(OSError):
             return os.path.samestat(os.fstat(folder), room.lstat())
@@ -139,6 +145,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
                 )
             for left in room.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            # By chance: a folder of this name on another disk may have the mark of an earlier save.
             mark = secrets.token_hex(8)
             (room / mark).touch()
             yield mark
@@ -153,6 +160,8 @@ def install(partial: Path, path: Path) -> None:
     """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
     previous = beside(path, "previous")
     with _synced(partial), _synced(path.parent):
+        # A folder cannot replace one that is not empty in one step: between these two renames `saved_at` finds the
+        # earlier checkpoint under its other name.
         if path.exists():
             shutil.rmtree(previous, ignore_errors=True)
             path.rename(previous)
@@ -167,7 +176,7 @@ def install(partial: Path, path: Path) -> None:
 
 @contextmanager
 def _synced(folder: Path) -> Iterator[None]:
-    """The names of what is in a folder are on the disk at the start and, as the block leaves them, at the end."""
+    """Puts the names of what is in a folder on the disk, at the start and, as the block leaves them, at the end."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,6 +211,7 @@ def write_folder(
     first = topology.is_first
 
     def plan() -> Any:
+        # PyTorch's planners deduplicate what several ranks hold; here one rank alone has each entry, by `writes`.
         planner.set_up_planner(entries, None, first)
         writer.set_up_storage_writer(first)
         return writer.prepare_local_plan(planner.create_local_plan())
@@ -213,6 +223,7 @@ def write_folder(
         written = writer.write_data(planner.finish_plan(own), planner)
         written.wait()
         results = written.value()
+        # Digests are of what is on the disk, not of what was to be written: they find what went wrong in between.
         return results, item_digests(partial, [_item(result.storage_data) for result in results])
 
     def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
@@ -223,6 +234,8 @@ def write_folder(
         write_digests(partial, [digests for _, digests in of_ranks])
         install(partial, path)
 
+    # Five exchanges, each of which ends all ranks if one fails: rank 0 makes the room; all see the same one; plans;
+    # data; and rank 0 puts it in its place.
     with ExitStack() as own:
         marks = on_all_ranks(
             topology.world, operation, lambda: own.enter_context(room(path, own_room)) if first else ""
@@ -289,6 +302,7 @@ class Folder:
     def check_numbers(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
         """Raises `ConfigError` if some number that `read` would read is lost in the dtype it is to have, by key."""
         saved: dict[str, Any] = self.metadata.state_dict_metadata
+        # Most loads convert nothing, and read nothing twice.
         narrowed = {key: targets[key] for key, dtype in become.items() if may_lose(saved[key].properties.dtype, dtype)}
         if narrowed:
             self._read(*self._plan(narrowed, _NumberPlanner(become, self._path)))
@@ -302,7 +316,9 @@ class Folder:
             ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
         """
         plan, planner = self._plan(targets, PlainPlanner())
+        # Values first: one that is refused, though it was checked, has changed no tensor yet.
         plan = replace(plan, items=sorted(plan.items, key=lambda item: item.type is not LoadItemType.BYTE_IO))
+        # Looked at afterwards: a save that has replaced the folder in between left some ranks reading the new one.
         try:
             self._read(plan, planner)
         finally:
@@ -335,7 +351,7 @@ class Folder:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Of what is no tensor, reads plain values alone: PyTorch's would run whatever they say."""
+    """Plan of a load that reads plain values alone beside tensors: PyTorch's would run whatever they say."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -369,7 +385,7 @@ def _item(info: Any) -> Item:
 
 
 def may_lose(have: torch.dtype, become: torch.dtype) -> bool:
-    """Whether some number of dtype `have` is lost as `become`, so that they must be looked at."""
+    """Returns whether some number of dtype `have` is lost as `become`, so that they must be looked at."""
     if have.is_complex and become.is_complex:
         have, become = have.to_real(), become.to_real()
     if have.is_floating_point and become.is_floating_point:
@@ -378,7 +394,7 @@ def may_lose(have: torch.dtype, become: torch.dtype) -> bool:
 
 
 def lost_number(value: Tensor, dtype: torch.dtype) -> str | None:
-    """The first number that a conversion would not keep, in words that follow a tensor's name; None where it keeps all.
+    """Describes the first number that a conversion would not keep, in words that follow a tensor's name; else None.
 
     Kept are floating-point numbers but for rounding (and what is too small, as zero), infinities and NaN where they
     exist, integers exactly, and what is 0 or 1 as a bool.
@@ -411,10 +427,10 @@ def refuse_lost(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> 
 
 
 def _kept(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n] bool: which numbers of value [n] stay as they are, to rounding."""
+    """Returns [n] bool: which numbers of value [n] stay as they are, to rounding."""
     if not value.is_floating_point():
         return _kept_integers(value, dtype)
-    exact = value.double()
+    exact = value.double()  # which has all numbers of all floating-point dtypes
     if dtype == torch.bool:
         return (exact == 0) | (exact == 1)
     if not dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Who holds a copy of which parameter, and the sum of the copies' gradients, in flat buffers of bounded size."""
+"""Copies of parameters: which ranks hold them, and the sum of their gradients, in flat buffers of bounded size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
 from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
 
-# What the losses of an MP group are: see fusedmoe.training.data_parallel.
+# Kinds of losses of an MP group: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
 
 # Small gradients share a collective, and no second copy of large ones, or of parameters, is made.
 BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _SPARSE = 0, 1, 2
-# What `fully_shard` has sharded with its experts, whose gradients FSDP then divides as the library does.
+# Modules that `fully_shard` has sharded with their experts, whose gradients FSDP then divides as the library does.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Models whose copies ranks have compared.
 _compared: WeakSet[nn.Module] = WeakSet()
@@ -57,7 +57,7 @@ class Replica:
 
 
 def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
-    """Every distinct parameter once, in the order of `named_parameters`, which is the same on all ranks.
+    """Lists every distinct parameter once, in the order of `named_parameters`, which is the same on all ranks.
 
     Raises:
         ConfigError: a parameter that FSDP shards over other ranks than the dp group; a layer that splits experts over
@@ -65,6 +65,7 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     """
     splits, experts = active_shardings(model, topology)
     spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
+    # By identity: a parameter under two names, in two modules, is one.
     found = []
     for name, parameter in model.named_parameters():
         sharding = splits.get(name, {})
@@ -76,7 +77,7 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
 
 
 def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
-    """What the sum of a parameter's gradients over `replica.group` is divided by.
+    """Returns the number by which the sum of a parameter's gradients over `replica.group` is divided.
 
     Raises:
         ConfigError: unknown `mp_loss`.
@@ -89,13 +90,14 @@ def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
 
 
 def holders(sharding: dict[str, int], topology: Topology) -> Group:
-    """The ranks that hold a copy of a tensor with this active sharding."""
+    """Returns the ranks that hold a copy of a tensor with this active sharding."""
     axes = set(sharding)
     if not axes:
         return topology.world
     if axes == {"mp"}:
         return topology.dp
-    free = [axis for axis in EXPERT_AXES if axis not in axes and getattr(topology, axis).size > 1]
+    sizes = {"ep": topology.ep.size, "esp": topology.esp.size}
+    free = [axis for axis in EXPERT_AXES if axis not in axes and sizes[axis] > 1]
     if not free:
         return topology.edp
     assert topology.expert_grid is not None
@@ -122,7 +124,7 @@ def _unmanaged_holders(
 
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory: the tensor itself, unless it is a DTensor."""
+    """Returns this rank's part, sharing memory: the tensor itself, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -133,6 +135,7 @@ def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     differently.
     """
     splits, _ = active_shardings(model, topology)
+    # Over each parameter's own group: ranks that hold other experts must not get these.
     for replica in replicas(model, topology):
         broadcast(replica.parameter, replica.group)
     for name, buffer in model.named_buffers():
@@ -189,15 +192,16 @@ def reduce_gradients(
         _compared.add(model)
     topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
-    for replica, divisor, has in zip(copies, divisors, present, strict=True):
+    for replica, divisor, exists in zip(copies, divisors, present, strict=True):
+        # Sums of many ranks in half precision would lose what each adds.
         dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
-        buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, has))
+        buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, exists))
     # In an order that does not depend on which names this rank has: ranks share several of the groups.
     for (_, dtype, divisor), members in sorted(buckets.items(), key=lambda item: repr(item[0])):
-        gradients = [_writable_gradient(replica) for replica, has in members if has]
+        gradients = [_writable_gradient(replica) for replica, exists in members if exists]
         if members[0][0].group.size > 1:
             _reduce(members[0][0].group, gradients, dtype, divisor)
-        elif divisor != 1:
+        elif divisor != 1:  # nothing to sum: FSDP has, or this rank alone holds the part
             for gradient in gradients:
                 gradient.div_(divisor)
 
@@ -215,6 +219,7 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
     Args:
         copies: as for `reduce_gradients`, which was before.
     """
+    # Whole gradients are equal on all ranks by now, and so is what a scaler sees of them.
     split = [replica for replica in copies if replica.group.ranks != topology.world.ranks]
     if not split and topology.ep.size == topology.esp.size == 1:
         return  # on every rank alike: only experts have names on some ranks only
@@ -227,6 +232,7 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
             low, high = gradient.aminmax()  # both are NaN where there is one
             flags[place] |= ~(low.isfinite() & high.isfinite()).to(flags.device)
     all_reduce(topology.world, flags, "max", "exchange of which gradients are not finite")
+    # What is spoiled need not be the same element, or even the same tensor: a scaler skips the step for any.
     some = next((gradient for gradient in map(_local_gradient, (*split, *copies)) if gradient is not None), None)
     if not any(place == -1 for place, _ in held):
         held.append((-1, None))
@@ -245,14 +251,20 @@ def _local_gradient(replica: Replica) -> Tensor | None:
 
 
 def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tuple[list[bool], bool]:
-    """Whether any rank has a gradient, for each parameter, and whether any has a note (None: none is asked for); one
-    collective for all parameters of a kind, and one wait of the host for all of them."""
+    """Returns, for each parameter, whether any rank has a gradient, and whether any rank has a note.
+
+    One collective serves all parameters of a kind, and the host waits once for all of them.
+
+    Args:
+        note: this rank's; None: none is asked for.
+    """
     states = [_state(replica) for replica in copies]
     kinds: dict[tuple[int, ...], list[int]] = {} if note is None else {topology.world.ranks: []}
     for i, replica in enumerate(copies):
         # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
         kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
-    found, in_order = [], [members for _, members in sorted(kinds.items())]
+    # In one order on all ranks, whichever names each of them has: they share several of the groups.
+    reduced, in_order = [], [members for _, members in sorted(kinds.items())]
     for members in in_order:
         group = copies[members[0]].group if members and copies[members[0]].named else topology.world
         own = [states[i] for i in members]
@@ -260,14 +272,14 @@ def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tu
             own.append(int(note))
             members.append(len(states))
         flags = torch.tensor(own, dtype=torch.uint8, device=device_of(group))
-        found.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
+        reduced.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
     states.append(0)
-    if found:
-        for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
+    if reduced:
+        for i, state in zip(chain(*in_order), torch.cat(reduced).tolist(), strict=True):
             states[i] = state
     noted = bool(states.pop())
     for replica, state in zip(copies, states, strict=True):
-        if state == _SPARSE:
+        if state == _SPARSE:  # on some rank: all of them raise, since "max" has told them all
             refusal = f"the gradient of {replica.name} is sparse. Make its embedding with sparse=False."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
@@ -287,6 +299,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     part = local_part(parameter.grad)
+    # A backward formula with `expand` leaves elements that share memory: written in place, one would change all.
     if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
         parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         part = local_part(parameter.grad)
@@ -312,6 +325,7 @@ class _Bucket:
         self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient that cannot be viewed flat, its flat copy)
 
     def add(self, gradient: Tensor) -> None:
+        """Lays a gradient into the buffer, and empties it whenever it is full."""
         flat = gradient.contiguous().view(-1)
         start = 0
         while start < flat.numel():
@@ -327,6 +341,7 @@ class _Bucket:
             self._copied.append((gradient, flat))
 
     def flush(self) -> None:
+        """Reduces what is in the buffer and puts it back into the gradients."""
         if self._filled:
             filled = self._buffer[: self._filled]
             all_reduce(self._group, filled, operation="gradient all-reduce").div_(self._divisor)

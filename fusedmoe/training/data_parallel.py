@@ -85,6 +85,7 @@ def sync_gradients(
         )
     if topology.size == 1:
         return
+    # Buckets first: what a bucket has begun must be whole before the rest is reduced, in one order on all ranks.
     done = set() if buckets is None else buckets.close()
     every = replicas(model, topology)
     copies = [replica for replica in every if id(replica.parameter) not in done]
@@ -93,7 +94,7 @@ def sync_gradients(
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that are split over ep or esp: those no wrapper may treat as replicated."""
+    """Names the parameters that are split over ep or esp: those no wrapper may treat as replicated."""
     shardings = parameter_shardings(model)
     names = {name for name, axes in shardings.items() if not axes.keys().isdisjoint(EXPERT_AXES)}
     return names & {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -120,13 +121,14 @@ def distributed_data_parallel(
     if topology.size == 1:
         return SingleRank(model)
     wrapped = DataParallel(model, topology, mp_loss, **options)
+    # With init_sync PyTorch and the wrapper have made copies equal; without it nobody has looked.
     if not options.get("init_sync", True):
         compare_copies(replicas(model, topology), topology)
     return wrapped
 
 
 class SingleRank(nn.Module):
-    """What `distributed_data_parallel` returns in a world of one: the same interface, nothing to do."""
+    """Wrapper of `distributed_data_parallel` in a world of one: the same interface, nothing to do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -150,6 +152,7 @@ class DataParallel(DistributedDataParallel):
         hidden = [name for name, axes in splits.items() if axes]
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
+        # PyTorch would average them over ranks that hold different ones.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
         self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
         with bounded(topology.world, "comparing the copies of a model"):
@@ -158,6 +161,7 @@ class DataParallel(DistributedDataParallel):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
         self._synced_backward = -1
+        # Hooks live as long as the model: one that held the wrapper would keep it.
         own = weakref.ref(self)
         for replica in copies:
             if replica.parameter.requires_grad:
@@ -180,14 +184,14 @@ class DataParallel(DistributedDataParallel):
         return self.__dict__
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Where the ranks agree on buckets and bring buffers; the model itself comes after it."""
+        """Bounds the part in which ranks agree on buckets and broadcast buffers; the model itself runs after it."""
         with bounded(self._topology.world, "agreeing on gradient buckets"):
             return super()._pre_forward(*inputs, **kwargs)
 
     def _finish_backward(self) -> None:
-        """What is the library's to reduce; and all ranks meet, once their part in what PyTorch reduces has begun.
+        """Reduces what PyTorch does not know, and waits for all ranks to have begun what PyTorch reduces.
 
-        PyTorch waits for it after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
+        PyTorch waits for that after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
         """
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
         spread_overflow(self._split, self._topology)
@@ -197,7 +201,7 @@ class DataParallel(DistributedDataParallel):
 
 
 def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
-    """A gradient of this backward, on its way to be accumulated: the first one has the sync done at the end."""
+    """Scales a gradient on its way to be accumulated; the first one of a backward pass has the sync done at its end."""
     if wrapper is None:  # the model lives on without its wrapper
         return None
     backward = torch._C._current_graph_task_id()
@@ -232,9 +236,10 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
             move between ranks.
     """
     if topology.dp.size == 1:
-        return module
+        return module  # FSDP over one rank would only copy parameters
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
     splits, _ = active_shardings(module, topology)
+    # Experts are not copies of each other on the dp ranks: FSDP may shard them over the ranks with the same ones only.
     split: set[nn.Parameter] = set()
     spread: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():
@@ -258,7 +263,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
 
 
 def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
-    """For FSDP2: the edp group for parameters in `spread`."""
+    """Makes FSDP2's `shard_placement_fn`, which puts parameters in `spread` over the edp group."""
     if ShardPlacementResult is None:
         raise ConfigError(
             f"fully_shard(experts=True) needs a PyTorch whose FSDP2 has a mesh for each parameter; {torch.__version__} "
@@ -272,14 +277,16 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in spread:
             return None
+        # Fewer experts than ranks: FSDP would pad the first dimension, and some ranks would hold nothing.
         few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
         return ShardPlacementResult(Shard(1 if few else 0), over)
 
     return placement
 
 
-#: Which experts see a token, and all that ranks do together: for a policy of one's own.
-KEPT = frozenset(
+#: Operators whose results `save_communication` keeps: the choice of experts, and all that ranks do together. For a
+#: policy of one's own.
+KEPT_OPERATORS = frozenset(
     getattr(torch.ops.fusedmoe, name).default
     for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine")
 ) | {torch.ops.aten.topk.default}
@@ -300,4 +307,4 @@ def save_communication() -> tuple[Any, Any]:
 
 
 def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -36,19 +36,20 @@ def move(
         ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
         RankError: the ranks' optimizers keep different state.
     """
-    every = zip(layers, shardings, copies, strict=True)
-    changing = [(one, to, others) for one, to, others in every if to != one.placement.sharding]
+    triples = zip(layers, shardings, copies, strict=True)
+    changing = [(placed, to, following) for placed, to, following in triples if to != placed.placement.sharding]
     if not changing:
         return 0
     group = changing[0][0].group
-    kept = [[_state(optimizer, name, p) for name, p in one.experts.named_parameters()] for one, *_ in changing]
-    _require_same(group, [[sorted(tensors) for tensors in of] for of in kept])
+    kept = [[_state(optimizer, name, p) for name, p in placed.experts.named_parameters()] for placed, *_ in changing]
+    # Before anything is sent: a rank whose optimizer has not stepped would wait for tensors that nobody sends.
+    _require_same(group, [[sorted(tensors) for tensors in states] for states in kept])
     sent = 0
-    for (placed, sharding, others), states in zip(changing, kept, strict=True):
+    for (placed, sharding, following), states in zip(changing, kept, strict=True):
         before = placed.placement
-        for other in others:
-            tensors = {name: _moved(p.data, before, sharding, group) for name, p in other.experts.named_parameters()}
-            other.reshard(sharding, {name: tensor for name, (tensor, _) in tensors.items()})
+        for copy in following:
+            tensors = {name: _moved(p.data, before, sharding, group) for name, p in copy.experts.named_parameters()}
+            copy.reshard(sharding, {name: tensor for name, (tensor, _) in tensors.items()})
             sent += sum(bytes_ for _, bytes_ in tensors.values())
         parameters: dict[str, Tensor] = {}
         for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
@@ -57,6 +58,7 @@ def move(
             for key, tensor in state.items():
                 optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
                 sent += bytes_
+        # Last: until here the layer, and its optimizer's state, are of the placement before.
         placed.reshard(sharding, parameters)
     return sent
 
@@ -64,36 +66,38 @@ def move(
 def followers(
     layers: Sequence[DynamicExperts], given: Sequence[Sequence[DynamicExperts]], group: Group
 ) -> list[list[DynamicExperts]]:
-    """Of each layer the copies of its experts that change owners with it: those of `given` models, and what
-    `copy.deepcopy` has made of the layer, or of a copy, and nobody trains. In an order that all ranks have. Collective.
+    """Lists for each layer the copies of its experts that change owners with it, in one order on all ranks. Collective.
+
+    Those are the ones of `given` models, and what `copy.deepcopy` has made of the layer, or of a copy, and nobody
+    trains.
 
     Raises:
         ConfigError: a copy with other owners than its layer, one that is trained, or one that not all ranks have.
     """
+    here = [placed.placement.sharding for placed in layers]
     for model in given:
-        if [one.placement.sharding for one in model] != [one.placement.sharding for one in layers]:
+        if [copy.placement.sharding for copy in model] != here:
             raise ConfigError(
                 "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
                 "the model as it is now: deepcopy(model), or AveragedModel(model)"
             )
-    known = {id(one) for model in given for one in model}
+    known = {id(copy) for model in given for copy in model}
 
-    def found() -> list[dict[tuple[int, ...], DynamicExperts]]:
-        return [{path: one for path, one in _copies(placed, ()) if id(one) not in known} for placed in layers]
+    def look() -> tuple[list[dict[tuple[int, ...], DynamicExperts]], list[list[list[tuple[bool, tuple[int, ...]]]]]]:
+        """Looks for the copies by path, and gathers by rank and layer what there are, those that are trained last."""
+        copies = [{path: copy for path, copy in _copies(placed, ()) if id(copy) not in known} for placed in layers]
+        own = [sorted((copy.learned, path) for path, copy in layer.items()) for layer in copies]
+        return copies, all_gather_object(group, own, "copies of experts")
 
-    def every(of: list[dict[tuple[int, ...], DynamicExperts]]) -> list[list[list[tuple[bool, tuple[int, ...]]]]]:
-        # Of each rank and layer the copies, those that are trained last.
-        own = [sorted((one.learned, path) for path, one in layer.items()) for layer in of]
-        return all_gather_object(group, own, "copies of experts")
+    def are_trained(own: list[list[tuple[bool, tuple[int, ...]]]]) -> bool:
+        return any(learned for layer in own for learned, _ in layer)
 
-    copies = found()
-    ranks = every(copies)
-    if any(own != ranks[0] for own in ranks) or any(learned for own in ranks for of in own for learned, _ in of):
-        gc.collect()  # what is there may be garbage
-        copies = found()
-        ranks = every(copies)
+    copies, ranks = look()
+    if any(own != ranks[0] or are_trained(own) for own in ranks):
+        gc.collect()  # what is there may be garbage, and gone on other ranks already
+        copies, ranks = look()
     for rank, own in zip(group.ranks, ranks, strict=True):
-        if any(learned for of in own for learned, _ in of):
+        if are_trained(own):
             raise ConfigError(
                 f"ShardedExperts: experts change owners, and rank {rank} has a copy of the model (deepcopy) that is "
                 "trained by itself: its experts, and what its optimizer keeps of them, would stay where they are. Give "
@@ -105,15 +109,18 @@ def followers(
                 f"AveragedModel) than rank {group.ranks[0]}. Copies follow the owners where all ranks have them: make "
                 "and drop them on all ranks, or use reshard=False."
             )
-    return [[*(model[at] for model in given), *(of[path] for path in sorted(of))] for at, of in enumerate(copies)]
+    return [
+        [*(model[number] for model in given), *(layer[path] for path in sorted(layer))]
+        for number, layer in enumerate(copies)
+    ]
 
 
 def _copies(placed: DynamicExperts, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], DynamicExperts]]:
-    """Copies that have no ShardedExperts of their own, and copies of these, by their numbers."""
-    for one in list(placed.deepcopies):
-        if not one.hooked:
-            yield (*path, one.number), one
-            yield from _copies(one, (*path, one.number))
+    """Yields copies that have no ShardedExperts of their own, and copies of these, by their numbers."""
+    for copy in list(placed.deepcopies):
+        if not copy.hooked:
+            yield (*path, copy.number), copy
+            yield from _copies(copy, (*path, copy.number))
 
 
 def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
@@ -133,7 +140,8 @@ def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, t
                     "experts (of several, which one has the rest does not matter), or use reshard=False."
                 )
     if tries:
-        # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
+        # State appears with the first step, which is late to refuse: another optimizer of its kind steps on a small
+        # parameter of three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
         small = nn.Parameter(torch.zeros(2, 3, 5))
         small.grad = torch.ones_like(small)
         with suppress(Exception), torch.enable_grad():
@@ -143,8 +151,8 @@ def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, t
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What an optimizer keeps for each element of a parameter."""
-    found = {}
+    """Returns what an optimizer keeps for each element of a parameter, by key."""
+    tensors = {}
     for key, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue  # a count of steps: all ranks have the same
@@ -154,27 +162,30 @@ def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str
                 f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
                 "shaped like the parameters, or ShardedExperts(…, reshard=False)."
             )
-        found[key] = value
-    return found
+        tensors[key] = value
+    return tensors
 
 
 def _require_same(group: Group, keys: list[list[list[str]]]) -> None:
-    every = all_gather_object(group, keys, "moving experts")
-    for rank, other in zip(group.ranks, every, strict=True):
-        if other != every[0]:
+    of_ranks = all_gather_object(group, keys, "moving experts")
+    for rank, of_rank in zip(group.ranks, of_ranks, strict=True):
+        if of_rank != of_ranks[0]:
             raise RankError(
-                f"moving experts: the optimizer keeps {other} on rank {rank} and {every[0]} on rank {group.ranks[0]}, "
-                "by layer and parameter. Make it the same on every rank, and step on all of them or on none."
+                f"moving experts: the optimizer keeps {of_rank} on rank {rank} and {of_ranks[0]} on rank "
+                f"{group.ranks[0]}, by layer and parameter. Make it the same on every rank, "
+                "and step on all of them or on none."
             )
 
 
 def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
-    """This rank's rows, [owned, ...] in order of their experts, after the change; and the bytes that it sent."""
+    """Exchanges rows; returns this rank's, [owned, ...] in order of their experts, and the bytes that it sent."""
     me = group.index
     ours, wanted = before.owned(me), after.owned(me)
     leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
     coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
-    send, recv = ([sum(rank == other for rank, _ in of) for other in range(group.size)] for of in (leaving, coming))
+    # Sorted by rank, then expert, on both sides: rows arrive in the order that they are expected in.
+    send, recv = ([sum(rank == peer for rank, _ in pairs) for peer in range(group.size)] for pairs in (leaving, coming))
+    # An expert's row is its place among those that the rank owns, in order of their numbers.
     row = {expert: at for at, expert in enumerate(ours)}
     rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
     received = all_to_all_rows(group, rows, send, recv, "moving experts")

@@ -17,7 +17,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training.copies import local_part, replicas
 
-# Of a parameter: its name and its mesh.
+# A parameter's name and its mesh.
 _Held = tuple[str, DeviceMesh | None]
 
 
@@ -50,10 +50,11 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
         # The first of the ranks that hold a copy counts it.
         counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
     gradients = []
+    # By device: a model may have parts on several, and adding squares across them would wait for each.
     squares: dict[torch.device, list[Tensor]] = {}
     for parameter, counts in counted:
         if parameter.grad is None:
-            continue
+            continue  # on other ranks it may have one, which they count
         gradient = local_part(parameter.grad)
         gradients.append(gradient)
         if counts:
@@ -64,6 +65,7 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     device = device_of(topology.world) if topology.size > 1 else first
     sums = [torch.stack(of).sum().to(device) for of in squares.values()]
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    # One number for each rank, summed in one order: the same bits of the norm, and so of the scale, everywhere.
     norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
     # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
     scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
@@ -73,12 +75,13 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     return norm
 
 
-# Of a model: what this rank held when ranks last compared, the whole job, and the names that others count.
+# By model: what this rank held when ranks last compared, the whole job, and the names that other ranks count. Ranks
+# compare once, not in every step.
 _known: WeakKeyDictionary[nn.Module, tuple[list[_Held], Topology, set[str]]] = WeakKeyDictionary()
 
 
 def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
-    """The whole job, and each parameter with whether this rank counts it."""
+    """Returns the whole job, and each parameter with whether this rank counts it."""
     if any(
         (isinstance(module, MoELayer) and module.topology.size > 1)
         or any(len(ranks) > 1 for ranks in getattr(module, "expert_ranks", {}).values())
@@ -106,10 +109,10 @@ def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, boo
 
 
 def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
-    """The names of parameters of which other ranks hold copies, and count them. Collective."""
+    """Names the parameters of which other ranks hold copies, and count them. Collective."""
     own = {name: _ranks(parameter) for name, parameter in model.named_parameters()}
     # Beside a mesh of all ranks there is no other one.
-    found = [
+    told = [
         (name, own[name], _layout(parameter), _place(parameter), _some_values(parameter))
         for name, parameter in model.named_parameters()
         if len(own[name]) < topology.size
@@ -117,7 +120,7 @@ def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
     holders: dict[str, tuple[int, ...]] = {}
     layouts: dict[str, Any] = {}
     values: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    for each in all_gather_object(topology.world, found, "comparing the meshes of a model"):
+    for each in all_gather_object(topology.world, told, "comparing the meshes of a model"):
         for name, ranks, layout, place, some in each:
             # Ranks come in order: the first has the lowest.
             first, one = holders.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64)
@@ -144,7 +147,7 @@ def _layout(parameter: Tensor) -> Any:
 
 
 def _place(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank is in the tensor's mesh."""
+    """Returns this rank's coordinates in the tensor's mesh."""
     if not isinstance(tensor, DTensor):
         return ()
     place = tensor.device_mesh.get_coordinate()
@@ -158,12 +161,12 @@ def _some_values(parameter: Tensor) -> list[float]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Copies may have drifted apart a little; other parts have nothing in common."""
+    """Returns whether values are of copies, which may have drifted apart a little, and not of other parts."""
     return one.equal(other) or bool((one - other).norm() <= 0.1 * torch.maximum(one.norm(), other.norm()))
 
 
 def _is_first(gradient: Tensor | None) -> bool:
-    """This rank is the first of its mesh with the part of the gradient that it holds."""
+    """Returns whether this rank is the first of its mesh with the part of the gradient that it holds."""
     if not isinstance(gradient, DTensor):
         return True
     # The gradient's placements, which need not be the parameter's. FSDP2's strided shards are no `Shard`.

@@ -25,10 +25,12 @@ from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, repli
 
 @dataclass(eq=False)
 class _Item:
-    """A parameter in the buckets.
+    """Parameter in the buckets.
 
-    `gradient`: what was given; None: it is where autograd puts it. `sent`: it was there when the first part of it went.
-    `whole`: a scalar on the device, whether that was so on every rank.
+    Attributes:
+        gradient: the one that was given; None: it is where autograd puts it.
+        ready: it is there.   sent: it was there when its first part was sent.
+        whole: a scalar on the device: it was there on every rank.
     """
 
     replica: Replica
@@ -77,9 +79,11 @@ class GradientBuckets:
             for replica in reversed(layer)
         ]
         self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
+        # A plan counts bytes of parts, not parameters: `_place` walks through the items as buckets take them.
         self._by_parameter = {id(item.replica.parameter): item for item in self._items}
         # The garbage collector does not look into these hooks: one that held us would hold the parameters for ever.
         own = ref(self)
+        # Autograd calls the hook once all gradients of a parameter have been added up in a pass.
         for item in self._items:
             item.replica.parameter.register_post_accumulate_grad_hook(lambda parameter: _note(own(), parameter))
         self._open = False
@@ -99,17 +103,19 @@ class GradientBuckets:
         Buckets of passes before it do nothing. `recorder` measures those that `begin` is given.
         """
         self._open, self._place, self._recorder = True, (0, 0), recorder
+        # What earlier passes of the step have noted counts no more: gradients are whole after the last one only.
         for item in self._items:
             item.ready, item.sent, item.whole, item.gradient = False, False, None, None
 
     @property
     def opened(self) -> bool:
-        """Whether a step's last backward pass has begun, or is to."""
+        """Tells that a step's last backward pass has begun, or is to."""
         return self._open
 
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A gradient before autograd has it, in contiguous memory of its own: it is reduced in place."""
+        """Takes a gradient before autograd has it, in contiguous memory of its own: it is reduced in place."""
         item = self._by_parameter.get(id(parameter))
+        # A parameter outside the dense parts has no item: `sync_gradients` reduces what autograd puts there.
         if item is not None:
             item.gradient, item.ready = gradient, True
 
@@ -135,12 +141,12 @@ class GradientBuckets:
             self._working = self._helper.begin(partial(self._reduce_all, tasks, behind))
             return
         self._beside = streams["inter"]
-        self._beside.wait_stream(streams["compute"])
+        self._beside.wait_stream(streams["compute"])  # gradients that are given were computed there
         with torch.cuda.stream(self._beside):
             self._reduce_all(tasks, behind)
 
     def wait(self) -> None:
-        """Until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
+        """Waits until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
             self._beside = None
@@ -155,18 +161,20 @@ class GradientBuckets:
         """
         self.wait()
         item, element = self._place
+        # A bucket may end inside a parameter: its rest goes now, so that `sync_gradients` takes whole ones only.
         if self._open and element:
             left = self._items[item]
             self._reduce((left.size - element) * left.dtype.itemsize)
             item = self._place[0]
         self._open = False
-        for one in self._items:
-            one.gradient = None
-        done = [one for one in self._items[:item] if one.whole is not None]
+        for given in self._items:
+            given.gradient = None
+        done = [sent for sent in self._items[:item] if sent.whole is not None]
         if not done:
             return set()
-        whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
-        return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
+        # The one wait of the host in a step, for all parameters together.
+        whole = torch.stack([sent.whole for sent in done if sent.whole is not None]).tolist()
+        return {id(sent.replica.parameter) for sent, all_have in zip(done, whole, strict=True) if all_have}
 
     def _reduce_all(self, tasks: Sequence[Task], behind: Callable[[], None] | None) -> None:
         if behind is not None:
@@ -177,7 +185,10 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _reduce(self, size: int) -> None:
-        """Neighbours that the same ranks hold share a collective, with a flag for each parameter that begins in it."""
+        """Reduces the next `size` bytes, with a flag for each parameter that begins in them.
+
+        Neighbours that the same ranks hold share a collective: most buckets are one.
+        """
         together: list[tuple[_Item, int, int]] = []
         for part in self._cut(size):
             if together and _kind(together[0][0]) != _kind(part[0]):
@@ -188,7 +199,7 @@ class GradientBuckets:
             self._reduce_together(together)
 
     def _cut(self, size: int) -> Iterator[tuple[_Item, int, int]]:
-        """(item, first element, end) of the next `size` bytes, as far as there are any."""
+        """Yields (item, first element, end) of the next `size` bytes, as far as there are any."""
         while size > 0 and self._place[0] < len(self._items):
             number, start = self._place
             item = self._items[number]
@@ -202,6 +213,7 @@ class GradientBuckets:
         group = first.replica.group
         sizes = [end - start for _, start, end in parts]
         begun = [item for item, start, _ in parts if start == 0]
+        # Ranks without a gradient send zeros and no flag: the sum of flags says whether all had one, on the way.
         buffer = torch.zeros(sum(sizes) + len(begun), dtype=first.dtype, device=device_of(group))
         *places, flags = buffer.split([*sizes, len(begun)])
         for item, flag in zip(begun, flags, strict=True):
@@ -217,11 +229,12 @@ class GradientBuckets:
         for (item, start, end), place in zip(parts, places, strict=True):
             if item.sent and item.whole is not None:
                 own = _flat(item)[start:end]
+                # Chosen on the device: where some rank had none, the own gradient stays for `sync_gradients`.
                 own.copy_(torch.where(item.whole, place / item.divisor, own))
 
 
 def _note(buckets: GradientBuckets | None, parameter: Tensor) -> None:
-    """Autograd has the gradient of a parameter."""
+    """Notes that autograd has the gradient of a parameter."""
     if buckets is not None:  # the model may live on without them
         buckets._by_parameter[id(parameter)].ready = True
 
@@ -235,7 +248,7 @@ def _sent_as(replica: Replica) -> torch.dtype:
 
 
 def _flat(item: _Item) -> Tensor:
-    """The gradient, flat and in memory of its own."""
+    """Returns the gradient, flat and in memory of its own."""
     if item.gradient is not None:
         return local_part(item.gradient).view(-1)
     parameter = item.replica.parameter
@@ -248,7 +261,7 @@ def _flat(item: _Item) -> Tensor:
 def bucketed_bytes(
     model: nn.Module, ranks: int, mp: int, dense: Sequence[Sequence[nn.Parameter]] | None = None
 ) -> list[int]:
-    """`GradientBuckets.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
+    """Computes `GradientBuckets.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
 
     Args:
         ranks, mp: of that world.
@@ -256,6 +269,7 @@ def bucketed_bytes(
     """
     shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
 
+    # In the world of one that made the model nothing is split, and nothing has a copy: sizes follow from shardings.
     def own_bytes(parameter: nn.Parameter) -> int:
         split = "mp" in shardings.get(names[id(parameter)], {})
         if (ranks // mp if split else ranks) == 1:
@@ -272,14 +286,14 @@ def bucketed_bytes(
 def _dense_parts(
     model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
 ) -> list[list[Replica]]:
-    """The replicated parameters before the experts of each MoE layer, in order, or those that are given."""
+    """Lists the replicated parameters before the experts of each MoE layer, in order, or those that are given."""
     own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
     bucketed = [replica for replica in replicas(model, topology) if _bucketed(replica)]
     return [[replica for replica in bucketed if id(replica.parameter) in of] for of in own]
 
 
 def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters before the experts of each MoE layer, and after those of the layer before it, in order.
+    """Lists the parameters before the experts of each MoE layer, and after those of the layer before it, in order.
 
     A shared expert, and all else that comes after the experts of a layer, counts to the next one.
     """
@@ -299,5 +313,5 @@ def _bucketed(replica: Replica) -> bool:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """A model's MoE layers in the order of its modules."""
+    """Lists a model's MoE layers in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]

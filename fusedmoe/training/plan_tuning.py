@@ -53,7 +53,7 @@ _UNSURE = 0.1
 
 # Sizes that may be tried, evenly in their logarithm, and the least of them as a share of the largest.
 _GRID, _LEAST = 256, 2**-6
-# In units of the spread of what was measured; as in the paper.
+# Gain that an expected improvement is counted from, in units of the spread of what was measured; as in the paper.
 _EXPLORATION = 0.1
 
 
@@ -112,52 +112,57 @@ class PlanTuning:
         self.buckets: GradientBuckets = step.buckets
         self._path = step.choice_path(policy)
         kept = None if resumed is None else step.kept(policy, resumed)
+        # The job's own choice stands without a rival, so that it goes on by the plan that it was stopped with.
         kept = step.kept(policy, self._path) if kept is None else (kept[0], kept[1][:1])
         self._search: BucketSearch | None = None
         self._climbs, self._climbed = 0, set[str]()
         if policy == AUTO:
             self.contest = Contest(self._families, self._beside, kept=kept, drift=drift)
         else:
+            # Where no gradient travels, sizes of buckets are nothing to search.
             if largest := max(step.costs.gradient_bytes):
                 self._search = BucketSearch(largest)
             self.contest = Contest(self._first_size, self._next_size, kept=kept, steps=_SIZE_STEPS, drift=drift)
         self._own: list[float] = []
         self._said = self._skips = False
         self.now: PlanCandidate
+        self._followed: PlanCandidate | None = None
         self._follow()
 
     @property
     def plan(self) -> Plan:
-        """What steps follow now; without tasks: nothing in chunks."""
+        """The plan that steps follow now; without tasks: nothing in chunks."""
         return self.now.plan
 
     @property
     def costs(self) -> StepCosts:
-        """Of a step by what is followed now."""
+        """Costs of a step by the plan that is followed now."""
         return self._step.costs_of(self.now.whole)
 
     @property
     def settled(self) -> bool:
-        """Whether a plan is chosen."""
+        """Tells that a plan is chosen."""
         return self.contest.settled
 
     def note(self, seconds: float) -> None:
-        """What a step took on this rank, all of it. Collective over all ranks, but not in every step."""
-        if self._skips:
+        """Takes the seconds of a whole step on this rank. Collective over all ranks, but not in every step."""
+        if self._skips:  # on every rank, so that they go on counting the same steps
             self._skips = False
             return
         self._own.append(seconds)
+        # Once a plan is chosen ranks only watch for drift: they exchange a window of steps at a time.
         if self.contest.settled and len(self._own) < WINDOW:
             return
         topology = self._step.topology
         with topology.guard("PlanTuning.note"):
             took = torch.tensor(self._own, dtype=torch.float64, device=device_of(topology.world))
             self._own = []
-            every = all_reduce(topology.world, took, "max", "the longest step of all ranks").tolist()
-            if not all(0 < one < math.inf for one in every):
-                raise ConfigError(f"PlanTuning.note: a step took {every} s; give its seconds, more than 0")
-            for one in every:
-                self.contest.note(one)
+            # All ranks wait for the slowest, so its seconds are the step's; and all judge by the same numbers.
+            slowest = all_reduce(topology.world, took, "max", "the longest step of all ranks").tolist()
+            if not all(0 < step_s < math.inf for step_s in slowest):
+                raise ConfigError(f"PlanTuning.note: a step took {slowest} s; give its seconds, more than 0")
+            for step_s in slowest:
+                self.contest.note(step_s)
             self._follow()
         if self.contest.settled and not self._said:
             self._keep()
@@ -171,7 +176,7 @@ class PlanTuning:
         self._skips = True
 
     def table(self) -> list[TriedPlan]:
-        """What was tried and measured, the fastest first."""
+        """Lists what was tried and measured, the fastest first."""
         rows = [
             TriedPlan(
                 one.candidate.name,
@@ -185,7 +190,7 @@ class PlanTuning:
         return sorted(rows, key=lambda row: row.measured_s or math.inf)
 
     def line(self) -> str:
-        """What is the best so far, and by how much."""
+        """Describes the best plan so far, and by how much it is faster."""
         best = self.contest.best
         others: dict[str, Entry] = {}
         for one in sorted(self.contest.entries, key=lambda one: one.median_s):
@@ -206,7 +211,7 @@ class PlanTuning:
         )
 
     def choice(self) -> str:
-        """The text of a file that a job which goes on with this one is given as `resumed`."""
+        """Writes the text of a file that a job which goes on with this one is given as `resumed`."""
         best = self.contest.best
         ranked = sorted((one for one in self.contest.entries if one.seconds), key=lambda one: one.median_s)
         second = next((one.candidate for one in ranked if one is not best), None)
@@ -220,17 +225,19 @@ class PlanTuning:
 
     def _follow(self) -> None:
         candidate = self.contest.now.candidate
-        if candidate is not getattr(self, "now", None):
+        # Following a plan is collective and takes a while: not in each of the hundreds of steps that keep to one.
+        if candidate is not self._followed:
             self._step.follow(candidate)
-            self.now = candidate
+            self._followed = self.now = candidate
 
     def _families(self) -> list[PlanCandidate]:
         self._climbs, self._climbed = 0, set()
         return self._step.candidates()
 
     def _beside(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
-        """Plans beside the best one that were not tried."""
+        """Lists plans beside the best one that were not tried."""
         best = self.contest.best.candidate
+        # A few climbs, and none from where one has been: each costs steps by plans that are slower.
         self._climbs += 1
         if self._climbs > _CLIMBS or best.name in self._climbed:
             return []
@@ -319,6 +326,7 @@ class BucketSearch:
         values = (seconds - seconds.mean()) / spread
         kernel = Matern(length_scale=0.3, length_scale_bounds=(0.02, 3.0), nu=2.5) + WhiteKernel(1e-3, (1e-6, 1e-1))
         process = GaussianProcessRegressor(kernel, random_state=self.seed)
+        # Matérn 5/2: times bend where buckets begin to fill the link, but do not jump. White noise: steps differ.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # few points do not always say how smooth they are
             process.fit(self._place(bytes_), values)
@@ -328,6 +336,7 @@ class BucketSearch:
         if not len(sizes):
             return int(bytes_[seconds.argmin()])
         mean, std = process.predict(self._place(sizes.astype(float)), return_std=True)
+        # Expected improvement, E[max(0, best - f - exploration)] of a normal f.
         gain = values.min() - mean - _EXPLORATION
         z = gain / np.maximum(std, 1e-12)
         return int(sizes[(gain * norm.cdf(z) + std * norm.pdf(z)).argmax()])

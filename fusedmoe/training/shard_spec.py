@@ -1,4 +1,4 @@
-"""Where this rank's part of each tensor of a model lies in the whole tensor, as a checkpoint asks."""
+"""Specs of a model's tensors for a checkpoint: this rank's part of each, and its place in the whole tensor."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """How a tensor is spread over ranks.
+    """Spread of a tensor over ranks.
 
     Attributes:
         shape: of the whole tensor.
@@ -110,11 +110,12 @@ class ShardSpec:
     kept: Mapping[int, int] = field(default_factory=dict)
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """The DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
+        """Returns the DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
         if self.numbers is not None:
             return RowShard(local_part(tensor), self.numbers, self.shape, self.starts)
         if self.mesh is None:
             return tensor
+        # Shape and stride are said: DTensor else takes the parts of all ranks to be as large as this one.
         stride = torch.empty(self.shape, device="meta").stride()
         part = local_part(tensor)
         for dim, size in self.kept.items():
@@ -126,7 +127,7 @@ class ShardSpec:
 
 @dataclass(eq=False)
 class ShardSpecs:
-    """The specs of this rank's tensors by name, and the names of those tensors that only other ranks have."""
+    """Specs of this rank's tensors by name, and the names of those tensors that only other ranks have."""
 
     own: dict[str, ShardSpec]
     elsewhere: set[str]
@@ -157,12 +158,14 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
 
 
 def writes(key: str, group: Group) -> bool:
-    """Whether this rank, of those that hold `key`, is the one that writes it: by chance, but the same on all."""
+    """Returns whether this rank, of those that hold `key`, writes it: by chance, but the same on all ranks."""
+    # By a hash of the name, so that the ranks of a group share the bytes without telling each other their sizes.
     return zlib.crc32(key.encode()) % group.size == group.index
 
 
 def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> dict[int, Shapes]:
-    """Every rank's split tensors; checks that the others are the same everywhere."""
+    """Gathers every rank's split tensors, and checks that the whole ones are the same everywhere."""
+    # Whole tensors are compared by a digest: their list travels only where it differs, to say how.
     digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
     facts = all_gather_object(topology.world, (digest, split), operation)
     if any(other != digest for other, _ in facts):
@@ -182,7 +185,7 @@ def _told(shape: tuple[int, ...] | None) -> str:
 
 
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Which experts the parameters under a placement hold here, row by row."""
+    """Lists which experts the parameters under a placement hold here, row by row."""
     return {
         plain_name(prefix + name): experts.numbers
         for prefix, experts in experts_of(model)
@@ -192,8 +195,10 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
-    """Where ranks pad their parts to one size, the size of the whole along a dimension: as a module says, in its
-    attribute `unpadded`, under names relative to itself."""
+    """Returns the size of the whole along dimensions in which ranks pad their parts to one size, by name.
+
+    Modules say so in their attribute `unpadded`, under names relative to themselves.
+    """
     return {
         plain_name(f"{prefix}.{name}".lstrip(".")): sizes
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -202,7 +207,7 @@ def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
 
 
 def number_names(model: nn.Module) -> set[str]:
-    """Entries of the model's state that say which experts are here, by plain names; specs say so by themselves."""
+    """Names the entries of the model's state that say which experts are here; specs say so by themselves."""
     return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 
@@ -219,7 +224,7 @@ def _shard_spec(
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
     for axis, dim in sharding.items():
-        having = [rank for rank in getattr(topology, axis).ranks if name in shapes[rank]]
+        having = [rank for rank in _groups(topology)[axis].ranks if name in shapes[rank]]
         if dim == NAMED and len(having) > 1:
             raise ConfigError(
                 f"the ranks {having} each have a {name} of their own, and one name for all: a checkpoint would keep "
@@ -230,6 +235,7 @@ def _shard_spec(
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
     own = list(tensor.shape)
+    # Padding makes parts of ranks alike in size and is no part of the whole: the last parts are cut to what belongs.
     if not managed:
         for dim, size in unpadded.items():
             shape[dim] = min(shape[dim], size)
@@ -238,6 +244,7 @@ def _shard_spec(
     kept = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
     starts = _check_chunk(name, own, shape, sharding, topology, numbers is not None)
     everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
+    # FSDP has split the copies among them: no other rank holds what this one holds.
     alone = topology.subgroup("own", (topology.rank,))
     if "mp" not in sharding:
         if isinstance(tensor, DTensor):
@@ -256,9 +263,17 @@ def _shard_spec(
     return ShardSpec(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
 
 
+def _groups(topology: Topology) -> dict[str, Group]:
+    """Returns the groups over which a `sharding` may split a tensor, by axis."""
+    return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
+
+
 def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """FSDP has split what other axes had split before: a mesh whose dimensions stand in that order says so. It serves
-    only to find places, so it needs no process groups."""
+    """Returns a mesh whose dimensions stand in another order.
+
+    FSDP has split what other axes had split before: dimensions in that order say so. The mesh serves only to find
+    places, so it needs no process groups.
+    """
     old = mesh.mesh_dim_names or ()
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
@@ -269,7 +284,7 @@ def _placement(dim: int) -> Placement:
 
 
 def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
-    """Ranks whose parts, joined along `dim`, give its whole size."""
+    """Lists the ranks whose parts, joined along `dim`, give its whole size."""
     if "mp" in sharding:
         assert topology.dense_grid is not None
         return topology.dense_grid[0].tolist()
@@ -277,7 +292,7 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
-            index = getattr(topology, axis).index if sharding.get(axis) == NAMED else 0
+            index = _groups(topology)[axis].index if sharding.get(axis) == NAMED else 0
             ranks = ranks.narrow(place, index, 1)
     return ranks.flatten().tolist()
 
@@ -285,14 +300,18 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
 def _check_chunk(
     name: str, own: list[int], shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
 ) -> tuple[int, ...]:
-    """Where in the whole this rank's part begins; of `placed` rows any may be here."""
+    """Returns where in the whole this rank's part begins, and refuses a part that torch.chunk would not have made.
+
+    Of `placed` rows any may be here.
+    """
+    # DTensor finds a part's place by cutting as torch.chunk does: other parts would land elsewhere in the file.
     expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
         if placed and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
-            group: Group = getattr(topology, axis)
+            group = _groups(topology)[axis]
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))

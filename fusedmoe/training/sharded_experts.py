@@ -40,7 +40,7 @@ from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
 #: Policies by name: Hecate, Hecate without the search behind Algorithm 1, and expert parallelism, which moves nothing.
-POLICIES = ("hecate", "algorithm1", "ep")
+PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 
 _HECATE = ("hecate", "algorithm1")
 
@@ -146,16 +146,19 @@ class ShardedExperts:
         heap: Heap | None = None,
         averaged: Sequence[nn.Module] = (),
     ) -> None:
-        if not callable(policy) and policy not in POLICIES:
-            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}, or give a function")
+        if not callable(policy) and policy not in PLACEMENT_POLICIES:
+            raise ConfigError(
+                f"placement policy {policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}, or give a function"
+            )
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
         self._layers = _dynamic(model)
+        # A model without other ranks has no dynamic experts: everything below is for those that move.
         if topology.ep.size > 1 and not layers:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
-        if any(one.hooked for one in self._layers):
+        if any(placed.hooked for placed in self._layers):
             raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
         for layer in layers:
             assert layer.placed is not None
@@ -166,8 +169,8 @@ class ShardedExperts:
                     "torch.nn.utils.parametrize instead, with one part for each expert, or use placement='ep'."
                 )
             require_stacked(layer.placed.experts, layer.placed.owned)
-        self._names = [one.names for one in self._layers]
-        if len({one.placement.experts for one in self._layers}) > 1:
+        self._names = [placed.names for placed in self._layers]
+        if len({placed.placement.experts for placed in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
@@ -191,16 +194,20 @@ class ShardedExperts:
             "averaged": len(self.averaged),
         }
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
         topology.agree(facts, "ShardedExperts")
+        # Now, and not in the step in which owners change for the first time, a hundred steps from here.
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
             on_all_ranks(topology.world, "looking at the optimizer", try_on)
         self._sparse = _sparse(topology, heap)
-        for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
-            one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
-            one.sparse, one.clocked = self._sparse, self._measures
+        neighbours = zip([None, *self._layers[:-1]], [*self._layers[1:], None], strict=True)
+        for placed, (before, after) in zip(self._layers, neighbours, strict=True):
+            placed.hooked, placed.rematerialises, placed.neighbours = True, rematerialises, (before, after)
+            placed.sparse, placed.clocked = self._sparse, self._measures
             if self._correction is not None:
-                one.correct = partial(self._corrected, one.nodes)
+                placed.correct = partial(self._corrected, placed.nodes)
+        # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
@@ -209,7 +216,7 @@ class ShardedExperts:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """[L]: where the experts of each layer are in the next step."""
+        """Placements of the experts in the next step, one for each layer."""
         return tuple(one.placement for one in self._layers)
 
     @property
@@ -218,9 +225,9 @@ class ShardedExperts:
         return sum(one.sent_bytes for one in self._layers)
 
     def memory(self) -> ExpertMemory:
-        """What the experts take on this rank."""
-        found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
-        return ExpertMemory(*found.sum(axis=0).tolist())
+        """Returns the bytes that experts take on this rank."""
+        parts = [self._memory_of(parameter) for placed in self._layers for parameter in placed.parameters]
+        return ExpertMemory(*np.array([(0, 0, 0, 0), *parts]).sum(axis=0).tolist())
 
     def hide_in(self, seconds: float) -> None:
         """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
@@ -230,7 +237,7 @@ class ShardedExperts:
             self._find_overlap(seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next placements follow from; the same on every rank. For `save_checkpoint(…, extra=…)`."""
+        """Returns what the next placements follow from, the same on every rank; for `save_checkpoint(…, extra=…)`."""
         return {
             "iteration": self.iteration,
             "history": [load_LE.tolist() for load_LE in self._history],
@@ -262,11 +269,11 @@ class ShardedExperts:
         if overlap is not None and self._measures:
             self.overlap = int(overlap)
             self._stop_measuring()
-        here = [(one.ranks, one.experts) for one in self.placements]
-        if [(one.ranks, one.experts) for one in saved] == here:
+        here = [(placement.ranks, placement.experts) for placement in self.placements]
+        if [(placement.ranks, placement.experts) for placement in saved] == here:
             self._install(saved)
         elif self._history:
-            self._decide()
+            self._decide()  # saved placements are of other ranks; the loads are of the same experts
 
     def close(self) -> None:
         """Takes its hooks away and ends its threads. The layers stay where they are, without replicas."""
@@ -278,7 +285,9 @@ class ShardedExperts:
             one.rest()
 
     def _begin(self) -> None:
-        if self._names != [one.names for one in self._layers]:
+        """Starts the fetch of copies, before a forward pass of the model."""
+        # `.data` of what came later would not move with its expert.
+        if self._names != [placed.names for placed in self._layers]:
             raise ConfigError(
                 "ShardedExperts: parameters of experts have come or gone since this was made. Parametrise experts "
                 "(LoRA) first; to do it now, close() this and make another, with the optimizer that has them."
@@ -289,6 +298,7 @@ class ShardedExperts:
                 one.begin()
 
     def _stepped(self) -> None:
+        """Decides where experts are next, after a step of the optimizer."""
         if not self._history and self._moves:
             # Without a guard: where all ranks refuse, the job may go on with another policy.
             movable = partial(require_movable, self._layers, self._optimizer)
@@ -349,13 +359,15 @@ class ShardedExperts:
         shardings = [one.sharding for one in placements]
         if shardings != [one.placement.sharding for one in self._layers]:
             given = [_dynamic(model) for model in self.averaged]
+            # Looked for before anything moves: a refusal leaves all experts where they are.
             copies = followers(self._layers, given, self._topology.world)
             self.moved_bytes += move(self._layers, shardings, self._optimizer, copies)
         for one, placement in zip(self._layers, placements, strict=True):
             one.place(placement)
 
     def _measure(self) -> None:
-        """t, from the time between two layers of experts."""
+        """Finds t from the time between two layers of experts."""
+        # The least of all ranks: where one has less time, experts would keep all of them waiting.
         idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64).mean()
         idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
         self._idle_s.append(float(idle_s))
@@ -386,6 +398,7 @@ def _dynamic(model: nn.Module) -> list[DynamicExperts]:
 
 def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
+        # A process group of their own: experts travel beside the layers' collectives, and neither waits for the other.
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
     from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
@@ -393,7 +406,7 @@ def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
 
 
 def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
-    """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
+    """Measures what this machine takes for a token and an expert of a layer. Collective over all ranks."""
     assert layer.placed is not None
     parameters = layer.placed.parameters
     first = parameters[0]
@@ -401,12 +414,13 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
     expert_bytes = layer.placed.expert_bytes
     inter = lines["all-to-all/ep"]
     intra = lines.get("all-gather/esp", inter)
+    # A multiplication and an addition for each parameter, forward, and twice as many backward.
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
     return PlacementCosts(
         token_s=flop * lines["gemm"].beta_s,
         token_bytes=layer.model_dim * first.element_size(),
         expert_bytes=expert_bytes,
-        state_bytes=2 * expert_bytes,
+        state_bytes=2 * expert_bytes,  # Adam's two moments; the optimizer has not stepped yet, so it cannot be asked
         inter_bytes_s=inter.per_s,
         intra_bytes_s=intra.per_s,
     )

@@ -111,7 +111,7 @@ class PlannedStep:
         self._layers = moe_layers(model if blocks is None else blocks)
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
-        number_layers(self._layers)  # as the plan does
+        number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
         self._model, self.topology, self._workload = model, topology, workload
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if costs is None:
@@ -134,12 +134,13 @@ class PlannedStep:
             self.layer_costs = model_costs(model, None, costs, workload, self.buckets) if split else self.costs
 
     def costs_of(self, whole: bool) -> StepCosts:
-        """What a step costs by a plan of whole layers, or by one of their pipelines."""
+        """Returns the costs of a step by a plan of whole layers, or by one of their pipelines."""
         return self.costs if whole else self.layer_costs
 
     def candidate(self, policy: str) -> PlanCandidate:
-        """The plan by a policy, with "auto" the one that is kept as the fastest, else by prediction. Collective over
-        all ranks.
+        """Returns the plan by a policy; with "auto" the one that is kept as the fastest, else by prediction.
+
+        Collective over all ranks.
 
         Raises:
             ConfigError: an unknown policy, or one for whole layers where these cannot be split.
@@ -160,7 +161,7 @@ class PlannedStep:
         return PlanCandidate(policy, plan, self.blocks is not None, makespan(plan, self.costs))
 
     def candidates(self) -> list[PlanCandidate]:
-        """The best plan of each family by prediction, as far as it runs here; the best one first."""
+        """Lists the best plan of each family by prediction, as far as it runs here; the best one first."""
         with WorkBar("planning") as bar:
             show = bar.show if self.topology.is_first else lambda done, total: None
             found = family_candidates(self.costs, self.limit, self.samples, show)
@@ -170,7 +171,7 @@ class PlannedStep:
             return [one for one in found if self.runs(one)]
 
     def runs(self, candidate: PlanCandidate) -> bool:
-        """Whether a plan can run here."""
+        """Returns whether a plan can run here."""
         try:
             self._require_runnable(candidate)
         except ConfigError:
@@ -187,6 +188,7 @@ class PlannedStep:
         if not len(plan):
             return
         require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
+        # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
         there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
         if None in there or None in back or len(plan.degrees) > 2 * number:
             raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
@@ -194,7 +196,7 @@ class PlannedStep:
             raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
 
     def follow(self, candidate: PlanCandidate) -> Plan:
-        """From now on steps follow this plan. Collective over all ranks.
+        """Has steps follow this plan from now on. Collective over all ranks.
 
         Returns:
             The plan with the sparse collectives of experts that move.
@@ -204,6 +206,7 @@ class PlannedStep:
         """
         self._require_runnable(candidate)
         plan = candidate.plan
+        # Blocks run attention and experts by one plan; without them only the layers' own passes follow it.
         if candidate.whole:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
@@ -211,18 +214,21 @@ class PlannedStep:
             return plan
         if self.blocks is not None:
             self.blocks.set_plan(None)
+        # Ranks with other plans would issue their collectives in other orders, and hang.
         self.topology.agree({"plan": plan.fingerprint}, "plan of the training step")
         for number, layer in enumerate(self._layers):
             plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward")) if len(plan) else None
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
         moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
         for placed in moving.values():
+            # A plan has the say over the link: copies wait for their turn, and do not push in between chunks.
             placed.travel = "in turns" if len(plan) else "at once"
+        # Copies that are given back travel again for the backward pass, but for the last layer's, which is next to run.
         again = [number for number, placed in moving.items() if placed.rematerialises]
         return add_sparse(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
-        """Where it is kept what was measured to be the fastest here. Collective over all ranks."""
+        """Returns the file that keeps what was measured to be the fastest here. Collective over all ranks."""
         parameters = [(list(one.shape), str(one.dtype)) for one in self._model.parameters()]
         facts = {
             "policy": policy,
@@ -233,17 +239,27 @@ class PlannedStep:
             "limit": self.limit,
             "samples": self.samples,
         }
+        # A choice among other policies is another choice: users' own ones (`register_policy`) are part of its name.
         if policy == AUTO and (own := own_plans(self.layer_costs, self.limit)):
             facts["own"] = own
         first = next(self._model.parameters(), torch.empty(0))
         return choice_path(self.topology, first.device, first.dtype, facts)
 
     def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
-        """The fastest plan as measured by an earlier job, its seconds, and the plans after it; None where nothing is
-        kept that runs here. Collective over all ranks."""
-        found = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
-        runnable = [] if found is None else [one for one in found[1] if self.runs(one)]
-        return (found[0], runnable) if found is not None and runnable[:1] == found[1][:1] else None
+        """Reads the fastest plan as measured by an earlier job: its seconds, and it with the plans after it.
+
+        Collective over all ranks.
+
+        Returns:
+            None where nothing is kept, or the fastest does not run here.
+        """
+        choice = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
+        if choice is None:
+            return None
+        seconds, candidates = choice
+        # A second best that runs must not pass for the fastest: its seconds were not kept.
+        runnable = [candidate for candidate in candidates if self.runs(candidate)]
+        return (seconds, runnable) if runnable[:1] == candidates[:1] else None
 
 
 def _passes(plan: Plan) -> Plans:
@@ -257,7 +273,7 @@ def _any_degree(layer: MoELayer) -> bool:
 def model_costs(
     model: nn.Module, blocks: PipelinedBlocks | None, costs: CostModel, workload: Workload, buckets: GradientBuckets
 ) -> StepCosts:
-    """What a step of a model's layers, or of its blocks, costs by the costs of a machine."""
+    """Computes the costs of a step of a model's layers, or of its blocks, from the costs of a machine."""
     layer = (moe_layers(model) if blocks is None else blocks.experts)[0]
     assert isinstance(layer, MoELayer)
     here = Capabilities(layer.topology.ep.size, layer.topology.esp.size)

@@ -207,7 +207,7 @@ KINDS = {
     "costs": Kind(_write("costs.json", COSTS), _costs),
     "costs of a run": Kind(_write("costs.json", sealed(json.loads(COSTS))), _costs, strict=True),
     "settings": Kind(_write("config.json", sealed({"settings": Settings().to_json()}, 2)), _settings, strict=True),
-    "loads": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _loads),
+    "loads": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _loads, strict=True),
     "loads of a run": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _resumed_loads),
     "metrics": Kind(_write("metrics.jsonl", METRICS), _metrics),
     "plan": Kind(_write("plan.txt", SMALL_PLAN), _plan),

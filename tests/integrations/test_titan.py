@@ -43,7 +43,7 @@ import fusedmoe.titan
 from fusedmoe.comm.collectives import all_to_all_rows, begin
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.integrations.titan import SelectiveAC
-from fusedmoe.training import KEPT
+from fusedmoe.training import KEPT_OPERATORS
 from tests.cluster import Cluster
 
 VOCABULARY, DIM, HIDDEN, EXPERTS, K, HEADS, HEAD_DIM = 32, 16, 24, 4, 2, 2, 8
@@ -290,7 +290,7 @@ def test_a_job_takes_all_by_name() -> None:
     assert after.inner_experts.sharding_config == before.inner_experts.sharding_config is not None
     policy = job.activation_checkpoint.build()
     assert type(policy) is SelectiveAC and policy.config.debug
-    assert policy.get_save_ops() > KEPT
+    assert policy.get_save_ops() > KEPT_OPERATORS
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")

@@ -20,7 +20,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import ShardedExperts, sync_gradients
-from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
+from fusedmoe.training.survival import NodeMemory, Survival, snapshot
 from fusedmoe.training.survival.snapshot import JobNodes
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
@@ -433,8 +433,7 @@ def _in_pieces(rank: int, world: int, folder: str, nodes: list[int], run: int) -
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
     optimizer = make_optimizer("adamw", model)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (snapshot, recovery):
-            patch.setattr(module, "CHUNK_BYTES", 100)
+        patch.setattr(snapshot, "CHUNK_BYTES", 100)
         survival = Survival(topology, _memory(folder, nodes[rank]))
         train(model, optimizer, sizes, rank, range(2))
         expected = held_by(model, optimizer)

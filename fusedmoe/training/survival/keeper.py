@@ -19,7 +19,8 @@ _AGAIN_S = 2.0
 
 
 def began(process: int) -> str:
-    """When a process began, in the system's ticks, so that its number with this is of no other; "" if it is gone."""
+    """Returns when a process began, in the system's ticks; "" if it is gone. With its number that is of no other."""
+    # After the last ")": the name of a process stands before it and may have spaces and brackets.
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -47,7 +48,7 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
         pass
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(agent)
-        if began(agent) == since:
+        if began(agent) == since:  # looked at with the handle open: else the number may be another process's by now
             select.select([handle], [], [])
     remove(folder, prefix)
     time.sleep(_AGAIN_S)

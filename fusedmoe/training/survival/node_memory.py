@@ -34,7 +34,7 @@ _SLOT = re.compile(r"\d{1,18}-\d{1,9}-\d")
 
 
 class NodeMemory:
-    """What an agent's ranks, those of now and those after a restart, keep in the memory of their host.
+    """Memory of a host for an agent's ranks, those of now and those after a restart.
 
     Making it removes what agents that are gone have left there.
 
@@ -51,12 +51,14 @@ class NodeMemory:
         if not folder.is_dir():
             raise ConfigError(f"survival: this system has no {folder}, in which copies are kept; it needs Linux")
         self._agent, self._folder = os.getppid() if agent is None else agent, folder
+        # Process numbers are given out again: with its start time an agent is told from a later one of its number.
         self._since = keeper.began(self._agent)
         self._prefix = f"{_family()}{self._agent}-{self._since}-"
         self.name = f"{socket.gethostname()}:{folder}/{self._prefix}"
         self._sweep()
 
     def _sweep(self) -> None:
+        # An agent that was killed with its keeper has left its memory: the next job on this host removes it.
         for path in self._folder.glob(f"{_family()}*"):
             with suppress(OSError, ValueError):  # it is gone already, or no file of ours
                 agent, since = path.name.removeprefix(_family()).split("-")[:2]
@@ -84,34 +86,36 @@ class NodeMemory:
             raise RankError("survival: the process that started this rank (torchrun) is gone; start the job again")
 
     def slot(self, name: str) -> Slot:
+        """Returns the slot of this name, whether anything is in it or not."""
         return Slot(self._folder / f"{self._prefix}{name}")
 
     def headers(self) -> dict[str, dict[str, Any] | None]:
-        """The headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
-        found: dict[str, dict[str, Any] | None] = {}
+        """Reads the headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
+        headers: dict[str, dict[str, Any] | None] = {}
         for path in sorted(self._folder.glob(f"{self._prefix}*{_HEADER}")):
             name = path.name.removeprefix(self._prefix).removesuffix(_HEADER)
             try:
                 text = _read(path)
                 if text is not None and _SLOT.fullmatch(name):
-                    found[name] = unsealed(text, f"survival: {path}")
+                    headers[name] = unsealed(text, f"survival: {path}")
             except ConfigError as error:
                 warnings.warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
-                found[name] = None
-        return found
+                headers[name] = None
+        return headers
 
     def slots(self) -> list[str]:
-        """All slots of this user that there are, whole or not."""
-        found = set()
+        """Lists all slots of this user that there are, whole or not."""
+        names = set()
         for path in self._folder.glob(f"{self._prefix}*"):
             name = path.name.removeprefix(self._prefix).split(".")[0]
             with suppress(OSError):
                 if _SLOT.fullmatch(name) and _stranger(path.lstat()) is None:
-                    found.add(name)
-        return sorted(found)
+                    names.add(name)
+        return sorted(names)
 
     def remove(self, name: str) -> None:
-        """Removes a slot, if it is there: its header first."""
+        """Removes a slot, if it is there."""
+        # The header first, at any kill: a header without its bytes would pass for a snapshot that is damaged.
         for suffix in (_HEADER, ""):
             (self._folder / f"{self._prefix}{name}{suffix}").unlink(missing_ok=True)
 
@@ -120,7 +124,7 @@ class NodeMemory:
         _write(self._folder / f"{self._prefix}note", sealed(note))
 
     def note(self) -> dict[str, Any] | None:
-        """What `write_note` was given last, by any rank of this node; None before.
+        """Returns what `write_note` was given last, by any rank of this node; None before.
 
         Raises:
             ConfigError: it is damaged.
@@ -134,7 +138,7 @@ class NodeMemory:
 
 
 class Slot:
-    """A place for one snapshot."""
+    """Place for one snapshot: its bytes, and the header that says that they are whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._header = path, path.with_name(path.name + _HEADER)
@@ -144,7 +148,7 @@ class Slot:
         return str(self._path)
 
     def begin(self, size: int) -> Tensor:
-        """[size] uint8: the memory to write into. What was there before is no snapshot from now on.
+        """Returns the memory to write into, [size] uint8. What was there before is no snapshot from now on.
 
         Raises:
             ConfigError: another user has taken its name.
@@ -152,6 +156,7 @@ class Slot:
         """
         with _taken(self._header):
             self._header.unlink(missing_ok=True)
+        # Memory of the right size is kept mapped: pages that are there cost nothing at the next refresh.
         if self._bytes is None or len(self._bytes) != size:
             self._bytes = None
             with _made(self._path) as file:
@@ -172,11 +177,11 @@ class Slot:
         return self._bytes
 
     def commit(self, header: dict[str, Any]) -> None:
-        """The bytes are whole, and this is what they are."""
+        """Writes the header: the bytes are whole, and it says what they are."""
         _write(self._header, sealed(header))
 
     def read(self, size: int) -> Tensor:
-        """[size] uint8: the bytes of a whole snapshot; writing into them changes no file.
+        """Returns the bytes of a whole snapshot, [size] uint8; writing into them changes no file.
 
         Raises:
             ConfigError: they are fewer, or not this user's.
@@ -202,7 +207,7 @@ def _mapped(file: int, size: int, access: int) -> Tensor:
 
 
 def _stranger(found: os.stat_result) -> str | None:
-    """Why a file is none that `_made` made, None if it is one."""
+    """Says why a file is none that `_made` made; None if it is one."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no regular file"
     if found.st_uid != os.geteuid():
@@ -218,6 +223,7 @@ def _opened(path: Path, flags: int) -> BinaryIO:
     Raises:
         OSError: there is none, or it is somebody else's.
     """
+    # O_NOFOLLOW: no link of another user's leads elsewhere; O_NONBLOCK: no pipe of theirs is waited for.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     why = _stranger(os.fstat(file))
     if why is not None:
@@ -254,7 +260,7 @@ def _taken(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file of this user's own; None where there is none, with a warning where it is another's.
+    """Reads a file of this user's own; returns None where there is none, with a warning where it is another's.
 
     Raises:
         ConfigError: it is larger than any of ours.
@@ -286,5 +292,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _family() -> str:
-    """How names begin, of agents whose processes can be seen from here."""
+    """Returns the beginning of names, of agents whose processes can be seen from here."""
+    # The number of the PID namespace: containers that share /dev/shm number their processes apart.
     return f"{_FAMILY}{os.stat('/proc/self/ns/pid').st_ino}-"

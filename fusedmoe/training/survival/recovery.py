@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
+from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
 from fusedmoe.training.checkpoint_folder import PlainPlanner, refuse_lost
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, JobNodes, StatePart, part_digests
+from fusedmoe.training.survival.snapshot import FORMAT, JobNodes, StatePart, exchange_bytes, part_digests
 
 Place = tuple[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part in a slot of some node."""
+    """Copy of a part in a slot of some node."""
 
     node: int
     slot: str
@@ -85,7 +85,8 @@ class KeptState:
                 del self.parts[place]
 
     def missing(self) -> list[str]:
-        """Keys of which some part is on no node."""
+        """Lists the keys of which some part is on no node."""
+        # Parts of a tensor do not overlap, so it is whole where they have as many elements as it.
         volumes: dict[str, int] = defaultdict(int)
         for (key, _), (held, *_) in self.parts.items():
             volumes[key] += 1 if held.part.size is None else math.prod(held.part.size)
@@ -96,7 +97,7 @@ class KeptState:
         ]
 
     def metadata(self) -> Metadata:
-        """What it holds, as a checkpoint would say it."""
+        """Returns the index of what it holds, as a checkpoint has it."""
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         entries: dict[str, Any] = {}
         for (key, start), (held, *_) in sorted(self.parts.items(), key=lambda item: repr(item[0])):
@@ -110,12 +111,13 @@ class KeptState:
         return Metadata(entries)
 
     def bytes_of(self, slot: tuple[int, str]) -> int:
+        """Returns the size of a slot of a node."""
         return self._sizes[slot]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A look into the nodes' memory.
+    """Result of a look into the nodes' memory.
 
     Attributes:
         state: the newest one that is whole.
@@ -129,8 +131,10 @@ class Found:
 
 
 def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
-    """Looks for the newest whole state. Collective; the same on every rank. Every bit of it is as it was written: the
-    ranks of each node check what lies there."""
+    """Looks for the newest whole state. Collective; the same on every rank.
+
+    Every bit of it is as it was written: the ranks of each node check what lies there.
+    """
     world, me = topology.world, topology.world.index
     node, operation = nodes.of_rank[me], "looking for the job's state in memory"
 
@@ -138,25 +142,27 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
         headers = memory.headers() if nodes.speaks(me) else {}
         return {slot: (str(memory.slot(slot)), header) for slot, header in headers.items()}
 
-    every = on_all_ranks(world, operation, look)
+    headers_of_ranks = on_all_ranks(world, operation, look)
     paths: dict[tuple[int, str], str] = {}
-    found: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    kept: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     newer: list[KeptState] = []
     damaged: list[str] = []
-    for rank, headers in enumerate(every):
+    for rank, headers in enumerate(headers_of_ranks):
         for slot, (path, header) in headers.items():
             paths[nodes.of_rank[rank], slot] = path
             if header is None or header.get("format") != FORMAT:
                 damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
             else:
-                found[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+                kept[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
 
     def check(state: KeptState) -> list[Held]:
-        here, ranks = sorted(slot for of, slot in state.slots if of == node), nodes.ranks(node)
-        return [held for slot in here[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
+        # The ranks of a node share its slots: digests take as long as memory is read.
+        slots, ranks = sorted(slot for its_node, slot in state.slots if its_node == node), nodes.ranks(node)
+        return [held for slot in slots[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
 
-    for generation, step in sorted(found, reverse=True):
-        state = KeptState(generation, step, found[generation, step])
+    # Of the newest process first: after a restart from an older state the same steps are done again, and differ.
+    for generation, step in sorted(kept, reverse=True):
+        state = KeptState(generation, step, kept[generation, step])
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
@@ -170,15 +176,15 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
 
 
 def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> list[Held]:
-    """The parts in a slot that are not as they were written; a warning says so."""
+    """Lists the parts in a slot that are not as they were written; a warning says so."""
     copies = state.held_in(*slot)
     try:
         data = memory.slot(slot[1]).read(state.bytes_of(slot))
-        found = part_digests(data, [held.part for held in copies], 1)
+        digests = part_digests(data, [held.part for held in copies], 1)
     except ConfigError as error:
         warnings.warn(str(error), stacklevel=2)
         return copies
-    wrong = [held for held, digest in zip(copies, found, strict=True) if held.digest != digest]
+    wrong = [held for held, digest in zip(copies, digests, strict=True) if held.digest != digest]
     if wrong:
         warnings.warn(
             f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, are not "
@@ -210,69 +216,61 @@ class Reader:
             items.extend(planner.finish_plan(planner.create_local_plan()).items)
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
-        found = self._fetch(list(dict.fromkeys(_place(item) for item in items)))
-        tensors = [(item, self._value(item, found)) for item in items if item.type is not LoadItemType.BYTE_IO]
+        fetched = self._fetch(list(dict.fromkeys(_place(item) for item in items)))
+        tensors = [(item, self._value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
 
+        # All ranks look before one of them writes into its model: a state is loaded by all or by none.
         def check() -> None:
             for item, value in tensors:
                 key = item.dest_index.fqn
                 refuse_lost("going on from memory", key, value, become[key])
 
         on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
+        # Values before tensors, as in a checkpoint: one that is refused has changed no tensor yet.
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(found[_place(item)].numpy().tobytes()))
+                planner.load_bytes(item, BytesIO(fetched[_place(item)].numpy().tobytes()))
         for item, value in tensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)
 
-    def _value(self, item: Any, found: dict[Place, Tensor]) -> Tensor:
+    def _value(self, item: Any, fetched: dict[Place, Tensor]) -> Tensor:
         """Cuts the tensor of an item out of the bytes that were fetched."""
         part = self._state.parts[_place(item)][0].part
         assert part.size is not None
-        value = found[_place(item)].view(getattr(torch, part.dtype)).view(part.size)
+        value = fetched[_place(item)].view(getattr(torch, part.dtype)).view(part.size)
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             value = value.narrow(dim, offset, length)
         return value
 
     def _fetch(self, wanted: list[Place]) -> dict[Place, Tensor]:
-        """The bytes of these parts, from this node's memory or another's."""
+        """Returns the bytes of these parts, from this node's memory or another's."""
         world, nodes = self._topology.world, self._nodes
         node = nodes.of_rank[world.index]
-        here = {place: held for place in wanted if (held := self._on(node, place)) is not None}
-        found = {place: self._bytes(held) for place, held in here.items()}
-        asked = all_gather_object(world, [place for place in wanted if place not in here], "asking for parts")
+        own = {place: held for place in wanted if (held := self._on(node, place)) is not None}
+        fetched = {place: self._bytes(held) for place, held in own.items()}
+        asked = all_gather_object(world, [place for place in wanted if place not in own], "asking for parts")
+        # All ranks make the same table from all requests: nobody has to be told what it sends.
         streams: dict[tuple[int, int], list[Place]] = defaultdict(list)  # from, to
         for rank, places in enumerate(asked):
             for place in places:
                 streams[self._source(place, rank), rank].append(place)
         sizes = {pair: sum(self._size(place) for place in places) for pair, places in streams.items()}
         outgoing = {
-            to: torch.cat([self._bytes(self._on(node, place)) for place in streams[world.index, to]])
-            for source, to in streams
+            to: torch.cat([self._bytes(self._on(node, place)) for place in places])
+            for (source, to), places in streams.items()
             if source == world.index
         }
-        incoming: dict[int, list[Tensor]] = defaultdict(list)
-        for start in range(0, max(sizes.values(), default=0), CHUNK_BYTES):
-
-            def count(source: int, to: int, start: int = start) -> int:
-                return min(CHUNK_BYTES, max(0, sizes.get((source, to), 0) - start))
-
-            send = [count(world.index, rank) for rank in range(world.size)]
-            recv = [count(rank, world.index) for rank in range(world.size)]
-            rows = [outgoing[rank][start : start + size] for rank, size in enumerate(send) if size]
-            row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-            came = all_to_all_rows(world, row.to(device_of(world)), send, recv, "reading the state of other nodes")
-            for rank, piece in enumerate(came.cpu().split(recv)):
-                incoming[rank].append(piece)
-        for (source, to), places in streams.items():
-            if to != world.index:
-                continue
-            pieces = incoming[source] or [torch.empty(0, dtype=torch.uint8)]
-            parts = torch.cat(pieces).split([self._size(place) for place in places])
-            found |= {place: part.clone() for place, part in zip(places, parts, strict=True)}  # aligned for any dtype
-        return found
+        incoming = {
+            source: torch.empty(size, dtype=torch.uint8) for (source, to), size in sizes.items() if to == world.index
+        }
+        exchange_bytes(world, outgoing, incoming, max(sizes.values(), default=0), "reading the state of other nodes")
+        for source, received in incoming.items():
+            places = streams[source, world.index]
+            parts = received.split([self._size(place) for place in places])
+            fetched |= {place: part.clone() for place, part in zip(places, parts, strict=True)}  # aligned for any dtype
+        return fetched
 
     def _size(self, place: Place) -> int:
         return self._state.parts[place][0].part.bytes
@@ -281,7 +279,8 @@ class Reader:
         return next((held for held in self._state.parts[place] if held.node == node), None)
 
     def _source(self, place: Place, reader: int) -> int:
-        """The rank that sends a part to a reader: of the nodes that have it, by chance, but the same everywhere."""
+        """Returns the rank that sends a part to a reader: by chance, but the same everywhere."""
+        # By a hash of the part, so that no node sends everything; and in turn over its ranks, by reader.
         having = sorted({held.node for held in self._state.parts[place]})
         chance = zlib.crc32(repr(place).encode())
         ranks = self._nodes.ranks(having[chance % len(having)])
@@ -289,6 +288,7 @@ class Reader:
 
     def _bytes(self, held: Held | None) -> Tensor:
         assert held is not None
+        # Mapped once, however many parts of it are read.
         if held.slot not in self._open:
             size = self._state.bytes_of((held.node, held.slot))
             self._open[held.slot] = self._memory.slot(held.slot).read(size)
@@ -312,13 +312,14 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
     state = ModelState(model, optimizer, topology, operation)
     there = reader.metadata.state_dict_metadata
     small: dict[str, Any] = dict.fromkeys(key for key in (EXTRA, ABOUT, GROUPS) if key in there)
+    # Small values first: they say whether the rest is of this model and optimizer at all.
     reader.read(small, {})
     targets: dict[str, Any] = {}
 
     def compare() -> None:
-        found = state.difference(reader.metadata) or state.optimizer_difference(small)
-        if found is not None:
-            raise ConfigError(f"{operation}: {found}")
+        difference = state.difference(reader.metadata) or state.optimizer_difference(small)
+        if difference is not None:
+            raise ConfigError(f"{operation}: {difference}")
         targets.update(state.targets(reader.metadata))
 
     on_all_ranks(topology.world, operation, compare)

@@ -49,46 +49,50 @@ class JobNodes:
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> JobNodes:
-        """From the name of each rank's node, in rank order."""
+        """Numbers the nodes from the name of each rank's node, in rank order."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
     @property
     def count(self) -> int:
+        """Number of nodes."""
         return max(self.of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of a node."""
-        return [rank for rank, of in enumerate(self.of_rank) if of == node]
+        """Lists the ranks of a node."""
+        return [rank for rank, its_node in enumerate(self.of_rank) if its_node == node]
 
     def speaks(self, rank: int) -> bool:
-        """Whether a rank does what is done once on each node."""
+        """Tells that a rank does what is done once on each node."""
         return self.ranks(self.of_rank[rank])[0] == rank
 
     def keeps(self, key: str, holders: Sequence[int], rank: int) -> bool:
-        """Whether `rank`, one of the holders of `key`, is the one that keeps it on its node: memory is the node's."""
+        """Returns whether `rank`, one of the holders of `key`, is the one that keeps it on its node."""
+        # Memory is the node's, so one copy serves all its ranks; by a hash, so that they share the work.
         here = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
         return here[zlib.crc32(key.encode()) % len(here)] == rank
 
     def on_one(self, holders: Sequence[int]) -> bool:
-        """Whether all holders are on one node, with which the part would be lost."""
+        """Returns whether all holders are on one node, with which the part would be lost."""
         return len({self.of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
-        """The rank that gets copies of what only the node of `rank` has: on the next node, the same place there; None
-        where there is one node."""
+        """Returns the rank that gets copies of what only the node of `rank` has; None where there is one node.
+
+        It is on the next node, at the same place there.
+        """
         if self.count == 1:
             return None
         own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
     def sources(self, rank: int) -> list[int]:
-        """The ranks whose buddy is `rank`."""
+        """Lists the ranks whose buddy is `rank`."""
         return [other for other in range(len(self.of_rank)) if self.buddy(other) == rank]
 
 
 class StatePart(NamedTuple):
-    """A part of a tensor, or a whole object, in a slot.
+    """Part of a tensor, or a whole object, in a slot.
 
     Attributes:
         key: as in a checkpoint.   start, size: where in the tensor and how large; None of an object.
@@ -108,19 +112,19 @@ class StatePart(NamedTuple):
 
     @property
     def place(self) -> tuple[str, tuple[int, ...] | None]:
-        """What it is of, whoever holds it."""
+        """Key and start: the same for all copies of the part, whoever holds them."""
         return self.key, self.start
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> StatePart:
-        """What JSON has made of one."""
+        """Makes a part from what JSON has made of it: lists in place of tuples."""
         plain: Any = [tuple(value) if isinstance(value, list) else value for value in fields]
         return cls(*plain)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What copies cost: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
+    """Price of copies: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
 
     memory_bytes: int
     sent_bytes: int
@@ -163,6 +167,7 @@ class Snapshots:
         for source in nodes.sources(me):
             bases[source] = total
             total += _sent_bytes(self._table[source])
+        # The older slot: until this one is whole, on all nodes, the other one is the state to go on from.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8)
 
         def begin() -> None:
@@ -173,11 +178,16 @@ class Snapshots:
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
             memory[part.at : part.at + part.bytes].copy_(value.view(-1).view(torch.uint8))
-        self._send(memory, bases, operation)
+        # Only what this node alone holds is sent: of all else another node keeps a copy of its own ranks.
+        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
+        if buddy is not None:
+            incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
+            exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
             held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
         keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+        # After the last byte: a header says that its bytes are whole.
         slot.commit(
             {
                 "format": FORMAT,
@@ -190,10 +200,10 @@ class Snapshots:
             }
         )
         self._written += 1
-        self.price = Price(2 * total, _sent_bytes(parts))
+        self.price = Price(2 * total, sent[me])
 
     def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
-        """Every rank's parts, which are told again only where some have changed.
+        """Gathers every rank's parts, which are told again only where some have changed.
 
         Raises:
             RankError: `extra` is not the same on all ranks: each node would keep that of one of its ranks.
@@ -207,47 +217,56 @@ class Snapshots:
                     f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
                 )
         digests = [of_parts for of_parts, _ in every]
+        # Parts change where experts change owners, and after a first step of the optimizer: seldom.
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
 
-    def _send(self, memory: Tensor, bases: dict[int, int], operation: str) -> None:
-        """What is sent stands at the beginning of each rank's parts."""
-        world, buddy = self._topology.world, self._nodes.buddy(self._topology.world.index)
-        sent = [_sent_bytes(parts) for parts in self._table]
-        if buddy is None:
-            return
-        for start in range(0, max(sent), CHUNK_BYTES):
-            counts = [min(CHUNK_BYTES, max(0, size - start)) for size in sent]
-            own = counts[world.index]
-            send = [own if rank == buddy else 0 for rank in range(world.size)]
-            recv = [counts[rank] if rank in bases else 0 for rank in range(world.size)]
-            rows = memory[start : start + own].to(device_of(world))
-            came = all_to_all_rows(world, rows, send, recv, operation).split(recv)
-            for source, base in bases.items():
-                memory[base + start : base + start + counts[source]].copy_(came[source])
+
+def exchange_bytes(
+    world: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], longest: int, operation: str
+) -> None:
+    """Sends bytes to other ranks and receives theirs, in chunks. Collective over the world.
+
+    Args:
+        outgoing: by rank, [n] uint8.
+        incoming: by rank, the memory to receive into, [n] uint8, as long as what that rank sends here.
+        longest: bytes of the longest of all ranks' tensors: all go through as many exchanges.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8)
+    # In chunks, because on a GPU they lie in its memory on the way, which training has filled.
+    for start in range(0, longest, CHUNK_BYTES):
+        chunk = slice(start, start + CHUNK_BYTES)
+        rows = [outgoing.get(rank, nothing)[chunk] for rank in range(world.size)]
+        places = [incoming.get(rank, nothing)[chunk] for rank in range(world.size)]
+        send, recv = ([len(part) for part in parts] for parts in (rows, places))
+        received = all_to_all_rows(world, torch.cat(rows).to(device_of(world)), send, recv, operation)
+        for place, part in zip(places, received.split(recv), strict=True):
+            place.copy_(part)
 
 
 def slot_name(generation: int, rank: int, number: int) -> str:
+    """Names the slot of a rank; `number` is 0 or 1."""
     return f"{generation}-{rank}-{number}"
 
 
 def generation_of(slot: str) -> int:
-    """Of a slot by its name."""
+    """Reads the generation of a slot from its name."""
     return int(slot.split("-")[0])
 
 
 def end_of(parts: Iterable[StatePart]) -> int:
-    """The bytes of a slot with these parts."""
+    """Returns the bytes of a slot with these parts."""
     return max((_aligned(part.at + part.bytes) for part in parts), default=0)
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
-    """The digest of each part's bytes in a slot, with those up to the next part."""
+    """Computes the digest of each part's bytes in a slot, with those up to the next part."""
 
     def digest(part: StatePart) -> str:
         return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
 
+    # hashlib lets other threads run while it works.
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(digest, parts))
 
@@ -257,8 +276,10 @@ def _digest(data: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Reduces a value to plain types, which are equal where values are, whatever object is which: tensors become their
-    bits, unknown objects their classes."""
+    """Reduces a value to plain types, which are equal where values are, whatever object is which.
+
+    Tensors become their bits, unknown objects their classes.
+    """
     if isinstance(value, Tensor):
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
@@ -281,7 +302,7 @@ def _aligned(at: int) -> int:
 def _own_parts(
     model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
 ) -> tuple[list[StatePart], list[Tensor]]:
-    """What this rank keeps, those first that it sends, and the values."""
+    """Collects the parts that this rank keeps, those first that it sends, and their values."""
     me = topology.world.index
     alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
@@ -303,6 +324,7 @@ def _own_parts(
     parts: list[StatePart] = []
     values: list[Tensor] = []
     at = 0
+    # What is sent stands first, so that it goes to the buddy as one piece of memory.
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:

@@ -1,4 +1,4 @@
-"""What a training loop calls so that it goes on after a rank or a node is lost."""
+"""`Survival`, which a training loop calls so that it goes on after a rank or a node is lost."""
 
 from __future__ import annotations
 
@@ -48,26 +48,28 @@ class Survival:
         self._memory, self._topology = NodeMemory() if memory is None else memory, topology
         self._earlier = self._memory.slots()  # unfinished ones, too
         last = max(map(generation_of, self._earlier), default=0)
-        every = all_gather_object(topology.world, (self._memory.name, last), "comparing nodes")
-        self._nodes = JobNodes.from_names([name for name, _ in every])
+        of_ranks = all_gather_object(topology.world, (self._memory.name, last), "comparing nodes")
+        self._nodes = JobNodes.from_names([name for name, _ in of_ranks])
+        # A memory that was given has an owner that removes it.
         if memory is None and self._nodes.speaks(topology.world.index):
             self._memory.keep()
         found = find(self._memory, topology, self._nodes)
         self._found, self.damaged = found.state, found.damaged
         self.step = None if self._found is None else self._found.step
         self.lost = {state.step: state.missing() for state in found.newer}
-        generation = max(last for _, last in every) + 1
+        # Larger than any before on any node: what this process keeps is newer than what was found, whatever its step.
+        generation = max(last for _, last in of_ranks) + 1
         self._snapshots = Snapshots(self._memory, topology, self._nodes, generation)
         self._first = True
 
     @property
     def nodes(self) -> int:
-        """How many nodes the job has; of one, no part can be kept on two."""
+        """Number of nodes of the job; with one, no part can be kept on two."""
         return self._nodes.count
 
     @property
     def price(self) -> Price:
-        """What the last refresh took of this rank's node and link."""
+        """Price of the last refresh, in bytes of this rank's node and link."""
         return self._snapshots.price
 
     def restore(self, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any] | None:
@@ -100,7 +102,8 @@ class Survival:
         """
         self._snapshots.write(step, model, optimizer, extra or {})
         if self._first:
-            # Once all nodes have the new one: until then the state of before is the only whole one.
+            # Once all nodes have the new one: until then the state of before is the only whole one. Later refreshes
+            # need no such wait: of two slots the older one is written.
             all_gather_object(self._topology.world, None, "keeping the first state")
             if self._nodes.speaks(self._topology.world.index):
                 for slot in self._earlier:
