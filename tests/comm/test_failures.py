@@ -25,7 +25,8 @@ import fusedmoe
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce, all_to_all_rows
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.failure.board import RENEWED_S, Board, blame, tell_others_of_uncaught
+from fusedmoe.comm.failure import blame
+from fusedmoe.comm.failure.board import RENEWED_S, Board, tell_others_of_uncaught
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.layers.expert_networks import Custom
