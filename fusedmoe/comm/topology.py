@@ -287,7 +287,7 @@ class Topology:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of its world: the one that writes files and shows progress."""
+        """True on the first rank of its world, which writes files and shows progress."""
         return self.world.index == 0
 
     @cached_property
