@@ -117,7 +117,7 @@ class SparseCollectives:
         return self._start(transfers, dict(rows), tables, owned, during)
 
     def wait(self) -> None:
-        """Waits until all that was begun is done (on CUDA the current stream waits). Its errors are left to its works."""
+        """Waits until all that was begun is done (on CUDA the current stream waits); raises none of its errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._thread is not None and self._last is not None:
@@ -173,7 +173,7 @@ class SparseCollectives:
         owned: int | None,
         during: AbstractContextManager[None],
     ) -> list[Arrived]:
-        """Carries one sparse collective, step by step; `owned` is None where received experts are written, not added."""
+        """Carries one sparse collective, step by step; `owned` None: received experts are written, not added."""
         operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
         arrived: list[Arrived] = []
         try:

@@ -206,6 +206,6 @@ def _up(count: int, multiple: int) -> int:
 
 
 def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
-    """Returns the peer of a signal (`count` in a slot, `parts` for each peer), and the rows that it tells of, in words."""
+    """Returns the peer of a signal (`count` in a slot, `parts` for each peer), and the words for its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)
