@@ -29,6 +29,7 @@ PLAIN: tuple[str, ...] = (
     "__init__.py",
     "blocks",
     "cli",
+    "comm",
     "dispatchers.py",
     "experts.py",
     "gates.py",

@@ -1,7 +1,8 @@
-"""Sparse collectives: whole experts go from rank to rank, beside everything else (Hecate, section 3.1).
+"""Sparse collectives: whole experts travel from rank to rank, beside everything else (Hecate, section 3.1).
 
-Who sends what to whom is decided elsewhere (`fusedmoe.placement.transfers`); here it is carried. The transfers of one
-step leave together, as one all-to-all of bytes; those of the next step, which may send on what has just come, follow.
+`fusedmoe.placement.transfers` decides which rank sends which expert to which; here they are carried. The transfers of
+one step leave together, as one all-to-all of bytes. Those of the next step follow, and may send on experts that have
+just arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.collectives import all_to_all_rows, device_of
+from fusedmoe.comm.collectives import all_to_all_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 from fusedmoe.threads import Helper
@@ -39,7 +40,7 @@ class SparseWork:
     """A handle on experts that are on their way, like `torch.distributed.Work`.
 
     Attributes:
-        sent_bytes: what this rank sends.
+        sent_bytes: how many bytes this rank sends.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SparseWork:
         self.sent_bytes, self._done, self._after = sent_bytes, done, after
 
     def wait(self) -> list[Arrived]:
-        """Until all has arrived (on CUDA the current stream waits); what came for this rank to add.
+        """Waits until all has arrived (on CUDA the current stream waits); returns the gradients for this rank to add.
 
         Raises:
             RankError: another rank failed or did not come.
@@ -65,12 +66,12 @@ class SparseWork:
 class SparseCollectives:
     """Sparse collectives over the ranks of a group, in the order in which they are called, which all ranks share.
 
-    By collectives: on a CPU a thread of its own does it, on CUDA a stream. By puts on CUDA a stream does, too; Triton's
-    interpreter runs where it is called, so that on a CPU the work is done when it begins.
+    By collectives: on a CPU a thread of its own makes them, on CUDA a stream carries them. By one-sided puts: on CUDA a
+    stream carries them, too; on a CPU Triton's interpreter runs in the caller, so the work is done when it begins.
 
     Args:
         group: with a process group that nothing else uses (`Topology.beside`).
-        one_sided: over the same ranks; experts go through it, by puts that kernels start, instead of by collectives.
+        one_sided: over the same ranks; experts travel by its puts instead of by collectives.
     """
 
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
@@ -86,15 +87,15 @@ class SparseCollectives:
         tables: Sequence[Tensor],
         during: AbstractContextManager[None] | None = None,
     ) -> SparseWork:
-        """SparseAllGather: parameters go to where they shall be. All ranks call it with the same transfers.
+        """SparseAllGather: sends parameters to the ranks that will hold them. All ranks pass the same transfers.
 
         Args:
-            rows: where each expert that this rank holds, or gets, lies in the tables.
+            rows: the row in the tables of each expert that this rank holds, or receives.
             tables: [rows, ...], contiguous; trailing shapes and dtypes are the same on every rank. Received experts are
                 written to them until the work is done.
             during: is entered for as long as they travel, as a measurement.
         """
-        return self._start(transfers, self._job(transfers, rows, tables, None), during)
+        return self._start(transfers, dict(rows), tables, None, during)
 
     def reduce(
         self,
@@ -104,19 +105,19 @@ class SparseCollectives:
         owned: int,
         during: AbstractContextManager[None] | None = None,
     ) -> SparseWork:
-        """SparseReduceScatter: gradients go back to the owners, on the way added to those of the ranks they pass.
+        """SparseReduceScatter: sends gradients back to the owners, added on the way to those of the ranks they pass.
 
-        Sums are in the order of the transfers: the same bits, whatever arrives first. What comes for an expert of this
-        rank itself, whose row is below `owned`, is not added but returned when the work is done, in the order in
-        which it is to be added: by then its own gradient may have gone elsewhere.
+        Sums are in the order of the transfers: the same bits, whatever arrives first. Gradients for an expert of this
+        rank itself, whose row is below `owned`, are not added but returned when the work is done, in the order in which
+        they are to be added: by then its own gradient may have been moved.
 
         Args:
             rows, tables, during: as for `gather`; rows of replicas are used up.
         """
-        return self._start(transfers, self._job(transfers, rows, tables, owned), during)
+        return self._start(transfers, dict(rows), tables, owned, during)
 
     def wait(self) -> None:
-        """Until all that was begun is done (on CUDA the current stream waits). Who waits for a work has its error."""
+        """Waits until all that was begun is done (on CUDA the current stream waits); raises none of its errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._thread is not None and self._last is not None:
@@ -125,114 +126,106 @@ class SparseCollectives:
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
         if self._thread is not None and self._last is not None:
-            self._thread.settle(self._last)  # whoever waits for the work has its error
+            self._thread.settle(self._last)
             self._thread.end()
         self._thread = self._last = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCollectives:
         return self  # process groups cannot be copied
 
-    def _job(self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int | None) -> _Job:
-        return _Job(self._group, self._one_sided, transfers, dict(rows), tables, owned)
-
-    def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> SparseWork:
-        if self._group.size == 1 or not transfers:
-            return SparseWork()
-        during = during or nullcontext()
-        if device_of(self._group).type == "cuda":
-            return self._on_stream(job, during)
-        if self._one_sided is not None:
-            here = job.run(during)
-            return SparseWork(job.sent_bytes, lambda: here)
-        self._thread = self._thread or Helper("fusedmoe sparse")
-        self._last = self._thread.begin(partial(job.run, during))
-        return SparseWork(job.sent_bytes, partial(self._thread.result, self._last))
-
-    def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> SparseWork:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            arrived = job.run(during)
-            for table in job.tables:
-                table.record_stream(self._stream)
-        after = torch.cuda.Event()
-        after.record(self._stream)
-        return SparseWork(job.sent_bytes, lambda: arrived, after)
-
-
-class _Job:
-    """One sparse collective, step by step.
-
-    `owned`: rows of the tables below it are not added to; None: nothing is added, but written.
-    """
-
-    def __init__(
+    def _start(
         self,
-        group: Group,
-        one_sided: OneSidedAllToAll | None,
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
         owned: int | None,
-    ) -> None:
-        self._group, self._one_sided = group, one_sided
-        self._transfers, self._rows, self._owned = transfers, rows, owned
-        self.tables = [table.detach() for table in tables]
-        self._sizes = [table.shape[1:].numel() * table.element_size() for table in tables]
-        self.sent_bytes = sum(source == group.index for _, source, _, _ in transfers) * sum(self._sizes)
-        self._operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
+        during: AbstractContextManager[None] | None,
+    ) -> SparseWork:
+        if self._group.size == 1 or not transfers:
+            return SparseWork()
+        tables = [table.detach() for table in tables]
+        sent = sum(source == self._group.index for _, source, _, _ in transfers) * sum(map(_row_bytes, tables))
+        run = partial(self._run, transfers, rows, tables, owned, during or nullcontext())
+        if self._group.on_gpu:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                arrived = run()
+                for table in tables:
+                    table.record_stream(self._stream)  # else the allocator may reuse it before the stream is done
+            after = torch.cuda.Event()
+            after.record(self._stream)
+            return SparseWork(sent, lambda: arrived, after)
+        if self._one_sided is not None:
+            arrived = run()
+            return SparseWork(sent, lambda: arrived)
+        self._thread = self._thread or Helper("fusedmoe sparse")
+        self._last = self._thread.begin(run)
+        return SparseWork(sent, partial(self._thread.result, self._last))
 
     @torch.no_grad()
-    def run(self, during: AbstractContextManager[None]) -> list[Arrived]:
+    def _run(
+        self,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        owned: int | None,
+        during: AbstractContextManager[None],
+    ) -> list[Arrived]:
+        """Carries one sparse collective, step by step; `owned` None: received experts are written, not added."""
+        operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
+        arrived: list[Arrived] = []
         try:
             with during:
-                steps = range(max(one[3] for one in self._transfers) + 1)
-                return [one for step in steps for one in self._step([one for one in self._transfers if one[3] == step])]
+                for step in range(max(transfer[3] for transfer in transfers) + 1):
+                    of_step = [transfer for transfer in transfers if transfer[3] == step]
+                    for expert, parts in self._exchange(of_step, rows, tables, operation):
+                        row = rows[expert]
+                        if owned is not None and row < owned:
+                            arrived.append(Arrived(expert, parts))
+                            continue
+                        for table, part in zip(tables, parts, strict=True):
+                            table[row] = part if owned is None else _sum(table[row], part)
         except RankError:
             raise
         except BaseException as error:
-            # Others wait for this one: what the thread does next must not reach them in its place.
-            self._group.board.post_own(self._operation, f"{type(error).__name__}: {error}")
+            # The other ranks wait for this one: what the thread does next must not reach them instead.
+            self._group.board.post_own(operation, f"{type(error).__name__}: {error}")
             raise
-
-    def _step(self, transfers: Transfers) -> list[Arrived]:
-        me, size = self._group.index, self._group.size
-        leaving = sorted((target, expert) for expert, source, target, _ in transfers if source == me)
-        coming = sorted((source, expert) for expert, source, target, _ in transfers if target == me)
-        bytes_ = sum(self._sizes)
-        send, recv = ([bytes_ * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
-        parts = [_bytes_of(table[self._rows[expert]]) for _, expert in leaving for table in self.tables]
-        rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.tables[0].device)
-        if self._one_sided is None:
-            received = all_to_all_rows(self._group, rows, send, recv, self._operation)
-        else:
-            most = bytes_ * max(Counter((source, target) for _, source, target, _ in transfers).values())
-            received = self._one_sided.exchange(rows, send, recv, most, self._operation)
-        pieces = iter(received.split(self._sizes * len(coming)))
-        arrived = []
-        for _, expert in coming:
-            row = self._rows[expert]
-            got = tuple(_typed(next(pieces), table) for table in self.tables)
-            if self._owned is not None and row < self._owned:
-                arrived.append(Arrived(expert, got))
-                continue
-            for table, part in zip(self.tables, got, strict=True):
-                table[row] = part if self._owned is None else _sum(table[row], part)
         return arrived
 
+    def _exchange(
+        self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], operation: str
+    ) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """Sends this rank's experts of one step; returns each received expert with a part for each table."""
+        me, size, sizes = self._group.index, self._group.size, [_row_bytes(table) for table in tables]
+        sent = sorted((target, expert) for expert, source, target, _ in transfers if source == me)
+        received = sorted((source, expert) for expert, source, target, _ in transfers if target == me)
+        send = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
+        recv = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
+        parts = [table[rows[expert]].reshape(-1).view(torch.uint8) for _, expert in sent for table in tables]
+        bytes_ = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tables[0].device)
+        if self._one_sided is None:
+            bytes_ = all_to_all_rows(self._group, bytes_, send, recv, operation)
+        else:
+            most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in transfers).values())
+            bytes_ = self._one_sided.exchange(bytes_, send, recv, most, operation)
+        pieces = iter(bytes_.split(sizes * len(received)))
+        return [(expert, tuple(_typed(next(pieces), table) for table in tables)) for _, expert in received]
 
-def _bytes_of(row: Tensor) -> Tensor:
-    return row.reshape(-1).view(torch.uint8)
+
+def _row_bytes(table: Tensor) -> int:
+    return table.shape[1:].numel() * table.element_size()
 
 
 def _typed(part: Tensor, table: Tensor) -> Tensor:
     if part.storage_offset() % table.element_size():
-        part = part.clone()  # tables of several dtypes
+        part = part.clone()  # between tables of several dtypes bytes need not be aligned
     return part.view(table.dtype).view(table.shape[1:])
 
 
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two gradients, taken in at least float32."""
-    dtype = torch.promote_types(one.dtype, torch.float32)
-    return (one.to(dtype) + other.to(dtype)).to(one.dtype)
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """Adds two gradients in at least float32."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return (first.to(dtype) + second.to(dtype)).to(first.dtype)

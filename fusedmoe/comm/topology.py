@@ -50,11 +50,17 @@ class Topology:
         ranks_per_node: consecutive ranks that share a node.
     """
 
+    ep: Group
+    esp: Group
+    mp: Group
+    dp: Group
+    edp: Group
+    world: Group
     expert_grid: torch.Tensor | None = None
     dense_grid: torch.Tensor | None = None
 
     def __init__(self) -> None:
-        self._lay_out(Job(), None, None, ranks_per_node=1)
+        self._begin(Job(), 1)
 
     @classmethod
     def from_sizes(
@@ -177,8 +183,7 @@ class Topology:
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
         job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
-        topology._begin(job, per_node, duplex=False)
-        topology.size = len(ranks)
+        topology._begin(job, len(ranks), per_node)
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
         topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):
@@ -199,56 +204,42 @@ class Topology:
         held: Sequence[Mapping[str, Held]] | None,
         duplex: bool,
     ) -> Topology:
-        topology = cls.__new__(cls)
-        if experts.numel() == 1:  # the only rank of its pipeline stage perhaps
-            topology._lay_out(Job(timeout_s=job.timeout_s), None, None, ranks_per_node=1)
+        topology, size = cls.__new__(cls), experts.numel()
+        if size == 1:  # the only rank of its pipeline stage perhaps
+            topology._begin(Job(timeout_s=job.timeout_s), 1)
             return topology
-        if duplex and dist.get_backend() == "nccl":
+        nccl = dist.get_backend() == "nccl"
+        if duplex and nccl:
             raise ConfigError("duplex=True is for Gloo on CPUs; NCCL uses both directions of a link as it is")
-        topology._lay_out(job, experts, dense, ranks_per_node=ranks_per_node, held=held, duplex=duplex)
+        topology._begin(job, size, ranks_per_node, duplex)
+        topology.expert_grid, topology.dense_grid = experts, dense
+        everyone = tuple(sorted(experts.flatten().tolist()))
+        default: Any = dist.group.WORLD
+        if (
+            nccl and size == dist.get_world_size()
+        ):  # the job's default group keeps its time-out, NCCL's watchdog bounds it
+            topology.world = Group("world", everyone, everyone.index(job.rank), default, job)
+        else:
+            topology.world = topology._group("world", "world", everyone, held)
+        # Each axis has a group of its own, of the same ranks as another's, too: gradients travel over one while rows
+        # travel over another.
+        for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
+            for axis, name in enumerate(names):
+                setattr(topology, name, topology._group(name, name, _line(grid, axis, job.rank), held))
         return topology
 
-    def _begin(self, job: Job, ranks_per_node: int, duplex: bool) -> None:
-        self.job, self.rank, self.ranks_per_node, self._duplex = job, job.rank, ranks_per_node, duplex
+    def _begin(self, job: Job, size: int, ranks_per_node: int = 1, duplex: bool = False) -> None:
+        """Sets what all topologies have; every axis of one rank, at first."""
+        self.job, self.rank, self.size = job, job.rank, size
+        self.ranks_per_node, self._duplex = ranks_per_node, duplex
+        for axis in ("ep", "esp", "mp", "dp", "edp", "world"):
+            setattr(self, axis, Group(axis, job=job))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []  # of leased process groups
         self._leases: list[Lease] = []
         if dist.is_available() and dist.is_initialized():
             # With the last reference to the topology its leases end.
             finalize(self, process_groups().give_back, self._leases)
-
-    def _lay_out(
-        self,
-        job: Job,
-        experts: torch.Tensor | None,
-        dense: torch.Tensor | None,
-        *,
-        ranks_per_node: int,
-        held: Sequence[Mapping[str, Held]] | None = None,
-        duplex: bool = False,
-    ) -> None:
-        self._begin(job, ranks_per_node, duplex)
-        self.expert_grid, self.dense_grid = experts, dense
-        if experts is None or dense is None:
-            self.size = 1
-            self.ep, self.esp, self.mp, self.dp, self.edp, self.world = (
-                Group(axis, job=job) for axis in ("ep", "esp", "mp", "dp", "edp", "world")
-            )
-            return
-        self.size = experts.numel()
-        # The job's default group keeps its time-out; where ours matters, the library has a world group of its own.
-        nccl = dist.get_backend() == "nccl"
-        everyone = tuple(sorted(experts.flatten().tolist()))
-        default: Any = dist.group.WORLD
-        if nccl and self.size == dist.get_world_size():
-            self.world = Group("world", everyone, everyone.index(self.rank), default, job)
-        else:
-            self.world = self._group("world", "world", everyone, held)
-        # Each axis has a group of its own, of the same ranks as another's, too: gradients travel over one while rows
-        # travel over another.
-        for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
-            for axis, name in enumerate(names):
-                setattr(self, name, self._group(name, name, _line(grid, axis, self.rank), held))
 
     def _group(
         self, axis: str, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, Held]] | None = None
@@ -287,7 +278,7 @@ class Topology:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of its world: the one that writes files and shows progress."""
+        """True on the first rank of its world, which writes files and shows progress."""
         return self.world.index == 0
 
     @cached_property

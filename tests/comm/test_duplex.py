@@ -18,7 +18,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
-from tests.comm.test_failures import check
+from tests.comm.failing import check
 
 
 def draw(rank: int, world: int, seed: int) -> tuple[list[list[int]], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which rank is at fault, as far as a rank can know it: the errors of waits that ended in vain.
+"""Errors of waits that ended in vain: which rank is at fault, as far as a rank can know it.
 
 A peer that raised has posted why (`Board`), and its verdict is the answer. A peer that was killed, that was stopped or
 that calls another operation has posted nothing. Then the rank whose patience ends first looks at who is gone, who does

@@ -277,7 +277,7 @@ class Board:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the connection to the store broke: no rank's verdict can be read any more."""
+        """True once the connection to the store broke: no rank's verdict can be read any more."""
         return bool(self._line.broke)
 
     def gone(self, ranks: tuple[int, ...]) -> list[int]:
@@ -373,7 +373,7 @@ def attempt() -> str:
 
 
 def _agent() -> bool:
-    """Whether torchrun hosts the store, and no rank."""
+    """Returns whether torchrun hosts the store, and no rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

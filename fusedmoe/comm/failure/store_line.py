@@ -1,11 +1,12 @@
-"""The line to the job's store: who asks it waits no longer than a bound.
+"""A line to the job's store: a rank that asks it waits no longer than a bound.
 
 A client of torch's TCPStore has no time-out for answers: where the process that hosts the store is stopped, a question
-blocks for ever in native code. So a thread asks, over a connection of its own, and whoever wants to know leaves it
-behind. The connection of `torch.distributed` may be blocked for as long as some rank has not come.
+blocks for ever in native code. So a thread asks, over a connection of its own, and the rank leaves it behind when its
+patience ends. The connection of `torch.distributed` may be blocked for as long as some rank has not come.
 
-One connection serves a process for as long as its store is there. For each new one the store's only thread asks the
-name service who that is (torch 2.13), and answers nobody meanwhile: five seconds where a name server is slow.
+One connection serves a process for as long as its store is there. For each new connection the store's only thread asks
+the name service about the client (torch 2.13), and answers no question meanwhile: five seconds where a name server is
+slow.
 """
 
 from __future__ import annotations
@@ -38,24 +39,21 @@ class StoreLine:
         self._lock = Lock()
         self._last: Future[object] | None = None
         self._since = 0.0
-        self._broke = ""
-
-    @property
-    def broke(self) -> str:
-        """How the connection broke; "" if it did not. Nothing is asked any more then: the client is noisy."""
-        return self._broke
+        #: The words of the error with which the connection broke; "" if it did not. Then it asks nothing any more: the
+        #: client is noisy.
+        self.broke = ""
 
     @property
     def trouble(self) -> str:
-        """Why the store does not answer; "" while it does."""
+        """The reason why the store does not answer; "" while it does."""
         silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._since
         silent = f"no answer for {silent_s:.0f} s" if silent_s >= PATIENCE_S else ""
-        return self._broke or silent
+        return self.broke or silent
 
     def ask(self, question: Callable[[dist.Store], T], patience_s: float = PATIENCE_S) -> T | None:
-        """The answer; None if it does not come. The seconds count from the oldest question that has none."""
+        """Returns the answer; None if it does not come. The seconds count from the oldest open question."""
         start = time.monotonic()
-        if self._broke or not self._lock.acquire(timeout=patience_s):
+        if self.broke or not self._lock.acquire(timeout=patience_s):
             return None
         try:
             if self._last is not None and not self._last.done():
@@ -63,25 +61,25 @@ class StoreLine:
                 self._last.result(max(0.0, start + patience_s - time.monotonic()))
             last = self._helper.begin(partial(self._asked.answer, question, patience_s))
             self._last, self._since = last, time.monotonic()  # type: ignore[assignment]
-            found = last.result(max(0.0, start + patience_s - time.monotonic()))
+            answer = last.result(max(0.0, start + patience_s - time.monotonic()))
         except NoAnswer:
             return None
         finally:
             self._lock.release()
-        if isinstance(found, _Broken):
-            self._broke = found.text
+        if isinstance(answer, _Broken):
+            self.broke = answer.text
             return None
-        return found
+        return answer
 
 
 class _Broken(NamedTuple):
-    """In place of an answer: in words, since an error holds on to whoever asked, and so to the line."""
+    """A failure in words, in place of an answer: an exception's frames would hold on to the asker and the line."""
 
     text: str
 
 
 class _Asked:
-    """What the thread asks: a connection of its own, made at the first question. It knows nothing of the line."""
+    """The connection that the thread asks, made at the first question. It does not refer to the line, which ends it."""
 
     def __init__(self, store: dist.Store) -> None:
         # The line lives as long as the Python object `store`, which must not be held here: a prefix of it holds what
@@ -110,10 +108,10 @@ class _Asked:
 
 
 def _second(store: dist.Store, patience_s: float) -> dist.Store:
-    """A connection of its own to the same store.
+    """Connects to the same store once more.
 
-    Where its host is gone the client tries again until its time-out has passed. A clone would have that of the job's
-    store, half an hour; nobody waits for it longer than for the first answer.
+    Where its host is gone the client tries again until its time-out has passed. A clone would have the time-out of the
+    job's store, half an hour; a rank waits no longer than for the first answer.
     """
     if isinstance(store, dist.TCPStore):
         bound, libuv = timedelta(seconds=patience_s), getattr(store, "libuvBackend", True)
@@ -125,7 +123,7 @@ _LINES: WeakKeyDictionary[dist.Store, StoreLine] = WeakKeyDictionary()
 
 
 def line_to(store: dist.Store) -> StoreLine:
-    """The process's line to a store, the same for all stores that are prefixes of one."""
+    """Returns the process's line to a store, the same for all stores that are prefixes of one."""
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store

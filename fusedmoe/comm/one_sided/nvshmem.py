@@ -1,12 +1,12 @@
-"""NVSHMEM between the ranks of a group: symmetric memory on GPUs of one node or many, and what waits for it.
+"""NVSHMEM between the ranks of a group: symmetric memory on GPUs of one node or many, and waits for it.
 
 The library that csrc/nvshmem is built into lies beside this file (`make nvshmem`); it is loaded when it is needed, and
 NVSHMEM from its pip package with it. A process takes part in one NVSHMEM job: that of the group for which it is opened
 first, or one that other code has begun (PyTorch does), which must then span exactly the group. Where several are open
 for the same ranks they share it.
 
-What waits for other ranks on the host is bounded by the job's time-out and ends with a `RankError`. A wait on a stream
-is not; `Nvshmem.settle` looks at the stream with a bound.
+Waits on the host for other ranks are bounded by the job's time-out and end with a `RankError`. Waits on a stream are
+not bounded; `Nvshmem.settle` looks at the stream with a bound.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.failure.board import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
-from fusedmoe.threads import Helper
+from fusedmoe.threads import LOOK_S, Helper
 
 T = TypeVar("T")
 
 LIBRARY = Path(__file__).with_name("libfusedmoe_nvshmem.so")
 PREFIX = "fusedmoe_nvshmem_"
 
-# The arguments of each function, as csrc/nvshmem/fusedmoe_nvshmem.h has them; all return a status but the last two.
+# The arguments of each function, as csrc/nvshmem/fusedmoe_nvshmem.h has them. All return a status but the last two.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "probe": (),
     "version": (POINTER(c_int), POINTER(c_int)),
@@ -69,7 +68,7 @@ class _Failed(Exception):
 
 
 class Library:
-    """The C library: `library.call("allocate", …)` raises `_Failed` where that did not work."""
+    """The C library; `library.call("allocate", …)` raises `_Failed` where the function fails."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -82,7 +81,7 @@ class Library:
             raise _Failed(self._functions.fusedmoe_nvshmem_last_error().decode())
 
     def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The versions of the NVSHMEM that it was built with, and of the one that is loaded."""
+        """Returns the versions of the NVSHMEM that it was built with, and of the one that is loaded."""
         built, loaded = (c_int * 3)(), (c_int * 3)()
         self.call("version", built, loaded)
         return tuple(built), tuple(loaded)
@@ -110,7 +109,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _State:
-    """NVSHMEM in this process: who began it, this PE and how many there are, and the id of a job of our own."""
+    """The state of NVSHMEM in this process: who began it, this PE, the number of PEs, the id of our own job."""
 
     owner: int
     pe: int
@@ -119,7 +118,7 @@ class _State:
 
 
 def why_not() -> str:
-    """Why NVSHMEM cannot be used in this process, and what to do; "" where it can. Asks no other rank."""
+    """Returns why NVSHMEM cannot be used in this process, and what to do; "" where it can. Asks no other rank."""
     for reason in (no_gpu, _no_package, _no_library):
         if why := reason():
             return why
@@ -157,10 +156,10 @@ def _no_library() -> str:
 
 @cache
 def load() -> Library:
-    """The library, and NVSHMEM with it: the one that is loaded already (PyTorch brings one), else the package's.
+    """Loads the library, and NVSHMEM with it: the one that is loaded already (PyTorch brings one), else the package's.
 
     Raises:
-        OSError: it is not there, or cannot be loaded. AttributeError: it lacks a function.
+        OSError: it does not exist, or cannot be loaded.   AttributeError: it lacks a function.
     """
     host = "libnvshmem_host.so.3"
     try:
@@ -189,8 +188,8 @@ class Memory:
 
     Attributes:
         own: uint8, this rank's, cleared.
-        table: [W] int64 on the device, where this GPU finds each rank's; 0 where it cannot address it: there only
-            NVSHMEM's functions lead, with an address in `own` and the rank's PE.
+        table: [W] int64 on the device, the address of each rank's memory; 0 where this GPU cannot address it: only
+            NVSHMEM's functions reach it, with an address in `own` and the rank's PE.
         pe_W: int32 on the device, each rank's PE.
     """
 
@@ -217,7 +216,7 @@ class Nvshmem:
         if refused := {rank: why for rank, (why, _) in zip(group.ranks, answers, strict=True) if why}:
             raise ConfigError(f"NVSHMEM over the {group}: {_each(refused)}")
         self.device = device or torch.device("cuda")
-        if self.device == torch.device("cuda"):  # of this thread: others have a current GPU of their own
+        if self.device == torch.device("cuda"):  # of this thread: other threads have a current GPU of their own
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._library = load()
         self._pes = self._start([state for _, state in answers])
@@ -238,13 +237,13 @@ class Nvshmem:
         pes = [state.pe for state in states]
         alike = {(state.owner, state.pes, state.job) for state in states}
         if alike != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
-            found = {
+            places = {
                 rank: "is in none" if state.owner == _CLOSED else f"is PE {state.pe} of {state.pes}"
                 for rank, state in zip(group.ranks, states, strict=True)
             }
             raise ConfigError(
                 f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and these ranks are in others: "
-                f"{_each(found)}. Open it for the same ranks everywhere, or close the other one first."
+                f"{_each(places)}. Open it for the same ranks everywhere, or close the other one first."
             )
         self._all(lambda: self._library.call("adopt"), operation)
         return pes
@@ -272,7 +271,7 @@ class Nvshmem:
         return memory
 
     def free(self, memory: Memory) -> None:
-        """Gives it back, once no rank uses it any more; its tensor must not be touched afterwards."""
+        """Gives memory back, once no rank uses it any more; its tensor must not be touched afterwards."""
         self._need_open()
         operation = "freeing symmetric memory"
         self.settle(operation)
@@ -281,7 +280,7 @@ class Nvshmem:
         self._bounded(lambda: self._library.call("free", memory.own.data_ptr()), operation)
 
     def put_signal(self, dest: Tensor, source: Tensor, signal: Tensor, value: int, rank: int) -> None:
-        """On the current stream: copies `source` to the place of `dest` on a rank of the group, then sets its signal.
+        """Copies `source`, on the current stream, to the place of `dest` on a rank of the group, then sets its signal.
 
         Args:
             dest, signal: contiguous parts of symmetric memory, int64 [1] for the signal. rank: its index in the group.
@@ -297,13 +296,13 @@ class Nvshmem:
         self._attempt(lambda: self._library.call("put_signal", *places, value, pe, stream), operation)
 
     def wait(self, signal: Tensor, value: int) -> None:
-        """On the current stream: waits until this rank's signal is at least `value`, however long."""
+        """Waits, on the current stream, until this rank's signal is at least `value`, however long."""
         self._need_open()
         place = signal.data_ptr()
         self._attempt(lambda: self._library.call("wait", place, value, self._stream()), "waiting for a signal")
 
     def barrier(self) -> None:
-        """On the current stream: waits for all ranks and for all that they have put, however long."""
+        """Waits, on the current stream, for all ranks and for all that they have put, however long."""
         self._need_open()
         self._attempt(lambda: self._library.call("barrier", self._stream()), "a barrier of NVSHMEM")
 
@@ -321,8 +320,10 @@ class Nvshmem:
             pause = min(2 * pause, LOOK_S)
 
     def close(self) -> None:
-        """Waits for the stream and for the other ranks, frees what is still allocated, and ends the job if it was the
-        last use of one that was begun here. A second time it does nothing."""
+        """Waits for the stream and for the other ranks, frees what is still allocated, and ends this use of the job.
+
+        With its last use a job ends that was begun here. A second call does nothing.
+        """
         if self._closed:
             return
         for memory in reversed(self._open):
@@ -342,7 +343,7 @@ class Nvshmem:
             self.abandon()
 
     def abandon(self) -> None:
-        """Leaves it after an error, when the other ranks may not come any more: what is open ends with the process."""
+        """Leaves NVSHMEM after an error, when the other ranks may not come any more: it ends with the process."""
         self._closed = True
 
     def _need_open(self) -> None:
@@ -356,8 +357,10 @@ class Nvshmem:
         all_gather_object(self.group, None, operation)
 
     def _all(self, call: Callable[[], T], operation: str) -> list[T]:
-        """What the call returns on each rank; where it does not work on one, all raise it. Who waits in a collective of
-        NCCL does not look at the board."""
+        """Returns what the call returns on each rank; where it fails on one, all raise it.
+
+        A rank that waits in a collective of NCCL does not look at the board, so each tells the others how it ended.
+        """
         value: T | None = None
         try:
             value, reason = call(), ""
@@ -370,16 +373,16 @@ class Nvshmem:
         return [value for _, value in answers]
 
     def _attempt(self, call: Callable[[], T], operation: str) -> T:
-        """What the call returns; where it does not work, all ranks are told."""
+        """Returns what the call returns; where it fails, all ranks are told."""
         try:
             return call()
         except _Failed as error:
             raise self._error(operation, str(error)) from error
 
     def _bounded(self, call: Callable[[], T], operation: str) -> T:
-        """The same for a call that waits for other ranks.
+        """Returns what a call returns that waits for other ranks; where it fails, all ranks are told.
 
-        It runs in a thread of its own, which is left behind where the others do not come.
+        The call runs in a thread of its own, which is left behind where the other ranks do not come.
         """
 
         def work() -> T:
@@ -396,28 +399,28 @@ class Nvshmem:
         return self._attempt(done.result, operation)
 
     def _look(self, operation: str, deadline: float) -> None:
-        """Between two short waits: has a rank failed, is the time up?"""
+        """Raises, between two short waits, if a rank has failed or the time is up."""
         group = self.group
         verdict = group.board.read() if group.handle is not None else None
         if verdict is not None:
-            raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+            raise group.ended(operation, verdict)
         if time.monotonic() > deadline:
             patience = f"{group.job.timeout_s:.0f} s"
             cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
             raise self._error(operation, f"it did not end within {patience}; {cure}", late=True)
 
     def _error(self, operation: str, message: str, rank: int | None = None, late: bool = False) -> RankError:
-        """The error of this rank, or of another, which all are told. `late`: of one that waited too long."""
+        """Tells all ranks of an error of this rank, or of `rank`, and returns it. `late`: a wait lasted too long."""
         group = self.group
         if group.handle is None:
             return RankError(f"rank {group.job.rank}: {operation}: {message}")
         tell = group.board.blame if late else group.board.post
         verdict = tell(group.job.rank if rank is None else rank, operation, message)
-        return RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+        return group.ended(operation, verdict)
 
 
 class _Bytes:
-    """Device memory as others describe theirs to PyTorch."""
+    """Device memory that is not PyTorch's, as PyTorch asks for its description."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -430,7 +433,7 @@ class _Bytes:
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """Device memory that is not PyTorch's, as a uint8 tensor."""
+    """Returns device memory that is not PyTorch's as a uint8 tensor."""
     return torch.as_tensor(_Bytes(address, size), device=device)
 
 
@@ -441,11 +444,11 @@ def make_current(device: torch.device) -> None:
 
 
 def record(device: torch.device) -> Callable[[], bool]:
-    """Marks the current stream's end; what it returns says whether the stream has come there."""
+    """Marks the current stream's end; returns a function that says whether the stream has reached it."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.query
 
 
-def _each(what: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in what.items())
+def _each(texts: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())

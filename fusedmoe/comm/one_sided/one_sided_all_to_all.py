@@ -1,4 +1,4 @@
-"""All-to-all of bytes by one-sided puts: sparse collectives use it where ranks have a symmetric heap.
+"""All-to-all of bytes by one-sided puts, for sparse collectives of ranks with a symmetric heap.
 
 A receive buffer of a fixed size is used in rounds, as many as the longest message of any two ranks needs, so that all
 ranks count the same exchanges (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
@@ -17,7 +17,7 @@ from fusedmoe.comm.one_sided.watch import Watch
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.wait import wait_signals
 
-# Elements of a row, of four bytes each; and rows for each peer in a round, by default a quarter of a MiB.
+# Elements of a row, of four bytes each; and rows for each peer in a round: a quarter of a MiB.
 _WIDTH, _ROWS = 1024, 64
 _ROW_BYTES = 4 * _WIDTH
 
@@ -26,7 +26,7 @@ class OneSidedAllToAll:
     """An all-to-all over a heap's group, with a receive buffer on every rank. Making it is collective.
 
     Args:
-        rows: of 4 KiB, that each peer may have in it at once.
+        rows: how many rows of 4 KiB each peer may have in the buffer at once.
     """
 
     def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
@@ -40,7 +40,7 @@ class OneSidedAllToAll:
 
         Args:
             bytes_: [sum(send)] uint8, ordered by destination.
-            most: that any rank sends another; the same number on all ranks.
+            most: the most bytes that any rank sends another; the same number on all ranks.
         Raises:
             RankError: a rank failed or did not come.
         """
@@ -58,14 +58,14 @@ class OneSidedAllToAll:
             self._round(words, starts, [rows - done for rows in rows_W], done)
             rows = self._place.rows[self._place.slot(self._epoch)]
             for peer, count in enumerate(recv):
-                here = min(max(0, _rows_of(count) - done), self._rows)
-                received[peer].append(rows[peer, :here].reshape(-1).view(torch.uint8).clone())
+                arrived = min(max(0, _rows_of(count) - done), self._rows)
+                received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
             give_credit(self._place, self._epoch)
-        parts = [torch.cat(of)[:count] for of, count in zip(received, recv, strict=True) if count]
+        parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
     def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int) -> None:
-        """Puts the next rows of each message, and waits for what comes."""
+        """Puts the next rows of each message, and waits for those of the peers."""
         place, device = self._place, self.heap.device
         self._epoch += 1
         bounds = self._watch.bounds

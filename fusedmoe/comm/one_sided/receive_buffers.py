@@ -3,8 +3,8 @@
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
 read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 
-Where a peer is far, staging buffers hold what is on its way to it. What a rank makes of all ranks' tokens may be much:
-of results only one exchange is on its way at a time, so that a new one waits until peers have read the one before.
+Where a peer is far, staging buffers hold rows that are on their way to it. A rank's results for all ranks' tokens may
+be many: their staging holds one exchange, so that a new one waits until peers have read the one before.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 #: Exchanges that may be under way at once.
 SLOTS = 2
 
-# Rows for which there is one signal: of tokens as many as a tile of the product has, of metadata more, they are short.
+# Rows that share one signal: of tokens as many as a tile of the product has, of metadata more, since they are short.
 TOKEN_TILE, _METADATA_TILE = 128, 1024
 
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """What the receive buffers have room for; the same on all ranks.
+    """The room of receive buffers; the same on all ranks.
 
     Attributes:
-        tokens: that any rank has at once.   k: experts of a token.   experts: of all ranks.
-        width: elements of a row.   dtype: of rows.   degree: chunks at most.
+        tokens: the most that any rank has at once.   k: experts of a token.   experts: number on all ranks.
+        width: elements of a row.   dtype: of rows.   degree: the most chunks.
     """
 
     tokens: int
@@ -48,10 +48,10 @@ class ReceiveBuffers:
     """The receive buffers of one rank, for all layers of one shape. Making them is collective over the heap's group.
 
     Attributes:
-        tokens, metadata: what peers send here to be computed, and which experts it is for.
-        results: what peers send back: rows [slots, 1, tokens·K, width], a signal for each peer and chunk.
-        values: [slots, tokens·K] float32, one number with each result.
-        network: leads to far peers; None where none is.
+        tokens, metadata: rows that peers send here to be computed, and the experts they are for.
+        results: rows that peers send back, [slots, 1, tokens·K, width], with a signal for each peer and chunk.
+        values: [slots, tokens·K] float32, a number with each result.
+        network: leads to far peers; None where no peer is far.
         watch: bounds waits.
     Raises:
         ConfigError: experts that the ranks cannot share evenly.
@@ -96,7 +96,7 @@ class ReceiveBuffers:
         self._epochs = {id(place): 0 for place in (self.tokens, self.metadata, self.results)}
 
     def begin(self, place: ReceiveBuffer) -> int:
-        """The number of the exchange that begins in one of the buffers."""
+        """Returns the number of the exchange that begins in one of the buffers."""
         self._epochs[id(place)] += 1
         return self._epochs[id(place)]
 
@@ -105,10 +105,10 @@ class ReceiveBuffers:
         return self.watch.bounds
 
     def refuse(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
-        """Raises where the buffers have no room for a batch: nothing is sent then.
+        """Raises where the buffers have no room for a batch, before anything is sent.
 
         Raises:
-            ConfigError: with what to do.
+            ConfigError: the batch does not fit; it says what to do.
         """
         sizes = self.sizes
         for name, has, most in (
@@ -124,18 +124,18 @@ class ReceiveBuffers:
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
     def results_behind(self, epoch: int) -> int:
-        """The last exchange of results that peers must have read before results of this one are put."""
+        """Returns the last exchange of results that peers must have read before results of this one are put."""
         return epoch - (SLOTS if self.network is None else 1)
 
     def result_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """Addresses of results at their tokens' ranks; those for far peers lie in staging from row `first` on."""
+        """Returns addresses of results at their tokens' ranks; for far peers, in staging from row `first` on."""
         rows = self.results.rows
         target_R = (self.results.slot(epoch) * rows.shape[2] + place_R) * (rows.shape[3] * rows.itemsize)
         staged = None if self.network is None else self._staged_rows[first:]
         return self._addresses(rows, self.results.row_table, peer_R, target_R, staged)
 
     def value_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """The same for the one number that goes with each result."""
+        """Returns addresses of the number that goes with each result, as `result_addresses` does of the results."""
         own, table = self.values.own, self.values.table
         target_R = (self.results.slot(epoch) * own.shape[1] + place_R) * own.itemsize
         staged = None if self.network is None else self._staged_values[first:]
@@ -144,32 +144,32 @@ class ReceiveBuffers:
     def _addresses(
         self, own: Tensor, table: Tensor, peer_R: Tensor, target_R: Tensor, staged: Tensor | None
     ) -> Addresses:
-        """`target_R`: bytes from the allocation's beginning."""
-        there_R = table[peer_R.long()]
-        store_R = there_R + target_R
+        """Returns addresses `target_R` bytes into the peers' copies of an allocation; for far peers, in staging."""
+        base_R = table[peer_R.long()]
+        store_R = base_R + target_R
         if staged is None:
             return Addresses(peer_R, store_R)
         row_R = torch.arange(peer_R.numel(), device=peer_R.device)
-        here_R = staged.data_ptr() + row_R * (staged.shape[1] * staged.itemsize)
-        far_R = there_R == 0
+        staged_R = staged.data_ptr() + row_R * (staged.shape[1] * staged.itemsize)
+        far_R = base_R == 0  # no address of theirs leads there
         target_R = torch.where(far_R, own.data_ptr() + target_R, 0)
-        return Addresses(peer_R, torch.where(far_R, here_R, store_R), target_R, self.network)
+        return Addresses(peer_R, torch.where(far_R, staged_R, store_R), target_R, self.network)
 
     def result_mark(self, chunk: int, epoch: int) -> Mark:
-        """This rank's signal at each peer, that a chunk's results are there."""
+        """Returns this rank's signal at each peer that a chunk's results have arrived."""
         place = self.results
         index = (place.slot(epoch) * self.heap.group.size + place.me) * self.sizes.degree + chunk
         return Mark(place.signals, index, place.signal_table)
 
     def result_signals(self, mark: Mark) -> Tensor:
-        """[W] addresses of that signal; of a spare one instead of those of far peers."""
+        """Returns the signal's address at each peer, [W]; at far peers that of a spare one of this rank."""
         signal_W = mark.table + mark.place * 8
         if self.network is None:
             return signal_W
         return torch.where(mark.table == 0, self.network.spare.data_ptr(), signal_W)
 
     def awaited_results(self, degree: int, epoch: int) -> Tensor:
-        """Indices of the signals that all results are here, int32."""
+        """Returns indices of the signals that all results have arrived, int32."""
         size = self.heap.group.size
         peer_W1 = torch.arange(size, dtype=torch.int32, device=self.heap.device)[:, None]
         chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
@@ -179,7 +179,7 @@ class ReceiveBuffers:
 def make_receive_buffer(
     heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int
 ) -> ReceiveBuffer:
-    """A buffer of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
+    """Makes a buffer of [slots, *shape] on every rank; each peer has `signals` signals for its rows. Collective."""
     size = heap.group.size
 
     def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:
@@ -206,6 +206,6 @@ def _up(count: int, multiple: int) -> int:
 
 
 def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
-    """The peer of one of `count` signals in a slot, `parts` for each: its place in the group, and what comes of it."""
+    """Returns the peer of a signal (`count` in a slot, `parts` for each peer), and the words for its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)

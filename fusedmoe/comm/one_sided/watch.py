@@ -1,4 +1,4 @@
-"""Bounds the waits of kernels: sets a stop flag that they poll, once a rank has failed or the time is up.
+"""Bounded waits of kernels: a stop flag that they poll is set once a rank has failed or the time is up.
 
 A kernel that waits for a peer cannot read the failure board, and in Triton's interpreter it has no clock. So while
 kernels run that may wait, a thread of the host looks for them.
@@ -15,26 +15,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.failure.board import LOOK_S
+from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds
-from fusedmoe.threads import Helper
+from fusedmoe.threads import LOOK_S, Helper
 
 _VERDICT, _GONE = 2, 3
 
 
-# Of the index of a signal: the peer's place in the group, and what of that peer it tells of, in words.
+#: From the index of a signal to its peer's place in the group, and the rows of the peer that it tells of, in words.
 Name = Callable[[int], tuple[int, str]]
 
 
 class Watch:
     """Bounds the waits of kernels for signals in one heap, and raises what they missed.
 
-    On a CPU kernels run inside `over`, which raises what they missed. On a GPU they run later and nobody on the host
-    waits for them: what they missed is raised by the first look that finds it. `over` looks without waiting;
+    On a CPU kernels run inside `over`, which raises what they missed. On a GPU they run later and the host does not
+    wait for them: what they missed is raised by the first look that finds it. `over` looks without waiting;
     `check(wait=True)`, at the end of a step and where the heap is closed, waits for the current stream, so that no
-    wait that ended early stays untold (`Heap.check`). The record says itself which signals were waited for, since
+    wait that ended early stays untold (`Heap.check`). The record itself names the signals that were waited for, since
     the host may have issued much more meanwhile.
 
     Attributes:
@@ -51,12 +51,12 @@ class Watch:
         heap.checks.append(partial(self.check, wait=True))
 
     def name(self, signals: Tensor, operation: str, name: Name) -> None:
-        """Says what these signals are of, for errors. `operation`: what waits for them."""
+        """Names signals for errors. `operation`: the one that waits for them."""
         self._names[signals.data_ptr()] = operation, name
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """A context around launches of kernels that wait for signals that have a name.
+        """Wraps launches of kernels that wait for signals that have a name.
 
         Raises:
             RankError: a wait ended early, on a GPU perhaps one from before; it names rank, peer, part, expected and
@@ -80,8 +80,8 @@ class Watch:
         """Raises for a wait that has ended early until now.
 
         Args:
-            wait: until the current stream of the device is done. Without it, and while a graph is captured, what runs
-                still is told by a later look.
+            wait: until the current stream of the device is done. Without it, and while a graph is captured, a later
+                look tells of the waits of kernels that still run.
         """
         later = self._device.type == "cuda"
         if later and wait:
@@ -99,7 +99,7 @@ class Watch:
 
     def _look(self, done: threading.Event) -> None:
         """Polls the failure board while kernels run, and sets their stop flag. Ends when they have ended."""
-        reason = _GONE  # where this fails nobody looks any more
+        reason = _GONE  # where this thread fails, no other looks any more
         try:
             reason = self._reason_to_stop(done)
         finally:
@@ -107,16 +107,16 @@ class Watch:
                 self.stop.fill_(reason)
 
     def _reason_to_stop(self, done: threading.Event) -> int:
-        """Waits until kernels have ended, 0, or must not wait any longer."""
+        """Waits until kernels have ended; returns 0 then, and else why they must not wait any longer."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
-        others = tuple(rank for rank in group.ranks if rank != group.job.rank)
-        pause = 0.02  # most waits are short; nobody need be asked then
+        peers = tuple(rank for rank in group.ranks if rank != group.job.rank)
+        pause = 0.02  # most waits are short, and end without a look at the board
         while not done.wait(pause):
             pause = LOOK_S
             board = group.job.board
             if board is not None and board.read() is not None:
                 return _VERDICT
-            if board is not None and board.gone(others):
+            if board is not None and board.gone(peers):
                 return _GONE
             if time.monotonic() > deadline:
                 return TIME_IS_UP
@@ -130,21 +130,20 @@ class Watch:
             return RankError(f"rank {me}: {where}; the peer never came within {group.job.timeout_s:.0f} s")
         verdict: object = board.explain()
         if verdict is None:
-            others = tuple(rank for rank in group.ranks if rank != me)
-            if dead := board.gone(others):
-                text = "its process ended (an error, killed, or out of memory); see its log"
-                verdict = board.post(dead[0], where, text)
+            peers = tuple(rank for rank in group.ranks if rank != me)
+            if dead := board.gone(peers):
+                verdict = board.post(dead[0], where, PROCESS_ENDED)
             else:
                 text = (
-                    f"it did not come within {group.job.timeout_s:.0f} s. Every rank of a group must call the same "
-                    "operations in the same order; if one is slow, give Topology a larger timeout_s"
+                    f"it did not come within {group.job.timeout_s:.0f} s. {ORDER}; if one is slow, give Topology a "
+                    "larger timeout_s"
                 )
                 verdict = board.blame(peer, where, text)
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
 
 
 def _shared(count: int, device: torch.device) -> Tensor:
-    """int64 zeros in memory that both the host and the device address."""
+    """Returns int64 zeros in memory that both the host and the device address."""
     return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 

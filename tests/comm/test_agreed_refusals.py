@@ -1,0 +1,92 @@
+"""A refusal that all ranks of an exchange have raised is over: the next batch goes on."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+import torch
+
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.threads import LOOK_S
+from tests.cluster import Cluster
+from tests.comm.failing import M, check, linear, make
+
+
+def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
+    """Batches that one rank refuses, and that every rank catches, change nothing about those that follow."""
+    topology = Topology.from_sizes(ep, esp, esp)
+    expert = linear if esp == 1 else lambda dim, shard, shards: linear(dim)
+    layer = make(topology, expert)
+    good = torch.ones(5, M)
+    for batch, text in ((good[:, 1:], r"shape \[5, 7\]"), (good * math.nan, "NaN"), (good[:, 2:], r"shape \[5, 6\]")):
+        others = "" if rank == culprit else f"ended because rank {culprit} failed in the check of the layer's input: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch if rank == culprit else good)
+        assert layer(good).shape == good.shape
+    if rank == culprit:
+        time.sleep(3 * LOOK_S)  # the others look at the board
+    for later in (layer, make(Topology.from_sizes(ep, esp, esp), expert)):
+        assert later(good).isfinite().all()
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_what_all_have_raised_is_over(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+    cluster.run(world, goes_on, random.randrange(world), ep, esp)
+
+
+def without_an_exchange(rank: int, world: int, culprit: int) -> None:
+    layer = make(Topology.from_sizes(mp=2))
+    for width, text in ((7, r"shape \[5, 7\]"), (M, f"equal tokens .* on rank {culprit}"), (6, r"shape \[5, 6\]")):
+        batch = torch.ones(6 if width == M else 5, width) if rank == culprit else torch.ones(5, M)
+        others = "" if rank == culprit or width == M else f"ended because rank {culprit} failed in the check of .*: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch)
+        assert layer(torch.ones(5, M)).isfinite().all()
+    assert layer.topology.world.board.read() is None
+
+
+def test_what_all_have_raised_where_nothing_is_exchanged(cluster: Cluster) -> None:
+    cluster.run(2, without_an_exchange, random.randrange(2))
+
+
+def refused_by_one_replica(rank: int, world: int, culprit: int, timeout_s: float, away_s: float) -> None:
+    """The other replica hears of it where it waits for gradients: in vain, or until the first has ended."""
+    topology = Topology.from_sizes(2, timeout_s=timeout_s)
+    layer = make(topology)
+    try:
+        layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+    except RankError:
+        time.sleep(away_s)
+        raise
+    all_reduce(topology.dp, torch.ones(1))
+
+
+@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), (1.0, 3.0)])
+def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster, timeout_s: float, away_s: float) -> None:
+    text = "rank 2 failed in the check of .*: 40 of 40 router logits are NaN"
+    check(cluster, 2, text, refused_by_one_replica, timeout_s, away_s)
+
+
+def skips_on_all(rank: int, world: int, culprit: int) -> None:
+    """A batch that one replica refuses; all agree to go on without it, as slowly as they like."""
+    topology = Topology.from_sizes(2)
+    layer = make(topology)
+    for bad in (True, False, True, False):
+        refused = torch.zeros(1)
+        try:
+            layer(torch.full((5, M), math.nan if bad and rank == culprit else 1.0))
+        except RankError:
+            refused += 1
+            time.sleep(2 * LOOK_S)  # the others look at the board
+        assert all_reduce(topology.world, refused) == 2 * bad
+    assert topology.world.board.explain() is None
+
+
+def test_a_refusal_of_one_replica_that_all_skip_is_over(cluster: Cluster) -> None:
+    cluster.run(4, skips_on_all, random.randrange(4))
