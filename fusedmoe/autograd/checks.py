@@ -15,8 +15,8 @@ from torch import Tensor
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Weights
 
 
 def refuse(operation: str, text: str) -> NoReturn:

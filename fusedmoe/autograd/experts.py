@@ -10,10 +10,10 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
 from fusedmoe.kernels.layout import Layout, LayoutTensors
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
-from fusedmoe.kernels.activation import cached_slices
+from fusedmoe.kernels.activation import cached_rows
 from fusedmoe.kernels.backend import has_kernels
 
 # Bytes of each buffer, for each thread: all of them stay in its cache.
@@ -78,8 +78,10 @@ def _halves(h_NH: Tensor, others: int) -> Iterator[tuple[slice, list[Tensor]]]:
     N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
     dtype = torch.promote_types(h_NH.dtype, torch.float32)
     made: list[Tensor] = []
-    for rows in cached_slices(N, I * dtype.itemsize, _SLICE_BYTES):
-        size = rows.stop - rows.start
+    step = cached_rows(I * dtype.itemsize, _SLICE_BYTES)
+    for start in range(0, N, step):
+        rows = slice(start, min(start + step, N))
+        size = rows.stop - start
         made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + others)]  # the first slice is largest
         buffers = [buffer[:size] for buffer in made]
         pairs = h_NH[rows].view(size, I, 2)

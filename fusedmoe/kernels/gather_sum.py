@@ -38,9 +38,10 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     if layout.source_N is None and weight_N is not None:
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     row_N, start_S = layout.bags
+    tokens, k = layout.row_SK.shape
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
-        return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
-    if layout.k == 1 and row_N.numel() == layout.tokens:
+        return rows_NM.new_zeros((tokens, rows_NM.shape[1]))
+    if k == 1 and row_N.numel() == tokens:
         rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     if rows_NM.dtype in (torch.float32, torch.float64):
@@ -48,9 +49,8 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
     # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
-    y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]), dtype=total)
-    for k in range(layout.k):
-        row_S = layout.row_SK[:, k]
+    y_SM = rows_NM.new_zeros((tokens, rows_NM.shape[1]), dtype=total)
+    for row_S in layout.row_SK.unbind(1):
         kept = (row_S >= 0).nonzero().squeeze(1)
         rows = rows_NM[row_S[kept]].to(total)
         y_SM[kept] += rows if weight_N is None else rows * weight_N[row_S[kept], None].to(total)

@@ -51,7 +51,8 @@ class Layout:
     @cached_property
     def counts(self) -> list[int]:
         """`counts_E` on the host (on CUDA this waits for the device once)."""
-        return [int(count) for count in self.counts_E.tolist()]
+        counts: list[int] = self.counts_E.tolist()
+        return counts
 
     @property
     def experts(self) -> int:
@@ -94,7 +95,9 @@ class Layout:
     def zero_padding(self, value_N: Tensor) -> Tensor:
         """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
         if not uses_triton(value_N):
-            value_N[int(self.offsets_E1[-1]) :] = 0
+            kept = int(self.offsets_E1[-1])
+            if kept < value_N.shape[0]:  # an eager layout on a CPU has no padding
+                value_N[kept:] = 0
             return value_N
         row_N = torch.arange(self.rows, device=value_N.device)
         padding_N = (row_N >= self.offsets_E1[-1]).view(-1, *[1] * (value_N.dim() - 1))
@@ -109,10 +112,10 @@ class Layout:
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
         """The kept rows in token order, [N], and where each token's rows start, [S] (on CUDA this waits)."""
-        flat = self.row_SK.reshape(-1)
+        flat, (tokens, k) = self.row_SK.reshape(-1), self.row_SK.shape
         kept = self.row_SK >= 0
         if bool(kept.all()):
-            return flat, torch.arange(0, flat.numel(), max(self.k, 1), device=flat.device)[: self.tokens]
+            return flat, torch.arange(0, flat.numel(), max(k, 1), device=flat.device)[:tokens]
         per_token = kept.sum(1)
         return flat[kept.reshape(-1)], per_token.cumsum(0) - per_token
 

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.aot.standin import TARGETS
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
@@ -36,7 +37,6 @@ from fusedmoe.kernels.triton.grouped.configs import (
     is_even,
 )
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
-from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
 from tests.kernels.cases import gluon as gluon_cases

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.experts import Gradients, Hidden, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
@@ -25,7 +26,6 @@ from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
 from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
-from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
 def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedCall:

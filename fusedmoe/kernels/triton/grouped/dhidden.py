@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
@@ -19,7 +20,6 @@ from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_both, halves, 
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
-from fusedmoe.kernels.weights import Weights
 
 # Columns that are finished at a time.
 _PART = 32

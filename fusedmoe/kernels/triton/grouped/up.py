@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
@@ -17,7 +18,6 @@ from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_forward, halve
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
-from fusedmoe.kernels.weights import Weights
 
 
 @triton.jit
