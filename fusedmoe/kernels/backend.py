@@ -27,4 +27,4 @@ def triton_serves(device: torch.device) -> bool:
 
 def has_kernels(rows: Tensor) -> bool:
     """Whether Triton serves: tensor cores know no float64, and without rows there is nothing to launch."""
-    return uses_triton(rows) and rows.dtype != torch.float64 and rows.shape[0] > 0
+    return (rows.is_cuda or INTERPRET) and rows.dtype != torch.float64 and rows.shape[0] > 0

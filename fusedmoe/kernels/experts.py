@@ -50,12 +50,12 @@ class Weights:
 
     def contiguous(self) -> Weights:
         """Returns these weights, with copies of those that are not contiguous; the kernels read no other."""
-        tensors = (self.w1, self.w2, self.b1, self.b2)
-        if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
+        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
+        if no_copies and (b2 is None or b2.is_contiguous()):
             return self
-        w1, w2 = self.w1.contiguous(), self.w2.contiguous()
-        b1, b2 = (None if bias is None else bias.contiguous() for bias in (self.b1, self.b2))
-        return Weights(w1, w2, b1, b2, self.b2_start)
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
+        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
 
     def b2_columns(self) -> slice:
         """Returns the columns of the results that the output bias is added to."""
@@ -237,11 +237,11 @@ def plain_backward(
     The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
     zero gradients.
     """
-    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into)
     blocks, most = _blocks(layout, x_SM.dtype)
+    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
     hidden = weights.w2.shape[2]
-    a_buffer, dh_buffer = (x_SM.new_empty((most, width)) for width in (hidden, activation.halves * hidden))
+    a_buffer, dh_buffer = x_SM.new_empty((most, hidden)), x_SM.new_empty((most, activation.halves * hidden))
     for expert, start, stop in blocks:
         a, dh = a_buffer[: stop - start], dh_buffer[: stop - start]
         dy = rows.add(expert, start, stop, a, dh)
@@ -260,10 +260,11 @@ def plain_backward_rows(
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Hidden]:
     """Computes `experts_backward_rows` in plain torch."""
-    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    blocks, most = _blocks(layout, x_SM.dtype)
+    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     hidden = weights.w2.shape[2]
     left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (hidden, activation.halves * hidden)))
-    for expert, start, stop in _blocks(layout, x_SM.dtype)[0]:
+    for expert, start, stop in blocks:
         rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
     return gather_sum(rows.dx_NM, layout, weight_N), rows.dweight_N, left
 
@@ -278,9 +279,9 @@ def plain_backward_weights(
     into: Gradients | None = None,
 ) -> Gradients:
     """Computes `experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
-    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into)
     dy_SM, source_N = dy_SM.contiguous(), layout.source_N
     blocks, most = _blocks(layout, x_SM.dtype)
+    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
     dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
     for expert, start, stop in blocks:
         if source_N is None:
@@ -294,6 +295,8 @@ def plain_backward_weights(
 class _RowGradients:
     """The gradients of rows and of router weights, block by block.
 
+    Args:
+        most: rows of the largest block.
     Attributes:
         dx_NM: gradients of the rows of x, without their router weights.
         dweight_N: gradients of the router weights; None if there are none. Zero in padding rows.
@@ -301,6 +304,7 @@ class _RowGradients:
 
     def __init__(
         self,
+        most: int,
         dy_SM: Tensor,
         x_SM: Tensor,
         h_NH: Tensor,
@@ -310,12 +314,13 @@ class _RowGradients:
         activation: Activation,
     ) -> None:
         _, dim, hidden = weights.w2.shape
-        rows, most = layout.rows, _blocks(layout, x_SM.dtype)[1]
+        rows = layout.rows
         self._weights, self._activation, self._hidden = weights, activation, hidden
         self._w1 = weights.w1.flatten(1, -2)
         self._h_NH = h_NH.view(rows, self._w1.shape[1])
         self._dy_SM, self._source_N = dy_SM.contiguous(), layout.source_N
-        self._dy, self._act, self._da = (dy_SM.new_empty((most, width)) for width in (dim, hidden, hidden))
+        self._dy, self._da = dy_SM.new_empty((most, dim)), dy_SM.new_empty((most, hidden))
+        self._act = dy_SM.new_empty((most, hidden))
         self._step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
         self.dx_NM = x_SM.new_empty((rows, x_SM.shape[1]))
         self.dweight_N = None if weight_N is None else x_SM.new_zeros(rows)
@@ -358,10 +363,20 @@ class _RowGradients:
 
 
 class _ParameterGradients:
-    """The gradients of parameters, block by block: the blocks of an expert follow each other."""
+    """The gradients of parameters, block by block: the blocks of an expert follow each other.
+
+    Args:
+        most: rows of the largest block.
+    """
 
     def __init__(
-        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, into: Gradients | None
+        self,
+        most: int,
+        x_SM: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        into: Gradients | None,
     ) -> None:
         self._weights, self._into, self._last = weights, into, -1
         self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
@@ -379,7 +394,7 @@ class _ParameterGradients:
             self.dw1, self.dw2, self.db1, self.db2 = into.w1, into.w2, into.b1, into.b2
         self._dw1 = self.dw1.flatten(1, -2)  # a view
         self._x_SM, self._source_N = x_SM.contiguous(), layout.source_N
-        most, scales = _blocks(layout, x_SM.dtype)[1], weight_N is not None
+        scales = weight_N is not None
         self._x = x_SM.new_empty((most if scales or self._source_N is not None else 0, x_SM.shape[1]))
         self._dy = x_SM.new_empty((most if scales else 0, weights.w2.shape[1]))
 
@@ -415,7 +430,8 @@ def _blocks(layout: Layout, dtype: torch.dtype) -> tuple[list[tuple[int, int, in
     blocks, start = [], 0
     for expert, count in enumerate(layout.counts):
         parts = -(-count // most) if count else 0
-        blocks += [(expert, start + count * i // parts, start + count * (i + 1) // parts) for i in range(parts)]
+        for i in range(parts):
+            blocks.append((expert, start + count * i // parts, start + count * (i + 1) // parts))
         start += count
     return blocks, most
 
