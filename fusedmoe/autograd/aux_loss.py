@@ -12,7 +12,7 @@ from fusedmoe.kernels.derivatives import operator, register_fake, register_gradi
 
 
 def in_function() -> bool:
-    """Whether this runs in the forward of a function of autograd, as what a reentrant activation checkpoint holds does.
+    """Returns whether this runs in the forward of an autograd function, as the inside of a reentrant checkpoint does.
 
     There, and in inference mode, forward mode is off as well; `torch.no_grad()` leaves it on.
     """

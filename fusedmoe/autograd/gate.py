@@ -53,11 +53,11 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
 
 
 def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """As `gate`, from logits that are made elsewhere: noisy ones, or cosines.
+    """Routes tokens as `gate` does, by logits that are made elsewhere: noisy ones, or cosines.
 
     Args:
         logits_SE: [S, E] any float dtype; half precision becomes float32 first.
-        rule, bias_E: as for `gate`.
+        rule, bias_E: see `gate`.
     Returns:
         A `GateChoice`; its logits are the given ones.
     Saves for backward:

@@ -73,8 +73,8 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     return dh_NH
 
 
-def _halves(h_NH: Tensor, others: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Slices of rows: which; their g and u, and so many more buffers, in at least float32 and used again each time."""
+def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields slices of rows, with their g, their u and `more` buffers, in at least float32 and used again each time."""
     N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
     dtype = torch.promote_types(h_NH.dtype, torch.float32)
     made: list[Tensor] = []
@@ -82,7 +82,7 @@ def _halves(h_NH: Tensor, others: int) -> Iterator[tuple[slice, list[Tensor]]]:
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         size = rows.stop - start
-        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + others)]  # the first slice is largest
+        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + more)]  # the first slice is largest
         buffers = [buffer[:size] for buffer in made]
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):

@@ -218,7 +218,7 @@ class _Refusing(torch.autograd.Function):
 
 
 def numbers_only() -> bool:
-    """Whether only numbers are asked for: no graph is made, no tangent may come, no transform of `torch.func` is on."""
+    """Returns whether only numbers are asked for: no graph, no tangent, no transform of `torch.func`."""
     return not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed())
 
 

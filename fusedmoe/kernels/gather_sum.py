@@ -70,14 +70,14 @@ def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """What `permute` must return, as a plain loop."""
+    """Defines what `permute` must return, as a plain loop."""
     assert layout.source_N is not None
     rows = [x_SM[s] if n < sum(layout.counts) else 0 * x_SM[s] for n, s in enumerate(layout.source_N.tolist())]
     return torch.stack(rows) if rows else x_SM[:0]
 
 
 def define_gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
-    """What `gather_sum` must return, as plain loops in the rows' dtype."""
+    """Defines what `gather_sum` must return, as plain loops in the rows' dtype."""
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     for s, rows in enumerate(layout.row_SK.tolist()):
         for row in rows:

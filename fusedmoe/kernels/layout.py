@@ -179,7 +179,7 @@ def build_layout(
 def define_layout(
     expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
 ) -> Layout:
-    """What `build_layout` must return, padding aside, as plain loops."""
+    """Defines what `build_layout` must return, padding aside, as plain loops."""
     tokens, K = expert_SK.shape
     order = list(range(tokens))
     if priority_S is not None:

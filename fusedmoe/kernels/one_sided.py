@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
 
 
 class Network(NamedTuple):
-    """How rows get to far peers: by NVSHMEM.
+    """The means by which rows get to far peers: NVSHMEM.
 
     Attributes:
         pe_W: int32, each rank's PE.
@@ -273,7 +273,7 @@ def read_metadata(
     counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
     before_We = counts_We.cumsum(1) - counts_We
     flat = metadata_WC2.view(peers * metadata_WC2.shape[1], 2)
-    found = []
+    chunks = []
     for chunk, bound in enumerate(rows):
         skipped_We = counts_We * chunk // degree
         count_eW = (counts_We * (chunk + 1) // degree - skipped_We).t()
@@ -291,28 +291,29 @@ def read_metadata(
         layout = Layout(count_e, offsets(count_e), source_R, row_R, row_R.view(-1, 1))
         weight_R = line[:, 1].contiguous().view(torch.float32)
         place_R = start_We[peer_R, expert_R] + inside_R
-        found.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
-    return found
+        chunks.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
+    return chunks
 
 
-def find_rows(there: Sequence[Arrivals], here: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
-    """For each chunk of `here`, where its rows are among those of `there`, one chunk after the other with its padding.
+def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
+    """Finds, for each new chunk, its rows among those of the old chunks, which lie in order with their padding.
 
     Both are the same rows in other chunks; padding gets any row's number. A row is known by its source, and by where
     its result goes.
 
     Args:
-        peers: sources.   places: that each has for results.
+        peers: sources.
+        places: buffer slots that each source has for results.
     """
-    device = there[0].place_R.device
+    device = old[0].place_R.device
     number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
     first = 0
-    for arrivals in there:
+    for arrivals in old:
         row_R = torch.arange(arrivals.layout.rows, device=device)
         number_P[_keys(arrivals, places, peers * places)] = first + row_R
         first += arrivals.layout.rows
     number_P[-1] = 0
-    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in here]
+    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in new]
 
 
 def _keys(arrivals: Arrivals, places: int, padding: int) -> Tensor:

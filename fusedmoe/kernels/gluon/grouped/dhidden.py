@@ -51,7 +51,7 @@ def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.const
 
 @gluon.jit
 def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     a, slope = act_both(h.to(gl.float32), ACT)
     store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
     store_columns(a * s[:, None], a_ptr, row, end, column, H, H)

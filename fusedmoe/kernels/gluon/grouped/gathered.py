@@ -17,7 +17,7 @@ from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill,
 
 @gluon.constexpr_function
 def copied_layout(columns):
-    """Of a box of so many columns, 64 at the most side by side, while four warps copy it 16 bytes a thread."""
+    """Returns the layout in which four warps copy a box of so many columns, 16 bytes a thread, 64 abreast at most."""
     across = min(columns, 64) // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 

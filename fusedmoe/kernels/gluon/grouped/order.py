@@ -17,7 +17,7 @@ def place(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def tiles_in(table):
-    """How many tiles there are. Programs walk them: from their own number on, in steps of as many as there are."""
+    """Returns the number of tiles. Programs walk them: from their own number on, in steps of as many as there are."""
     _, _, n_row_tiles, n_col_tiles = table
     return n_row_tiles * n_col_tiles
 

@@ -97,19 +97,19 @@ def release(empty, it, STAGES: gl.constexpr, pred):
 
 @gluon.constexpr_function
 def rows_of_group(rows, pingpong):
-    """Of a tile's."""
+    """Returns how many of a tile's rows a group computes."""
     return rows if pingpong else rows // 2
 
 
 @gluon.constexpr_function
 def first_row(group, rows, pingpong):
-    """Of a group's, in a tile."""
+    """Returns the first of a group's rows in a tile."""
     return 0 if pingpong else group * (rows // 2)
 
 
 @gluon.jit
 def await_turn(turn, number, GROUP: gl.constexpr):
-    """Of a group's tile of this number. The first group has the first turn."""
+    """Waits for the turn of a group's tile of this number. The first group has the first turn."""
     mbarrier.wait(turn.index(GROUP), (number + 1 + GROUP) & 1)
 
 

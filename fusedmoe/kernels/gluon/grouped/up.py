@@ -38,7 +38,7 @@ def _finish_gated(
 def _finish_plain(
     h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
 ):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     h = gl.convert_layout(h, OUT)
     if BIAS:
         h = add_bias(h, b1_ptr, expert * H, 0, column, H)

@@ -1,4 +1,4 @@
-"""From logits to a choice of experts in one pass over a tile of rows, with the product in front where it fits.
+"""Choice of experts by logits in one pass over a tile of rows, with the product in front where it fits.
 
 A program has all logits of its BS tokens in registers. Top-k is k passes of a maximum: logits become integers that sort
 as they do (so that NaN, infinities and equal values have one place each), the lower index wins, and what was taken
@@ -276,7 +276,7 @@ def dlogits_kernel(
 
 
 def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile | None:
-    """For logits made and used in one program; None where they are too many for its registers."""
+    """Returns the tile of logits made and used in one program; None where they are too many for its registers."""
     columns = width(experts)
     if capability is None:
         return Tile(64, columns, 128, 4, 1)
@@ -293,7 +293,7 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
-    """For logits that are given, and for their gradient."""
+    """Returns the tile for logits that are given, and for their gradient."""
     if capability is None:
         return Tile(64, width(experts), 16, 4, 1)
     return Tile(min(64, 4096 // width(experts)), width(experts), 16, 8, 1)

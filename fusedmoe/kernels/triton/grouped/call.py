@@ -1,4 +1,4 @@
-"""What the launches of the grouped products share: the rows of a call, how a configuration is chosen, and arguments.
+"""The common part of the grouped products' launches: the rows of a call, how a configuration is chosen, and arguments.
 
 Launchers make no host synchronisation and no autograd; shapes are bounds, rows past the true count are never read as
 results. Each says what it is about to run and gets the configuration to run it in.

@@ -48,7 +48,7 @@ def check(
     counts: tuple[int, ...] = COUNTS,
     sides: tuple[int, int] | None = None,
 ) -> str:
-    """What is wrong with the results of a configuration, or "" where nothing is.
+    """Returns what is wrong with the results of a configuration, or "" where nothing is.
 
     Raises:
         TimeoutError: a launch does not end. Nothing else can be done on this GPU then.

@@ -17,7 +17,7 @@ from fusedmoe.kernels.triton.jit import jit
 
 @triton.jit
 def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
-    """Where rows are looked up; past the last one, which is a prefetch that nobody uses, the last."""
+    """Returns where a row is looked up; the last one for rows past it, which are prefetched and not used."""
     if GATHER:
         source = tl.load(source_ptr + tl.minimum(row, last))
         return source.to(tl.int32) if NARROW else source

@@ -37,7 +37,7 @@ def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, AC
 
 @triton.jit
 def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
         h += tl.load(b1_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
