@@ -13,8 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import await_full, blocks, make_ring, multiply, release, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    await_full,
+    blocks,
+    locate,
+    make_ring,
+    multiply,
+    release,
+    threads_barrier,
+    tiles_in,
+)
 from fusedmoe.kernels.gluon.jit import jit
 
 

@@ -11,8 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, locate, threads_barrier, tiles_in
 
 
 @gluon.constexpr_function

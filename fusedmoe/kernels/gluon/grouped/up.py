@@ -7,13 +7,14 @@ from triton.experimental.gluon import language as gl
 
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     blocks,
     first_row,
+    locate,
     make_ring,
     multiply,
     rows_of_group,
+    tiles_in,
     tiles_of_group,
 )
 from fusedmoe.kernels.gluon.jit import jit
