@@ -36,6 +36,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
         like = torch.empty(0, requires_grad=True) if in_function() else None
     if like is None or not like.requires_grad:
         return aux
+    # In the checkpoint's forward no graph is made; the refusal is one, of a single node.
     with torch.enable_grad():
         refusing: Tensor = refuse_gradient(aux.detach(), like, layer, if_any)
     return refusing

@@ -48,6 +48,7 @@ def experts(
     if weight_N is not None:
         check_row_values("experts", "weight_N", weight_N, layout)
     check_weights("experts", weights, activation, x_SM, layout.experts)
+    # Outside the operator, so that autograd sees the copy.
     w = weights.contiguous()
     with span(recorder, "experts", kind="expert", phase="forward"):
         y_SM, _ = experts_operator(x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, layout.tensors, activation)
@@ -114,6 +115,7 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
     h_NH = output[1]
     ctx.mark_non_differentiable(h_NH)
+    # Without a gradient of y there is none of anything; autograd would make zeros otherwise.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(h_NH, *tensors, *layout)
     ctx.recorder = None

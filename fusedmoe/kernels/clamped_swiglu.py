@@ -59,6 +59,7 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     dh_NH = h_NH.new_empty(h_NH.shape)
     for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
+        # 1 where a number is inside its bounds, 0 elsewhere: no gradient goes to a number on a bound.
         torch.lt(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
         torch.lt(g, limit, out=slope)
@@ -84,6 +85,7 @@ def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
         size = rows.stop - start
         made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + more)]  # the first slice is largest
         buffers = [buffer[:size] for buffer in made]
+        # The halves are apart in memory from here on: strided reads once, contiguous work afterwards.
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):
             buffers[half].copy_(pairs[..., half])

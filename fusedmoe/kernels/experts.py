@@ -130,6 +130,7 @@ def experts_backward(
 
     `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
     """
+    # In plain torch, products add to what is there; the kernels, and sums in another dtype, are added afterwards.
     if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
         return plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
     if has_kernels(x_SM):
@@ -195,6 +196,7 @@ def plain_forward(
     h_NH = x_SM.new_empty((rows, w1.shape[1]))
     out_NM = x_SM.new_empty((rows, dim))
     blocks, most = _blocks(layout, x_SM.dtype)
+    # Nothing of the size of all rows is made but H and the results.
     # Buffers of a block, used again by each.
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
     step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)

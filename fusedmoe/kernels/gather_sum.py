@@ -41,9 +41,11 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     tokens, k = layout.row_SK.shape
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((tokens, rows_NM.shape[1]))
+    # Each token has one row: a copy, without the sum.
     if k == 1 and row_N.numel() == tokens:
         rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
+    # One pass over the rows, which adds a token's in their order.
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
@@ -66,6 +68,7 @@ def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
     """value_SK: the value of each pair's row, 0 where there is none; the adjoint of `take_pairs`. Reads no padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
+    # Dropped pairs read row 0, which exists, and take nothing from it.
     return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
 
 

@@ -156,18 +156,21 @@ def build_layout(
 
         return sort_pairs(expert_SK, experts, capacity, order_S)
     tokens, K = expert_SK.shape
+    # Choice by choice, so that no second choice displaces a first one.
     expert_KS = (expert_SK if order_S is None else expert_SK[order_S]).t().reshape(-1)
     # Empty pairs sort behind the last expert and are cut off there.
     key = torch.where(expert_KS < 0, experts, expert_KS)
     # A stable sort of 16-bit keys runs several times faster than one of 64-bit keys.
     sorted_key, place = key.to(torch.int16 if experts < 2**15 else torch.int32).sort(stable=True)
     counts_E = torch.bincount(key, minlength=experts + 1)[:experts]
+    # The stable sort leaves the pairs of an expert in their order.
     kept_N = place[: int(counts_E.sum())]
     if capacity is not None:
         start_E = counts_E.cumsum(0) - counts_E
         rank_N = torch.arange(kept_N.numel(), device=kept_N.device) - start_E[sorted_key[: kept_N.numel()].long()]
         kept_N = kept_N[rank_N < capacity]
         counts_E = counts_E.clamp(max=capacity)
+    # Position k·S + s is choice k of token s; the maximum keeps the division defined for no tokens.
     token_N = kept_N % max(tokens, 1)
     source_N = token_N if order_S is None else order_S[token_N]
     pair_N = source_N * K + kept_N // max(tokens, 1)

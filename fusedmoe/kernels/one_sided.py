@@ -233,12 +233,15 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
     first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
     first_SW = first[:-1].view(tokens, peers)
+    # Tokens of the first chunk come first, so that its tiles are complete first.
     token_SW = first_SW.argsort(dim=0, stable=True)
     place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _rows_like(token_SW))
     token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
     token_WC[:, :tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
+    # The metadata begins with a line for each expert: how many rows, and which is the first. A line for each row
+    # follows: the place of its token, and the bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
     place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_N is None else weight_N.float()
@@ -246,6 +249,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
     own_W1 = torch.arange(peers, device=device)[:, None]
+    # A peer gets the lines of its own experts, then those of their rows, which lie in one piece.
     line_WC = torch.where(
         line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
     ).clamp(max=max(layout.experts + rows - 1, 0))
@@ -279,12 +283,14 @@ def read_metadata(
         count_eW = (counts_We * (chunk + 1) // degree - skipped_We).t()
         end_G = count_eW.reshape(-1).cumsum(0)
         row_R = torch.arange(bound, device=device)
+        # A group is the rows of one expert from one source. Rows beyond the last group are padding, and count to it.
         group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
         inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
         expert_R, peer_R = group_R // peers, group_R % peers
         inside_R = inside_R + skipped_We[peer_R, expert_R]
         line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
         kept_R = row_R < end_G[-1]
+        # Padding reads line 0, which exists, and gets source 0.
         line = flat[torch.where(kept_R, line_R, 0)]
         source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
         count_e = count_eW.sum(1)

@@ -143,6 +143,7 @@ def choose_kernel(
     else:
         logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
 
+    # Softmax over all experts, where something needs it: normalised weights need the chosen logits only.
     if SOFTMAX and (STATISTICS or BIAS or not NORMALIZE) or LOGSUMEXP:
         power, total, top = softmax_terms(logits)
         if LOGSUMEXP:
@@ -158,6 +159,7 @@ def choose_kernel(
         by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
     else:
         by = logits
+    # Top-k: K passes of a maximum over keys that sort as the scores do; what was taken becomes the lowest key.
     key = tl.where(known, sortable(by), _TAKEN)
     k = tl.arange(0, KP)
     expert = tl.zeros((BS, KP), dtype=tl.int32)
@@ -200,7 +202,9 @@ def choose_kernel(
             share = share / at_least_tiny(tl.sum(share, 1))[:, None]
         else:
             share = logits
+        # Taken keys are the choices: the counts need no second look at the experts chosen.
         counted = (key == _TAKEN) & known & inside[:, None]
+        # One row of sums for each program, added up afterwards in order: no atomics, so that sums repeat.
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
         tl.store(sums, tl.sum(tl.where(inside[:, None], share, 0.0), 0), mask=e < E)
         tl.store(sums + programs.to(tl.int64) * E, tl.sum(counted.to(tl.float32), 0), mask=e < E)
