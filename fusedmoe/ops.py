@@ -30,8 +30,8 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import Function, numbers_only
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.kernels.weights import Weights
 
 __all__ = [
     "ACTIVATIONS",

@@ -19,11 +19,10 @@ from bench.gpu.shapes import Shape
 from fusedmoe import ops
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.experts import experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward, plain_backward, plain_forward
 from fusedmoe.kernels.gate import define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute
 from fusedmoe.kernels.layout import build_layout, define_layout
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
 
 PASSED = "exercise: passed"

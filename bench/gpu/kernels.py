@@ -15,7 +15,7 @@ from bench.gpu.spread import PARTS, part_costs, part_steps
 from fusedmoe import ops
 from fusedmoe.kernels import gather_sum
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.experts import Weights
 
 _HALF = 2  # bytes of a bfloat16
 

@@ -12,7 +12,7 @@ from fusedmoe.kernels.derivatives import operator, register_fake, register_gradi
 
 
 def in_function() -> bool:
-    """Whether this runs in the forward of a function of autograd, as what a reentrant activation checkpoint holds does.
+    """Returns whether this runs in the forward of an autograd function, as the inside of a reentrant checkpoint does.
 
     There, and in inference mode, forward mode is off as well; `torch.no_grad()` leaves it on.
     """
@@ -36,6 +36,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
         like = torch.empty(0, requires_grad=True) if in_function() else None
     if like is None or not like.requires_grad:
         return aux
+    # In the checkpoint's forward no graph is made; the refusal is one, of a single node.
     with torch.enable_grad():
         refusing: Tensor = refuse_gradient(aux.detach(), like, layer, if_any)
     return refusing

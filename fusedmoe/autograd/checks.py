@@ -1,4 +1,4 @@
-"""What the public operations refuse: input that cannot give the numbers that were asked for.
+"""Checks of the public operations: they refuse input that cannot give the numbers that were asked for.
 
 Shapes, dtypes and devices cost nothing to look at. Values (expert numbers, the indices of a layout made by hand) are
 looked at where they are on the host; on CUDA and in graphs of `torch.compile` they become an assertion on the device,
@@ -15,8 +15,8 @@ from torch import Tensor
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Weights
 
 
 def refuse(operation: str, text: str) -> NoReturn:
@@ -33,13 +33,13 @@ def require_values(operation: str, holds: Tensor, text: str) -> None:
 
 
 def check_count(operation: str, name: str, value: Any, least: int) -> None:
-    """An integer, a symbolic one of `torch.compile` too, of at least `least`."""
+    """Refuses what is no integer of at least `least`; symbolic ones of `torch.compile` are integers, too."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
         refuse(operation, f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = None) -> None:
-    """A tensor, on the device of `like`."""
+    """Refuses what is no tensor on the device of `like`."""
     if not isinstance(value, Tensor):
         refuse(operation, f"{name} must be a tensor, got {type(value).__name__}")
     if like is not None and value.device != like.device:
@@ -47,28 +47,31 @@ def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = No
 
 
 def check_rows(operation: str, name: str, rows: Any, count: int | None, like: Tensor | None = None) -> None:
-    """[count, M] of any dtype, on the device of `like`; None: any number of rows."""
-    check_tensor(operation, name, rows, like)
+    """Refuses what is not [count, M] of any dtype, on the device of `like`; `count` None: any number of rows."""
+    if not isinstance(rows, Tensor) or (like is not None and rows.device != like.device):
+        check_tensor(operation, name, rows, like)  # it finds the words
     if rows.dim() != 2 or (count is not None and rows.shape[0] != count):
         expected = "[rows, M]" if count is None else f"[{count}, M]"
         refuse(operation, f"{name} must be {expected}, got {list(rows.shape)}")
 
 
 def check_floats(operation: str, name: str, tensor: Tensor) -> None:
+    """Refuses numbers that are not floating-point."""
     if not tensor.is_floating_point():
         refuse(operation, f"{name} must hold floating-point numbers, got {tensor.dtype}")
 
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
-    """Integers in so many dimensions, on the device of `like`."""
-    check_tensor(operation, name, value, like)
+    """Refuses what does not hold integers in so many dimensions, on the device of `like`."""
+    if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
+        check_tensor(operation, name, value, like)
     whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
     if not whole or value.dim() != dims:
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
 def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
-    """Chosen experts: [S, K] integers in [0, experts), -1 for an empty pair."""
+    """Refuses what are no chosen experts: [S, K] integers in [0, experts), -1 for an empty pair."""
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
     none_bad = bad_choices(expert_SK, experts) == 0
@@ -76,16 +79,17 @@ def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
 
 
 def bad_choices(expert_SK: Tensor, experts: int) -> Tensor:
-    """How many entries name no expert, an int64 scalar; no host synchronisation."""
+    """Counts the entries that name no expert, as an int64 scalar; no host synchronisation."""
     return ((expert_SK < -1) | (expert_SK >= experts)).sum()
 
 
 def choices_expected(experts: int) -> str:
+    """Returns what chosen experts must be, in words."""
     return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty pair"
 
 
 def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) -> None:
-    """[N] floating-point numbers, one for each row of the layout."""
+    """Refuses what are not [N] floating-point numbers, one for each row of the layout."""
     check_tensor(operation, name, value_N, layout.row_SK)
     if value_N.shape != (layout.rows,) or not value_N.is_floating_point():
         cure = "take_pairs(weight_SK, layout) gives them"
@@ -94,14 +98,14 @@ def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) ->
 
 
 def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:
-    """What was made of rows: as many rows, as wide."""
+    """Refuses results that are not as many rows, as wide, as what they were made of."""
     if not isinstance(out_SM, Tensor) or out_SM.shape != rows_SM.shape:
         got = list(out_SM.shape) if isinstance(out_SM, Tensor) else repr(out_SM)
         raise ConfigError(f"{name} was given rows of shape {list(rows_SM.shape)} and returned {got}")
 
 
 def check_layout(operation: str, layout: Any) -> None:
-    """A layout whose parts fit each other, as those of one that `order` made do."""
+    """Refuses a layout whose parts do not fit each other, as those of one that `order` made do."""
     if not isinstance(layout, Layout):
         refuse(operation, f"layout must be a Layout, as `order` makes it, got {type(layout).__name__}")
     if layout.verified:
@@ -126,7 +130,7 @@ def check_layout(operation: str, layout: Any) -> None:
 
 
 def _fits(layout: Layout) -> Tensor:
-    """Whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
+    """Returns whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
     offsets_E1, source_N, pair_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.pair_N, layout.row_SK
     pairs, kept = max(row_SK.numel(), 1), offsets_E1[-1]
     row_N = torch.arange(layout.rows, device=row_SK.device)
@@ -143,7 +147,7 @@ def _fits(layout: Layout) -> Tensor:
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
-    """Parameters of so many experts, for rows like x_SM, of the shapes that the activation reads."""
+    """Refuses parameters not of so many experts, for rows like x_SM, in the shapes that the activation reads."""
     if not isinstance(weights, Weights):
         refuse(operation, f"weights must be fusedmoe.ops.Weights, got {type(weights).__name__}")
     if activation not in ACTIVATIONS:
@@ -152,7 +156,8 @@ def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, e
     for name, tensor in (("w1", weights.w1), ("w2", weights.w2), ("b1", weights.b1), ("b2", weights.b2)):
         if tensor is None and name in ("b1", "b2"):
             continue
-        check_tensor(operation, name, tensor, x_SM)
+        if not isinstance(tensor, Tensor) or tensor.device != x_SM.device:
+            check_tensor(operation, name, tensor, x_SM)
         if tensor is not None and tensor.dtype != x_SM.dtype:
             cure = "convert one with .to(), or use autocast"
             refuse(operation, f"the rows are {x_SM.dtype} and the experts' {name} is {tensor.dtype}; {cure}")

@@ -10,10 +10,10 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
 from fusedmoe.kernels.layout import Layout, LayoutTensors
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
 
 
@@ -48,6 +48,7 @@ def experts(
     if weight_N is not None:
         check_row_values("experts", "weight_N", weight_N, layout)
     check_weights("experts", weights, activation, x_SM, layout.experts)
+    # Outside the operator, so that autograd sees the copy.
     w = weights.contiguous()
     with span(recorder, "experts", kind="expert", phase="forward"):
         y_SM, _ = experts_operator(x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, layout.tensors, activation)
@@ -95,11 +96,13 @@ def experts_backward(
     """Returns gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None."""
     weights = Weights(w1, w2, b1, b2, b2_start)
     grads = backward_kernels(dy_SM, x_SM, h_NH, Layout.of(layout), weight_N, weights, ACTIVATIONS[activation])
-    dweight_N = None if weight_N is None or grads.weight_N is None else grads.weight_N.to(weight_N.dtype)
-    # A schema knows no optional results.
-    found = (grads.x_SM, dweight_N, grads.w1, grads.w2, grads.b1, grads.b2)
-    dx_SM, dweight_N, dw1, dw2, db1, db2 = (x_SM.new_empty(0) if grad is None else grad for grad in found)
-    return dx_SM, dweight_N, dw1, dw2, db1, db2
+    # A schema knows no optional results, and no two may be the same tensor.
+    dweight_N = x_SM.new_empty(0)
+    if weight_N is not None and grads.weight_N is not None:
+        dweight_N = grads.weight_N.to(weight_N.dtype)
+    db1 = x_SM.new_empty(0) if grads.b1 is None else grads.b1
+    db2 = x_SM.new_empty(0) if grads.b2 is None else grads.b2
+    return grads.x_SM, dweight_N, grads.w1, grads.w2, db1, db2
 
 
 @register_fake(experts_backward)
@@ -112,6 +115,7 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
     h_NH = output[1]
     ctx.mark_non_differentiable(h_NH)
+    # Without a gradient of y there is none of anything; autograd would make zeros otherwise.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(h_NH, *tensors, *layout)
     ctx.recorder = None
@@ -124,8 +128,10 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     tensors, layout = saved[:6], saved[6:]
     with span(ctx.recorder, "experts", kind="expert", phase="backward"):
         grads = experts_backward(dy_SM, h_NH, *tensors, ctx.b2_start, layout, ctx.activation)
-    kept = (None if tensor is None else grad for tensor, grad in zip(tensors, grads, strict=True))
-    return *kept, None, None, None
+    dx_SM, dweight_N, dw1, dw2, db1, db2 = grads
+    _, weight_N, _, _, b1, b2 = tensors
+    dweight_N, db1 = None if weight_N is None else dweight_N, None if b1 is None else db1
+    return dx_SM, dweight_N, dw1, dw2, db1, None if b2 is None else db2, None, None, None
 
 
 register_gradient(experts_operator, _gradients, _keep)

@@ -47,17 +47,18 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
     _check(weight_EM.shape[0], x_SM, rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
         return _asked_for(gate_operator(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
+    # Logits in half precision would choose other experts: at least float32.
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
     with torch.autocast(x_SM.device.type, enabled=False):
         return define_choice(x_SM.to(dtype) @ weight_EM.to(dtype).t(), rule, bias_E)
 
 
 def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """As `gate`, from logits that are made elsewhere: noisy ones, or cosines.
+    """Routes tokens as `gate` does, by logits that are made elsewhere: noisy ones, or cosines.
 
     Args:
         logits_SE: [S, E] any float dtype; half precision becomes float32 first.
-        rule, bias_E: as for `gate`.
+        rule, bias_E: see `gate`.
     Returns:
         A `GateChoice`; its logits are the given ones.
     Saves for backward:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
-from fusedmoe.kernels.grouped_linear import grouped_dweight, grouped_product
+from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 
 

@@ -28,7 +28,7 @@ from fusedmoe.runtime.recorder import Recorder, span
 
 
 def split_counts(rows: int, group: Group) -> list[int]:
-    """How `rows` rows are split over a group: as evenly as can be, like `torch.chunk`.
+    """Splits `rows` rows over a group as evenly as can be, like `torch.chunk`.
 
     Raises:
         ConfigError: `rows` is not an integer of at least 0.
@@ -75,7 +75,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
 
 
 def sum_gradient(value: Tensor, group: Group) -> Tensor:
-    """The same value; its gradient is summed over the group: for parameters that every rank applies to other rows."""
+    """Returns the value; its gradient is summed over the group: for parameters that each rank applies to other rows."""
     if group.size == 1:
         return value
     return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()), "sum_gradient")
@@ -85,20 +85,22 @@ def _linear(
     name: str,
     x_SM: Tensor,
     group: Group,
-    there: _Kind,
-    back: _Kind,
+    forward: _Kind,
+    backward: _Kind,
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
     if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
         group.refuse(name, f"counts must say how many rows each of {group.size} ranks has, got {list(counts)}")
-    rows = counts[group.index] if there is _all_gather else sum(counts)
+    rows = counts[group.index] if forward is _all_gather else sum(counts)
     if not isinstance(x_SM, Tensor) or x_SM.dim() < 1 or x_SM.shape[0] != rows:
         got = list(x_SM.shape) if isinstance(x_SM, Tensor) else type(x_SM).__name__
         group.refuse(name, f"by counts = {list(counts)} this rank passes in {rows} rows, but got {got}")
     if group.size == 1:
         return x_SM
-    return linear(x_SM, there(group, counts, recorder, "forward"), back(group, counts, recorder, "backward"), name)
+    return linear(
+        x_SM, forward(group, counts, recorder, "forward"), backward(group, counts, recorder, "backward"), name
+    )
 
 
 def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:

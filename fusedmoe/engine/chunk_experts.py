@@ -13,13 +13,15 @@ from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.moves import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
+    Gradients,
+    Hidden,
+    Weights,
     experts_backward,
     experts_backward_rows,
     experts_backward_weights,
     experts_forward,
 )
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 # Gradients of parameters; None before the first chunk, and for a parameter without one.
 Totals = Sequence["Tensor | None"] | None

@@ -6,8 +6,9 @@ An activation maps the pre-activation H to A. A gated one (SwiGLU and its kin) r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,64 +18,44 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """`forward(x, out)` writes act(x); `backward(grad, x, out)` writes grad·act'(x). `gated`: H holds two halves."""
+    """An activation with its derivative, as PyTorch's own operations, called without a function of ours around them.
+
+    Attributes:
+        name: its key in `ACTIVATIONS`.
+        gated: H holds two halves.
+        forward: `forward(x, out=a)` writes act(x).
+        backward: `backward(grad, x, grad_input=dx)` writes grad·act'(x).
+    """
 
     name: str
     gated: bool
-    forward: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
 
     @property
     def halves(self) -> int:
         return 2 if self.gated else 1
 
 
-def _silu(x: Tensor, out: Tensor) -> Tensor:
-    return _aten.silu.out(x, out=out)
-
-
-def _silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    return _aten.silu_backward.grad_input(grad, x, grad_input=out)
-
-
-def _gelu(x: Tensor, out: Tensor) -> Tensor:
-    return _aten.gelu.out(x, out=out)
-
-
-def _gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    return _aten.gelu_backward.grad_input(grad, x, grad_input=out)
-
-
-def _gelu_tanh(x: Tensor, out: Tensor) -> Tensor:
-    return _aten.gelu.out(x, approximate="tanh", out=out)
-
-
-def _gelu_tanh_backward(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    return _aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=out)
-
-
-def _relu(x: Tensor, out: Tensor) -> Tensor:
-    return torch.clamp_min(x, 0, out=out)
-
-
-def _relu_backward(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    return _aten.threshold_backward.grad_input(grad, x, 0, grad_input=out)
-
+_silu = _aten.silu.out, _aten.silu_backward.grad_input
+_gelu = _aten.gelu.out, _aten.gelu_backward.grad_input
+_gelu_tanh = tuple(partial(operation, approximate="tanh") for operation in _gelu)
+_relu = partial(torch.clamp_min, min=0), partial(_aten.threshold_backward.grad_input, threshold=0)
 
 _TABLE = (
-    Activation("swiglu", True, _silu, _silu_backward),
-    Activation("geglu", True, _gelu, _gelu_backward),
-    Activation("silu", False, _silu, _silu_backward),
-    Activation("gelu", False, _gelu, _gelu_backward),
-    Activation("gelu_tanh", False, _gelu_tanh, _gelu_tanh_backward),
-    Activation("relu", False, _relu, _relu_backward),
+    Activation("swiglu", True, *_silu),
+    Activation("geglu", True, *_gelu),
+    Activation("silu", False, *_silu),
+    Activation("gelu", False, *_gelu),
+    Activation("gelu_tanh", False, *_gelu_tanh),
+    Activation("relu", False, *_relu),
 )
 
 ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in _TABLE}
 
 
 def define_activation(name: str, h: Tensor) -> Tensor:
-    """What an activation computes, in plain differentiable torch: [..., (2,) H] -> [..., H]."""
+    """Defines an activation in plain differentiable torch: [..., (2,) H] -> [..., H]."""
     functional = torch.nn.functional
     plain: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": functional.silu,
@@ -88,7 +69,6 @@ def define_activation(name: str, h: Tensor) -> Tensor:
     return plain[{"swiglu": "silu", "geglu": "gelu"}[name]](g) * u
 
 
-def cached_slices(rows: int, row_bytes: int, slice_bytes: int) -> Iterator[slice]:
-    """Of so many rows of that size: some that all threads' caches hold together, `slice_bytes` for each thread."""
-    step = max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+def cached_rows(row_bytes: int, slice_bytes: int) -> int:
+    """Returns how many rows of that size all threads' caches hold together, `slice_bytes` for each thread."""
+    return max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))

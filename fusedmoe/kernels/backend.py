@@ -1,4 +1,4 @@
-"""Which implementation serves a tensor: Triton on CUDA, plain torch on a CPU.
+"""Choice of the implementation that serves a tensor: Triton on CUDA, plain torch on a CPU.
 
 Under TRITON_INTERPRET=1, set before Python starts, Triton's kernels serve CPU tensors too: that is how they are tested
 without a GPU. Nothing here imports Triton, which a machine without a GPU need not have.
@@ -16,15 +16,15 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """True where the tensor's operations run as Triton kernels."""
+    """Returns whether the tensor's operations run as Triton kernels."""
     return tensor.is_cuda or INTERPRET
 
 
 def triton_serves(device: torch.device) -> bool:
-    """True where tensors' operations on this device run as Triton kernels."""
+    """Returns whether tensors' operations on this device run as Triton kernels."""
     return device.type == "cuda" or INTERPRET
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Whether Triton serves: tensor cores know no float64, and without rows there is nothing to launch."""
-    return uses_triton(rows) and rows.dtype != torch.float64 and rows.shape[0] > 0
+    """Returns whether Triton serves: tensor cores know no float64, and without rows there is nothing to launch."""
+    return (rows.is_cuda or INTERPRET) and rows.dtype != torch.float64 and rows.shape[0] > 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
-from fusedmoe.kernels.activation import cached_slices
+from fusedmoe.kernels.activation import cached_rows
 from fusedmoe.kernels.backend import has_kernels
 
 # Bytes of each buffer, for each thread: all of them stay in its cache.
@@ -59,6 +59,7 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     dh_NH = h_NH.new_empty(h_NH.shape)
     for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
+        # 1 where a number is inside its bounds, 0 elsewhere: no gradient goes to a number on a bound.
         torch.lt(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
         torch.lt(g, limit, out=slope)
@@ -73,15 +74,18 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     return dh_NH
 
 
-def _halves(h_NH: Tensor, others: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Slices of rows: which; their g and u, and so many more buffers, in at least float32 and used again each time."""
+def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields slices of rows, with their g, their u and `more` buffers, in at least float32 and used again each time."""
     N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
     dtype = torch.promote_types(h_NH.dtype, torch.float32)
     made: list[Tensor] = []
-    for rows in cached_slices(N, I * dtype.itemsize, _SLICE_BYTES):
-        size = rows.stop - rows.start
-        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + others)]  # the first slice is largest
+    step = cached_rows(I * dtype.itemsize, _SLICE_BYTES)
+    for start in range(0, N, step):
+        rows = slice(start, min(start + step, N))
+        size = rows.stop - start
+        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + more)]  # the first slice is largest
         buffers = [buffer[:size] for buffer in made]
+        # The halves are apart in memory from here on: strided reads once, contiguous work afterwards.
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):
             buffers[half].copy_(pairs[..., half])

@@ -69,6 +69,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         Differentiated.__name__ = name
 
         def by_autograd(keyset: Any, *inputs: Any) -> Any:
+            # What comes after autograd: the operator's body, a fake, a mode that looks on.
             keyset = keyset & torch._C._after_autograd_keyset
             differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
             if forward_ad._current_level >= 0:
@@ -187,6 +188,7 @@ def _once(operation: str, backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         _require_plain(operation, grads)
         with torch.no_grad():
+            # Numbers only; `first_order` hangs them on a node that refuses.
             found = backward(ctx, *grads)
         found = found if isinstance(found, tuple) else (found,)
         return first_order(operation, found, (ctx.inputs, *grads))
@@ -218,7 +220,7 @@ class _Refusing(torch.autograd.Function):
 
 
 def numbers_only() -> bool:
-    """Whether only numbers are asked for: no graph is made, no tangent may come, no transform of `torch.func` is on."""
+    """Returns whether only numbers are asked for: no graph, no tangent, no transform of `torch.func`."""
     return not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed())
 
 

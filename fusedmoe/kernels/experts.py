@@ -14,21 +14,88 @@ once, to learn the counts. Definition: `define_experts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation, cached_slices, define_activation
+from fusedmoe.kernels.activation import Activation, cached_rows, define_activation
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 # Rows of a block: enough for full speed in the products; and sums of weight gradients are rarely read again.
 _BLOCK_ROWS = 2048
 # Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
 _SLICE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The parameters of the local experts.
+
+    Attributes:
+        w1: [e, 2, H, M] for a gated activation (first half g, second u), else [e, H, M].
+        w2: [e, M, H]; its M may be another than w1's, and is the width of the results.
+        b1: [e, 2, H] or [e, H], or None.
+        b2: [e, m] or None; it is added to the m columns of the output from `b2_start` on (a shard of the experts
+            owns a slice of the output bias, so that the sum over shards adds each column once).
+    """
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    b2_start: int = 0
+
+    def contiguous(self) -> Weights:
+        """Returns these weights, with copies of those that are not contiguous; the kernels read no other."""
+        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
+        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
+        if no_copies and (b2 is None or b2.is_contiguous()):
+            return self
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
+        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
+
+    def b2_columns(self) -> slice:
+        """Returns the columns of the results that the output bias is added to."""
+        assert self.b2 is not None
+        return slice(self.b2_start, self.b2_start + self.b2.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Activations and their inputs' gradients by sorted row, which the gradients of parameters are made of.
+
+    Either both times the rows' router weights or neither, as the device's kernels like it.
+
+    Attributes:
+        a_NH: [N, H].   dh_NH: [N, H], gated [N, 2·H].
+    """
+
+    a_NH: Tensor
+    dh_NH: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients of all inputs of `experts_forward`, like these; None where there was none."""
+
+    x_SM: Tensor
+    weight_N: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+
+    def added_to(self, others: Gradients) -> Gradients:
+        """Returns these gradients, with the parameters' part added to that of `others`, in place."""
+
+        def add(total: Tensor | None, mine: Tensor | None) -> Tensor | None:
+            return None if total is None or mine is None else total.add_(mine)
+
+        b1, b2 = add(others.b1, self.b1), add(others.b2, self.b2)
+        return replace(self, w1=others.w1.add_(self.w1), w2=others.w2.add_(self.w2), b1=b1, b2=b2)
 
 
 def experts_forward(
@@ -63,6 +130,7 @@ def experts_backward(
 
     `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
     """
+    # In plain torch, products add to what is there; the kernels, and sums in another dtype, are added afterwards.
     if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
         return plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
     if has_kernels(x_SM):
@@ -121,26 +189,39 @@ def experts_backward_weights(
 def plain_forward(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """`experts_forward` in plain torch: any device and dtype."""
-    x_SM = x_SM.contiguous()
-    hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
-    h_NH = x_SM.new_empty((layout.rows, activation.halves * hidden))
-    out_NM = x_SM.new_empty((layout.rows, dim))
-    scratch = _Scratch(x_SM, layout)
-    a = scratch.take(hidden)
-    for expert, start, stop in scratch.blocks(layout):
-        rows = stop - start
-        h = h_NH[start:stop]
-        torch.mm(scratch.gather(start, stop), weights.up(expert).t(), out=h)
-        if weights.b1 is not None:
-            h.add_(weights.b1[expert].view(-1))
-        _activate(h, a[:rows], activation)
-        torch.mm(a[:rows], weights.w2[expert].t(), out=out_NM[start:stop])
-        if weights.b2 is not None:
-            out_NM[start:stop, weights.b2_columns()] += weights.b2[expert]
+    """Computes `experts_forward` in plain torch: any device and dtype."""
+    x_SM, source_N, rows = x_SM.contiguous(), layout.source_N, layout.rows
+    _, dim, hidden = weights.w2.shape
+    gated, b1, b2, w1 = activation.gated, weights.b1, weights.b2, weights.w1.flatten(1, -2)
+    h_NH = x_SM.new_empty((rows, w1.shape[1]))
+    out_NM = x_SM.new_empty((rows, dim))
+    blocks, most = _blocks(layout, x_SM.dtype)
+    # Nothing of the size of all rows is made but H and the results.
+    # Buffers of a block, used again by each.
+    x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
+    step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
+    for expert, start, stop in blocks:
+        count = stop - start
+        h, a = h_NH[start:stop], a_buffer[:count]
+        if source_N is None:
+            x = x_SM[start:stop]  # a view: the rows lie in order already
+        else:
+            x = torch.index_select(x_SM, 0, source_N[start:stop], out=x_buffer[:count])
+        torch.mm(x, w1[expert].t(), out=h)
+        if b1 is not None:
+            h.add_(b1[expert].view(-1))
+        for first in range(0, count, step):
+            h_part, a_part = h[first : first + step], a[first : first + step]
+            if gated:
+                activation.forward(h_part[:, :hidden], out=a_part)
+                a_part.mul_(h_part[:, hidden:])
+            else:
+                activation.forward(h_part, out=a_part)
+        torch.mm(a, weights.w2[expert].t(), out=out_NM[start:stop])
+        if b2 is not None:
+            out_NM[start:stop, weights.b2_columns()] += b2[expert]
     y_SM = gather_sum(out_NM, layout, weight_N)
-    shape = (layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden)
-    return y_SM, h_NH.view(shape)
+    return y_SM, h_NH.view((rows, 2, hidden) if gated else (rows, hidden))
 
 
 def plain_backward(
@@ -153,20 +234,21 @@ def plain_backward(
     activation: Activation,
     into: Gradients | None = None,
 ) -> Gradients:
-    """`experts_backward` in plain torch, with `into` of the dtype of x_SM.
+    """Computes `experts_backward` in plain torch, with `into` of the dtype of x_SM.
 
     The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
     zero gradients.
     """
-    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
+    blocks, most = _blocks(layout, x_SM.dtype)
+    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
     hidden = weights.w2.shape[2]
-    a, dh = rows.scratch.take(hidden), rows.scratch.take(activation.halves * hidden)
-    for expert, start, stop in rows.scratch.blocks(layout):
-        block = slice(0, stop - start)
-        dy_b = rows.add(expert, start, stop, a[block], dh[block])
-        parameters.add(expert, start, stop, a[block], dh[block], dy_b)
-    dx_SM, dweight_N = rows.gradients()
+    a_buffer, dh_buffer = x_SM.new_empty((most, hidden)), x_SM.new_empty((most, activation.halves * hidden))
+    for expert, start, stop in blocks:
+        a, dh = a_buffer[: stop - start], dh_buffer[: stop - start]
+        dy = rows.add(expert, start, stop, a, dh)
+        parameters.add(expert, start, stop, a, dh, dy)
+    dx_SM, dweight_N = gather_sum(rows.dx_NM, layout, weight_N), rows.dweight_N
     return Gradients(dx_SM, dweight_N, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
 
 
@@ -179,13 +261,14 @@ def plain_backward_rows(
     weights: Weights,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Hidden]:
-    """`experts_backward_rows` in plain torch."""
-    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    """Computes `experts_backward_rows` in plain torch."""
+    blocks, most = _blocks(layout, x_SM.dtype)
+    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     hidden = weights.w2.shape[2]
     left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (hidden, activation.halves * hidden)))
-    for expert, start, stop in rows.scratch.blocks(layout):
+    for expert, start, stop in blocks:
         rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
-    return *rows.gradients(), left
+    return gather_sum(rows.dx_NM, layout, weight_N), rows.dweight_N, left
 
 
 def plain_backward_weights(
@@ -197,20 +280,33 @@ def plain_backward_weights(
     weights: Weights,
     into: Gradients | None = None,
 ) -> Gradients:
-    """`experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
-    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
-    scratch_y = _Scratch(dy_SM.contiguous(), layout)
-    for expert, start, stop in parameters.scratch.blocks(layout):
-        dy_b = scratch_y.gather(start, stop)
-        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop], dy_b)
+    """Computes `experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
+    dy_SM, source_N = dy_SM.contiguous(), layout.source_N
+    blocks, most = _blocks(layout, x_SM.dtype)
+    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
+    dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
+    for expert, start, stop in blocks:
+        if source_N is None:
+            dy = dy_SM[start:stop]
+        else:
+            dy = torch.index_select(dy_SM, 0, source_N[start:stop], out=dy_buffer[: stop - start])
+        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop], dy)
     return Gradients(x_SM[:0], None, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
 
 
-class _Rows:
-    """The gradients of rows and of router weights, block by block."""
+class _RowGradients:
+    """The gradients of rows and of router weights, block by block.
+
+    Args:
+        most: rows of the largest block.
+    Attributes:
+        dx_NM: gradients of the rows of x, without their router weights.
+        dweight_N: gradients of the router weights; None if there are none. Zero in padding rows.
+    """
 
     def __init__(
         self,
+        most: int,
         dy_SM: Tensor,
         x_SM: Tensor,
         h_NH: Tensor,
@@ -219,58 +315,65 @@ class _Rows:
         weights: Weights,
         activation: Activation,
     ) -> None:
-        self._layout, self._weight_N = layout, weight_N
-        self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
-        self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
-        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
-        self._ds_N = None if weight_N is None else x_SM.new_zeros(layout.rows)  # padding has no gradient
-        self.scratch = _Scratch(dy_SM.contiguous(), layout)
-        self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
+        _, dim, hidden = weights.w2.shape
+        rows = layout.rows
+        self._weights, self._activation, self._hidden = weights, activation, hidden
+        self._w1 = weights.w1.flatten(1, -2)
+        self._h_NH = h_NH.view(rows, self._w1.shape[1])
+        self._dy_SM, self._source_N = dy_SM.contiguous(), layout.source_N
+        self._dy, self._da = dy_SM.new_empty((most, dim)), dy_SM.new_empty((most, hidden))
+        self._act = dy_SM.new_empty((most, hidden))
+        self._step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
+        self.dx_NM = x_SM.new_empty((rows, x_SM.shape[1]))
+        self.dweight_N = None if weight_N is None else x_SM.new_zeros(rows)
 
-    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> Tensor:
-        """Adds a block's gradients; its activations are put into a_b and the gradients of their inputs into dh_b.
+    def add(self, expert: int, start: int, stop: int, a: Tensor, dh: Tensor) -> Tensor:
+        """Computes a block's gradients; puts its activations into `a` and the gradients of their inputs into `dh`.
 
         Returns:
             The block's rows of dy.
         """
-        weights, da_b = self._weights, self._da[: stop - start]
-        dy_b = self.scratch.gather(start, stop)
-        torch.mm(dy_b, weights.w2[expert], out=da_b)
-        for part in cached_slices(len(a_b), a_b.shape[1] * a_b.itemsize, _SLICE_BYTES):
-            self._add_slice(slice(start + part.start, start + part.stop), da_b[part], a_b[part], dh_b[part])
-        if self._ds_N is not None and weights.b2 is not None:
-            self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
-        torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
-        return dy_b
-
-    def _add_slice(self, rows: slice, da: Tensor, a: Tensor, dh: Tensor) -> None:
-        activation, hidden, h = self._activation, self._hidden, self._h_NH[rows]
-        act = self._act[: len(da)]
-        if activation.gated:
-            g, u = h[:, :hidden], h[:, hidden:]
-            activation.forward(g, act)
-            torch.mul(act, u, out=a)
-            torch.mul(da, act, out=dh[:, hidden:])
-            torch.mul(da, u, out=act)
-            activation.backward(act, g, dh[:, :hidden])
+        weights, activation, hidden = self._weights, self._activation, self._hidden
+        ds_N, step, count = self.dweight_N, self._step, stop - start
+        h, da = self._h_NH[start:stop], self._da[:count]
+        if self._source_N is None:
+            dy = self._dy_SM[start:stop]
         else:
-            activation.forward(h, a)
-            activation.backward(da, h, dh)
-        if self._ds_N is not None:
-            # Two passes over what is cached; a product of a row and a column each takes four times as long.
-            torch.sum(torch.mul(da, a, out=act), 1, out=self._ds_N[rows])
+            dy = torch.index_select(self._dy_SM, 0, self._source_N[start:stop], out=self._dy[:count])
+        torch.mm(dy, weights.w2[expert], out=da)
+        for first in range(0, count, step):
+            end = min(first + step, count)
+            h_part, da_part, a_part, dh_part = h[first:end], da[first:end], a[first:end], dh[first:end]
+            act = self._act[: end - first]
+            if activation.gated:
+                g, u = h_part[:, :hidden], h_part[:, hidden:]
+                activation.forward(g, out=act)
+                torch.mul(act, u, out=a_part)
+                torch.mul(da_part, act, out=dh_part[:, hidden:])
+                torch.mul(da_part, u, out=act)
+                activation.backward(act, g, grad_input=dh_part[:, :hidden])
+            else:
+                activation.forward(h_part, out=a_part)
+                activation.backward(da_part, h_part, grad_input=dh_part)
+            if ds_N is not None:
+                # Two passes over what is cached; a product of a row and a column each takes four times as long.
+                torch.sum(torch.mul(da_part, a_part, out=act), 1, out=ds_N[start + first : start + end])
+        if ds_N is not None and weights.b2 is not None:
+            ds_N[start:stop] += dy[:, weights.b2_columns()] @ weights.b2[expert]
+        torch.mm(dh, self._w1[expert], out=self.dx_NM[start:stop])
+        return dy
 
-    def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x_SM and of weight_N."""
-        return gather_sum(self._dx_NM, self._layout, self._weight_N), self._ds_N
 
+class _ParameterGradients:
+    """The gradients of parameters, block by block: the blocks of an expert follow each other.
 
-class _Parameters:
-    """The gradients of parameters, block by block: those of an expert's blocks follow each other."""
+    Args:
+        most: rows of the largest block.
+    """
 
     def __init__(
         self,
-        dy_SM: Tensor,
+        most: int,
         x_SM: Tensor,
         layout: Layout,
         weight_N: Tensor | None,
@@ -282,78 +385,57 @@ class _Parameters:
         self.db1: Tensor | None
         self.db2: Tensor | None
         if into is None:
-            self.dw1, self.dw2 = (matrix.new_empty(matrix.shape) for matrix in (weights.w1, weights.w2))
+            self.dw1, self.dw2 = weights.w1.new_empty(weights.w1.shape), weights.w2.new_empty(weights.w2.shape)
             self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
             self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+            for expert, count in enumerate(layout.counts):
+                if count == 0:
+                    self.dw1[expert].zero_()
+                    self.dw2[expert].zero_()
         else:
             self.dw1, self.dw2, self.db1, self.db2 = into.w1, into.w2, into.b1, into.b2
-        for expert, count in enumerate(layout.counts):
-            if count == 0 and into is None:
-                self.dw1[expert].zero_()
-                self.dw2[expert].zero_()
-        self.scratch = _Scratch(x_SM.contiguous(), layout)
-        self._scaled_dy = None if weight_N is None else self.scratch.take(weights.w2.shape[1])
+        self._dw1 = self.dw1.flatten(1, -2)  # a view
+        self._x_SM, self._source_N = x_SM.contiguous(), layout.source_N
+        scales = weight_N is not None
+        self._x = x_SM.new_empty((most if scales or self._source_N is not None else 0, x_SM.shape[1]))
+        self._dy = x_SM.new_empty((most if scales else 0, weights.w2.shape[1]))
 
-    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor, dy_b: Tensor) -> None:
+    def add(self, expert: int, start: int, stop: int, a: Tensor, dh: Tensor, dy: Tensor) -> None:
         """Adds a block's gradients, from its activations, the gradients of their inputs, and those of its results."""
-        rows, factor_N1 = stop - start, self._factor_N1
-        x_b = self.scratch.gather(start, stop)
-        if factor_N1 is not None and self._scaled_dy is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
-            x_b = torch.mul(x_b, factor_N1[start:stop], out=self.scratch.gathered(rows))
-            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=self._scaled_dy[:rows])
+        count, factor_N1 = stop - start, self._factor_N1
+        if self._source_N is None:
+            x = self._x_SM[start:stop]
+        else:
+            x = torch.index_select(self._x_SM, 0, self._source_N[start:stop], out=self._x[:count])
+        if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
+            x = torch.mul(x, factor_N1[start:stop], out=self._x[:count])
+            dy = torch.mul(dy, factor_N1[start:stop], out=self._dy[:count])
+        # The first block of an expert overwrites, for what is there is new memory; the next ones add.
         beta = 1 if expert == self._last or self._into is not None else 0
         self._last = expert
-        dw1_e, dw2_e = self.dw1[expert].view(-1, x_b.shape[1]), self.dw2[expert]
-        torch.addmm(dw1_e, dh_b.t(), x_b, beta=beta, out=dw1_e)
-        torch.addmm(dw2_e, dy_b.t(), a_b, beta=beta, out=dw2_e)
+        dw1, dw2 = self._dw1[expert], self.dw2[expert]
+        torch.addmm(dw1, dh.t(), x, beta=beta, out=dw1)
+        torch.addmm(dw2, dy.t(), a, beta=beta, out=dw2)
         if self.db1 is not None:
-            scaled = dh_b if factor_N1 is None else dh_b * factor_N1[start:stop]
+            scaled = dh if factor_N1 is None else dh * factor_N1[start:stop]
             self.db1[expert] += scaled.sum(0).view(self.db1.shape[1:])
         if self.db2 is not None:
-            self.db2[expert] += dy_b[:, self._weights.b2_columns()].sum(0)
+            self.db2[expert] += dy[:, self._weights.b2_columns()].sum(0)
 
 
-def _activate(h_b: Tensor, a_b: Tensor, activation: Activation) -> None:
-    for part in cached_slices(len(a_b), a_b.shape[1] * a_b.itemsize, _SLICE_BYTES):
-        h, a = h_b[part], a_b[part]
-        if activation.gated:
-            activation.forward(h[:, : a.shape[1]], a)
-            a.mul_(h[:, a.shape[1] :])
-        else:
-            activation.forward(h, a)
-
-
-class _Scratch:
-    """Buffers of one block of x_SM's rows, reused from block to block."""
-
-    def __init__(self, x_SM: Tensor, layout: Layout) -> None:
-        most = max(layout.counts, default=0)
-        # In half precision a weight gradient must be one product: adding blocks would round after each.
-        exact = x_SM.dtype in (torch.float32, torch.float64)
-        self._rows = min(most, _BLOCK_ROWS) if exact else most
-        self._x_SM, self._source_N = x_SM, layout.source_N
-        self._gathered = self.take(x_SM.shape[1])
-
-    def take(self, width: int) -> Tensor:
-        return self._x_SM.new_empty((self._rows, width))
-
-    def gathered(self, rows: int) -> Tensor:
-        return self._gathered[:rows]
-
-    def gather(self, start: int, stop: int) -> Tensor:
-        """The token rows of a block; a view where the rows lie in order already."""
-        if self._source_N is None:
-            return self._x_SM[start:stop]
-        return torch.index_select(self._x_SM, 0, self._source_N[start:stop], out=self.gathered(stop - start))
-
-    def blocks(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """(expert, start, stop), every expert's rows in even blocks, experts in order."""
-        start = 0
-        for expert, count in enumerate(layout.counts):
-            parts = -(-count // self._rows) if count else 0
-            for part in range(parts):
-                yield expert, start + count * part // parts, start + count * (part + 1) // parts
-            start += count
+def _blocks(layout: Layout, dtype: torch.dtype) -> tuple[list[tuple[int, int, int]], int]:
+    """Cuts every expert's rows into even blocks: (expert, start, stop) of each, experts in order; and the most rows."""
+    most = max(layout.counts, default=0)
+    # In half precision a weight gradient must be one product: adding blocks would round after each.
+    if dtype in (torch.float32, torch.float64):
+        most = min(most, _BLOCK_ROWS)
+    blocks, start = [], 0
+    for expert, count in enumerate(layout.counts):
+        parts = -(-count // most) if count else 0
+        for i in range(parts):
+            blocks.append((expert, start + count * i // parts, start + count * (i + 1) // parts))
+        start += count
+    return blocks, most
 
 
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a gate computes from its logits, as data (`GateRule`, `GateChoice`) and as a definition in plain torch.
+"""Results of a gate by its logits, as data (`GateRule`, `GateChoice`) and as a definition in plain torch.
 
 Worked example: logits [[1, 3, 3, 2]], k = 2, softmax, normalised. Between equals the lower expert wins, so the experts
 are [1, 2] and the weights [½, ½]. The statistics are the sums over tokens of p = softmax(logits) and of the choices,
@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class GateRule:
-    """How the experts of a token follow from its logits.
+    """The rule by which the experts of a token follow from its logits.
 
     The score of an expert is softmax(logits)_e, σ(logit_e), or the logit itself ("none": non-negative scores given as
     they are). The k experts with the highest logits are chosen, or with a bias those with the highest score + bias;
@@ -78,7 +78,7 @@ class GateRule:
 
 
 class GateChoice(NamedTuple):
-    """What a gate gives for S tokens in B sequences; float32 (float64 for float64 input) unless said otherwise.
+    """A gate's results for S tokens in B sequences; float32 (float64 for float64 input) unless said otherwise.
 
     Attributes:
         expert_SK: int64 in [0, E), best first, distinct in a row.
@@ -99,12 +99,12 @@ class GateChoice(NamedTuple):
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """True where the Triton kernels serve such tensors; float64 is left to plain torch."""
+    """Returns whether the Triton kernels serve such tensors; float64 is left to plain torch."""
     return all(uses_triton(tensor) and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 def fits_kernels(experts: int, k: int) -> bool:
-    """True for the sizes that the kernels which choose are made for; the rest is left to plain torch."""
+    """Returns whether the choosing kernels are made for these sizes; the rest is left to plain torch."""
     return k <= experts <= MOST_EXPERTS and k <= MOST_CHOSEN
 
 

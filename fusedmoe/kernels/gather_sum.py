@@ -38,19 +38,21 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     if layout.source_N is None and weight_N is not None:
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     row_N, start_S = layout.bags
+    tokens, k = layout.row_SK.shape
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
-        return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
-    if layout.k == 1 and row_N.numel() == layout.tokens:
+        return rows_NM.new_zeros((tokens, rows_NM.shape[1]))
+    # Each token has one row: a copy, without the sum.
+    if k == 1 and row_N.numel() == tokens:
         rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
+    # One pass over the rows, which adds a token's in their order.
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
     # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
-    y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]), dtype=total)
-    for k in range(layout.k):
-        row_S = layout.row_SK[:, k]
+    y_SM = rows_NM.new_zeros((tokens, rows_NM.shape[1]), dtype=total)
+    for row_S in layout.row_SK.unbind(1):
         kept = (row_S >= 0).nonzero().squeeze(1)
         rows = rows_NM[row_S[kept]].to(total)
         y_SM[kept] += rows if weight_N is None else rows * weight_N[row_S[kept], None].to(total)
@@ -66,18 +68,19 @@ def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
     """value_SK: the value of each pair's row, 0 where there is none; the adjoint of `take_pairs`. Reads no padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
+    # Dropped pairs read row 0, which exists, and take nothing from it.
     return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """What `permute` must return, as a plain loop."""
+    """Defines what `permute` must return, as a plain loop."""
     assert layout.source_N is not None
     rows = [x_SM[s] if n < sum(layout.counts) else 0 * x_SM[s] for n, s in enumerate(layout.source_N.tolist())]
     return torch.stack(rows) if rows else x_SM[:0]
 
 
 def define_gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
-    """What `gather_sum` must return, as plain loops in the rows' dtype."""
+    """Defines what `gather_sum` must return, as plain loops in the rows' dtype."""
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     for s, rows in enumerate(layout.row_SK.tolist()):
         for row in rows:

@@ -51,7 +51,8 @@ class Layout:
     @cached_property
     def counts(self) -> list[int]:
         """`counts_E` on the host (on CUDA this waits for the device once)."""
-        return [int(count) for count in self.counts_E.tolist()]
+        counts: list[int] = self.counts_E.tolist()
+        return counts
 
     @property
     def experts(self) -> int:
@@ -94,7 +95,9 @@ class Layout:
     def zero_padding(self, value_N: Tensor) -> Tensor:
         """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
         if not uses_triton(value_N):
-            value_N[int(self.offsets_E1[-1]) :] = 0
+            kept = int(self.offsets_E1[-1])
+            if kept < value_N.shape[0]:  # an eager layout on a CPU has no padding
+                value_N[kept:] = 0
             return value_N
         row_N = torch.arange(self.rows, device=value_N.device)
         padding_N = (row_N >= self.offsets_E1[-1]).view(-1, *[1] * (value_N.dim() - 1))
@@ -109,10 +112,10 @@ class Layout:
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
         """The kept rows in token order, [N], and where each token's rows start, [S] (on CUDA this waits)."""
-        flat = self.row_SK.reshape(-1)
+        flat, (tokens, k) = self.row_SK.reshape(-1), self.row_SK.shape
         kept = self.row_SK >= 0
         if bool(kept.all()):
-            return flat, torch.arange(0, flat.numel(), max(self.k, 1), device=flat.device)[: self.tokens]
+            return flat, torch.arange(0, flat.numel(), max(k, 1), device=flat.device)[:tokens]
         per_token = kept.sum(1)
         return flat[kept.reshape(-1)], per_token.cumsum(0) - per_token
 
@@ -153,18 +156,21 @@ def build_layout(
 
         return sort_pairs(expert_SK, experts, capacity, order_S)
     tokens, K = expert_SK.shape
+    # Choice by choice, so that no second choice displaces a first one.
     expert_KS = (expert_SK if order_S is None else expert_SK[order_S]).t().reshape(-1)
     # Empty pairs sort behind the last expert and are cut off there.
     key = torch.where(expert_KS < 0, experts, expert_KS)
     # A stable sort of 16-bit keys runs several times faster than one of 64-bit keys.
     sorted_key, place = key.to(torch.int16 if experts < 2**15 else torch.int32).sort(stable=True)
     counts_E = torch.bincount(key, minlength=experts + 1)[:experts]
+    # The stable sort leaves the pairs of an expert in their order.
     kept_N = place[: int(counts_E.sum())]
     if capacity is not None:
         start_E = counts_E.cumsum(0) - counts_E
         rank_N = torch.arange(kept_N.numel(), device=kept_N.device) - start_E[sorted_key[: kept_N.numel()].long()]
         kept_N = kept_N[rank_N < capacity]
         counts_E = counts_E.clamp(max=capacity)
+    # Position k·S + s is choice k of token s; the maximum keeps the division defined for no tokens.
     token_N = kept_N % max(tokens, 1)
     source_N = token_N if order_S is None else order_S[token_N]
     pair_N = source_N * K + kept_N // max(tokens, 1)
@@ -176,7 +182,7 @@ def build_layout(
 def define_layout(
     expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
 ) -> Layout:
-    """What `build_layout` must return, padding aside, as plain loops."""
+    """Defines what `build_layout` must return, padding aside, as plain loops."""
     tokens, K = expert_SK.shape
     order = list(range(tokens))
     if priority_S is not None:

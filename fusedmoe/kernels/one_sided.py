@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
 
 
 class Network(NamedTuple):
-    """How rows get to far peers: by NVSHMEM.
+    """The means by which rows get to far peers: NVSHMEM.
 
     Attributes:
         pe_W: int32, each rank's PE.
@@ -233,12 +233,15 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
     first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
     first_SW = first[:-1].view(tokens, peers)
+    # Tokens of the first chunk come first, so that its tiles are complete first.
     token_SW = first_SW.argsort(dim=0, stable=True)
     place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _rows_like(token_SW))
     token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
     token_WC[:, :tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
+    # The metadata begins with a line for each expert: how many rows, and which is the first. A line for each row
+    # follows: the place of its token, and the bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
     place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_N is None else weight_N.float()
@@ -246,6 +249,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
     own_W1 = torch.arange(peers, device=device)[:, None]
+    # A peer gets the lines of its own experts, then those of their rows, which lie in one piece.
     line_WC = torch.where(
         line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
     ).clamp(max=max(layout.experts + rows - 1, 0))
@@ -273,46 +277,49 @@ def read_metadata(
     counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
     before_We = counts_We.cumsum(1) - counts_We
     flat = metadata_WC2.view(peers * metadata_WC2.shape[1], 2)
-    found = []
+    chunks = []
     for chunk, bound in enumerate(rows):
         skipped_We = counts_We * chunk // degree
         count_eW = (counts_We * (chunk + 1) // degree - skipped_We).t()
         end_G = count_eW.reshape(-1).cumsum(0)
         row_R = torch.arange(bound, device=device)
+        # A group is the rows of one expert from one source. Rows beyond the last group are padding, and count to it.
         group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
         inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
         expert_R, peer_R = group_R // peers, group_R % peers
         inside_R = inside_R + skipped_We[peer_R, expert_R]
         line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
         kept_R = row_R < end_G[-1]
+        # Padding reads line 0, which exists, and gets source 0.
         line = flat[torch.where(kept_R, line_R, 0)]
         source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
         count_e = count_eW.sum(1)
         layout = Layout(count_e, offsets(count_e), source_R, row_R, row_R.view(-1, 1))
         weight_R = line[:, 1].contiguous().view(torch.float32)
         place_R = start_We[peer_R, expert_R] + inside_R
-        found.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
-    return found
+        chunks.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
+    return chunks
 
 
-def find_rows(there: Sequence[Arrivals], here: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
-    """For each chunk of `here`, where its rows are among those of `there`, one chunk after the other with its padding.
+def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
+    """Finds, for each new chunk, its rows among those of the old chunks, which lie in order with their padding.
 
     Both are the same rows in other chunks; padding gets any row's number. A row is known by its source, and by where
     its result goes.
 
     Args:
-        peers: sources.   places: that each has for results.
+        peers: sources.
+        places: buffer slots that each source has for results.
     """
-    device = there[0].place_R.device
+    device = old[0].place_R.device
     number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
     first = 0
-    for arrivals in there:
+    for arrivals in old:
         row_R = torch.arange(arrivals.layout.rows, device=device)
         number_P[_keys(arrivals, places, peers * places)] = first + row_R
         first += arrivals.layout.rows
     number_P[-1] = 0
-    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in here]
+    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in new]
 
 
 def _keys(arrivals: Arrivals, places: int, padding: int) -> Tensor:

@@ -79,7 +79,7 @@ def fp8_dim(packed: Tensor) -> int:
 
 
 def define_pack_fp8(rows_NM: Tensor) -> Tensor:
-    """What `pack_fp8` must return: of all e4m3 numbers the nearest to each element, of two as near the even one."""
+    """Defines what `pack_fp8` must return: the e4m3 number nearest to each element, of two as near the even one."""
     rows = rows_NM.float()
     magnitude = rows.abs()
     finite = magnitude.isfinite()
@@ -95,7 +95,7 @@ def define_pack_fp8(rows_NM: Tensor) -> Tensor:
 
 
 def define_unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `unpack_fp8` must return, from the meaning of the bits."""
+    """Defines what `unpack_fp8` must return, from the meaning of the bits."""
     code = packed[:, :-SCALE_BYTES].int()
     exponent, mantissa = code // 8 % 16, code % 8
     number = torch.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))

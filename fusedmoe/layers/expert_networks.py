@@ -22,8 +22,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.workload import Workload
 

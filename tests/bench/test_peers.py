@@ -21,10 +21,9 @@ from bench.gpu.reference import find_errors, make_reference, wrong
 from bench.gpu.rehearsal import TINY
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
-from fusedmoe.kernels.experts import define_experts
+from fusedmoe.kernels.experts import Weights, define_experts
 from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.layout import define_layout
-from fusedmoe.kernels.weights import Weights
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,8 @@ import torch
 from fusedmoe.kernels import experts
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
+    Gradients,
+    Weights,
     define_experts,
     experts_backward,
     experts_backward_rows,
@@ -15,7 +17,6 @@ from fusedmoe.kernels.experts import (
     experts_forward,
 )
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout
-from fusedmoe.kernels.weights import Gradients, Weights
 
 
 def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:

@@ -18,11 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.aot.standin import TARGETS
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, Wait
-from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, tiles, up
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, up
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
@@ -36,7 +38,6 @@ from fusedmoe.kernels.triton.grouped.configs import (
     is_even,
 )
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
-from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
 from tests.kernels.cases import gluon as gluon_cases
@@ -90,7 +91,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in KERNELS:
         name = f"{module.__name__.rpartition('.')[2]}_kernel"
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
-    monkeypatch.setattr(tiles, "tiles_kernel", Recorder(tiles.tiles_kernel, []))
+    monkeypatch.setattr(grouped_call, "tiles_kernel", Recorder(grouped_call.tiles_kernel, []))
     return found
 
 

@@ -16,6 +16,7 @@ from bench.aot import compiling, standin
 from bench.aot.machine_code import judge, unfenced
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.triton.gate.router import logits
 from fusedmoe.kernels.triton.grouped.autotune import untuned
@@ -23,7 +24,6 @@ from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.jit import with_fences
-from fusedmoe.kernels.weights import Weights
 from tests.kernels.aot import ROOT
 
 compiles = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")

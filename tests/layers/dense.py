@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.kernels.experts import define_experts
+from fusedmoe.kernels.experts import Weights, define_experts
 from fusedmoe.kernels.layout import define_layout
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward
 from fusedmoe.layers.gates.base import SoftRouting
 from fusedmoe.layers.moe import MoELayer

@@ -23,7 +23,7 @@ def _load(h_ptr, first, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bounded(g, u, limit):
-    """As `torch.clamp` has it: NaN stays NaN."""
+    """Bounds g and u as `torch.clamp` does: NaN stays NaN."""
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
     return g, tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.experts import Gradients, Hidden, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
@@ -25,7 +26,6 @@ from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
 from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
-from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
 def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedCall:
@@ -167,3 +167,18 @@ def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:
     expert_N = torch.searchsorted(call.ends_E, row_N, right=True).clamp(max=dot_SE.shape[1] - 1)
     source_N = row_N if call.layout.source_N is None else call.layout.source_N
     return dot_SE[source_N, expert_N]
+
+
+def grouped_product(
+    rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, layout: Layout, transposed: bool
+) -> Tensor:
+    """Computes `fusedmoe.kernels.grouped.grouped_product`."""
+    bias = None if bias_EO is None else bias_EO.contiguous()
+    operation = "down" if transposed else "dinput"
+    out = product(make_call(layout, rows_NK), operation, rows_NK, weight.contiguous(), transposed, bias)
+    return layout.zero_padding(out)
+
+
+def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor:
+    """Computes `fusedmoe.kernels.grouped.grouped_dweight`."""
+    return dweight(make_call(layout, left_NP), "dw1", left_NP, right_NQ, None)

@@ -18,6 +18,7 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(source_ptr + n)
+    # Padding rows are written as zeros and read nothing: their mask has no columns.
     kept = tl.where(n < tl.load(kept_ptr), M, 0)
     x = tl.load(x_ptr + source * stride + column, mask=column < kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
@@ -41,6 +42,7 @@ def sum_rows_kernel(
     total = tl.zeros((BLOCK,), dtype=TOTAL)
     # Unrolled, so that the loads of all K are under way at once; summed in their order all the same.
     for k in tl.static_range(K):
+        # A dropped pair's row is -1: its mask has no columns, so that nothing is read at that address.
         row = tl.load(row_ptr + s * K + k)
         kept = row >= 0
         value = tl.load(rows_ptr + row * stride + column, mask=column < tl.where(kept, M, 0), other=0).to(TOTAL)

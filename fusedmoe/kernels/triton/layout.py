@@ -36,6 +36,7 @@ _UNSPECIAL = ["tokens", "positions", "blocks", "capacity", "bound"]
 @triton.jit(do_not_specialize=_UNSPECIAL)
 def _token_and_pair(p, inside, order_ptr, tokens, K, ORDERED: tl.constexpr):
     """The token of each position, and the flat index s·K + k of its pair."""
+    # Positions go choice by choice, tokens in order: a second choice never displaces a first one.
     k = p // tokens
     token = (p - k * tokens).to(tl.int64)
     if ORDERED:
@@ -67,6 +68,7 @@ def count_kernel(
     key = tl.where(routed, expert, -1).to(tl.int32)
     tl.store(key_ptr + p, key, mask=inside)
     e = tl.arange(0, EP)
+    # Empty pairs are counted nowhere: the mask leaves them out, and expert 0 stands in for their number.
     count = tl.histogram(tl.where(routed, key, 0), EP, mask=routed)
     tl.store(count_ptr + block.to(tl.int64) * E + e, count, mask=e < E)
 
@@ -84,6 +86,7 @@ def scan_kernel(
     start = tl.program_id(1) * length
     columns = (e < E)[None, :]
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    # The sum of the blocks before: read again by each program, which is cheaper than to wait for another.
     for first in range(0, start, WIDE):
         ptrs = count_ptr + (first + tl.arange(0, WIDE))[:, None].to(tl.int64) * E + e[None, :]
         total += tl.sum(tl.load(ptrs, mask=columns, other=0), 0)
@@ -128,6 +131,7 @@ def place_kernel(
     routed = key >= 0
 
     e = tl.arange(0, EP)
+    # Every program sums up the experts' totals on its own: E numbers are cheaper than one more launch.
     kept_E = tl.minimum(tl.load(total_ptr + e, mask=e < E, other=0), capacity)
     end_E = tl.cumsum(kept_E, 0)
     if block == 0:
@@ -135,6 +139,8 @@ def place_kernel(
         tl.store(offsets_ptr + e, end_E - kept_E, mask=e < E)
         tl.store(offsets_ptr + E, tl.sum(kept_E, 0))
 
+    # A pair's rank among those of its expert in this block: comparisons with all pairs before it, which is stable,
+    # unlike atomics.
     rank = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, BLOCK, CHUNK):
         j = first + tl.arange(0, CHUNK)
@@ -150,6 +156,7 @@ def place_kernel(
     tl.store(row_ptr + pair, tl.where(kept, row, -1).to(tl.int64), mask=inside)
     tl.store(source_ptr + row, token, mask=kept)
     tl.store(pair_ptr + row, pair, mask=kept)
+    # Padding has valid indices, so that kernels may read through them.
     padding = (p >= tl.sum(kept_E, 0)) & (p < bound)
     tl.store(source_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=padding)
     tl.store(pair_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=padding)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from fusedmoe.kernels.triton import clamped_swiglu, gather_sum, layout, wire
-from fusedmoe.kernels.triton.grouped.tiles import block_sizes, tiles_kernel
+from fusedmoe.kernels.triton.grouped.call import block_sizes, tiles_kernel
 from tests.kernels.cases import AotCase
 
 

@@ -29,10 +29,10 @@ from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
 from fusedmoe.kernels.triton.one_sided import put, wait
-from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PHASES, PIPELINE, Task
 from tests.kernels.device.far import FarHeap

@@ -8,9 +8,9 @@ from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.one_sided import put, wait
-from fusedmoe.kernels.weights import Weights
 from tests.kernels.device.far import FarHeap
 from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
 

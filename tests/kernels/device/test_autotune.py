@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fusedmoe.files import write_kept
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, correctness
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
-from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, Tiles
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Candidate,
@@ -34,8 +35,6 @@ from fusedmoe.kernels.triton.grouped.configs import (
 )
 from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.product import product
-from fusedmoe.kernels.triton.grouped.tiles import Tiles
-from fusedmoe.kernels.weights import Weights
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
 # Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward, plain_backward, plain_forward
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
-from fusedmoe.kernels.weights import Weights
 from tests.kernels.routings import choose
 
 NoSync = Callable[[], AbstractContextManager[None]]

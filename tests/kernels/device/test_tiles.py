@@ -8,7 +8,7 @@ import torch
 
 from fusedmoe.kernels.grouped import define_tiles, tile_bound
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.triton.grouped.tiles import make_tiles
+from fusedmoe.kernels.triton.grouped.call import make_tiles
 
 
 def test_worked_example() -> None:

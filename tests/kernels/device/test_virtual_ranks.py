@@ -18,8 +18,7 @@ from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.experts import define_experts
-from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.experts import Weights, define_experts
 
 
 @pytest.mark.parametrize(

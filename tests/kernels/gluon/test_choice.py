@@ -190,7 +190,7 @@ from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import to_try, tuner, untuned
 from fusedmoe.kernels.triton.grouped.configs import Key, Variant
-from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.experts import Weights
 
 layout = contiguous_layout(torch.tensor([3, 0]), 3)
 weights = Weights(torch.randn(2, 2, 32, 32), torch.randn(2, 32, 32))

@@ -16,9 +16,9 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
 from fusedmoe.kernels.grouped import define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped.call import Tiles
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
 from fusedmoe.kernels.triton.grouped.correctness import check
-from fusedmoe.kernels.triton.grouped.tiles import Tiles
 from tests.gluon_interpreter import interpret
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)

@@ -1,4 +1,4 @@
-"""What is done with some columns of a tile: bias, activation and stores, in rows of 16 bytes a thread."""
+"""Work on some columns of a tile: bias, activation and stores, in rows of 16 bytes a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.constexpr_function
 def stored_layout(columns):
-    """Of a part of this many columns, a power of two, while four warps store it."""
+    """Returns the layout in which four warps store this many columns, a power of two."""
     vector = min(8, columns)
     across = min(32, columns // vector)
     return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
@@ -22,7 +22,7 @@ def stored_layout(columns):
 
 @gluon.jit
 def sigmoid(x):
-    """As the Triton kernels': 1 / (1 + exp(-x)) in four instructions."""
+    """Computes 1 / (1 + exp(-x)) in four instructions, as the Triton kernels do."""
     power = gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
     )

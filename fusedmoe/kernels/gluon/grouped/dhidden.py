@@ -13,8 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import await_full, blocks, make_ring, multiply, release, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    await_full,
+    blocks,
+    locate,
+    make_ring,
+    multiply,
+    release,
+    threads_barrier,
+    tiles_in,
+)
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -51,7 +59,7 @@ def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.const
 
 @gluon.jit
 def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     a, slope = act_both(h.to(gl.float32), ACT)
     store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
     store_columns(a * s[:, None], a_ptr, row, end, column, H, H)

@@ -13,8 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_step, end_steps
-from fusedmoe.kernels.gluon.grouped.order import place
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply, place
 from fusedmoe.kernels.gluon.jit import jit
 
 

@@ -11,13 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, locate, threads_barrier, tiles_in
 
 
 @gluon.constexpr_function
 def copied_layout(columns):
-    """Of a box of so many columns, 64 at the most side by side, while four warps copy it 16 bytes a thread."""
+    """Returns the layout in which four warps copy a box of so many columns, 16 bytes a thread, 64 abreast at most."""
     across = min(columns, 64) // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 

@@ -182,7 +182,7 @@ def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
 
 
 def registers(config: HopperConfig) -> dict[str, int]:
-    """Of the partitions' threads, as constexprs."""
+    """Returns the registers of the partitions' threads, as constexprs."""
     accumulators = rows_of_group(config.bm, config.pingpong) * config.bn // 128
     consumer, producer = _WIDE if accumulators > 64 else _NARROW
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}

@@ -97,19 +97,19 @@ def release(empty, it, STAGES: gl.constexpr, pred):
 
 @gluon.constexpr_function
 def rows_of_group(rows, pingpong):
-    """Of a tile's."""
+    """Returns how many of a tile's rows a group computes."""
     return rows if pingpong else rows // 2
 
 
 @gluon.constexpr_function
 def first_row(group, rows, pingpong):
-    """Of a group's, in a tile."""
+    """Returns the first of a group's rows in a tile."""
     return 0 if pingpong else group * (rows // 2)
 
 
 @gluon.jit
 def await_turn(turn, number, GROUP: gl.constexpr):
-    """Of a group's tile of this number. The first group has the first turn."""
+    """Waits for the turn of a group's tile of this number. The first group has the first turn."""
     mbarrier.wait(turn.index(GROUP), (number + 1 + GROUP) & 1)
 
 
@@ -174,3 +174,29 @@ def multiply(
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     release(empty, it + STAGES - 1, STAGES, depth > 0)
     return acc, it
+
+
+@gluon.jit
+def place(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
+    """Row and column tile: bands of GROUP row tiles, so that a band's operands stay in the L2 cache."""
+    band = GROUP * n_col_tiles
+    first = (tile // band) * GROUP
+    height = gl.minimum(n_row_tiles - first, GROUP)
+    return first + (tile % band) % height, (tile % band) // height
+
+
+@gluon.jit
+def tiles_in(table):
+    """Returns the number of tiles. Programs walk them: from their own number on, in steps of as many as there are."""
+    _, _, n_row_tiles, n_col_tiles = table
+    return n_row_tiles * n_col_tiles
+
+
+@gluon.jit
+def locate(tile, table, GROUP: gl.constexpr):
+    """Expert of a tile, its first row, the end of the expert's rows, and its column tile."""
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+    expert = gl.load(tiles_ptr + 2 * row_tile)
+    start = gl.load(tiles_ptr + 2 * row_tile + 1)
+    return expert, start, gl.load(ends_ptr + expert), col_tile

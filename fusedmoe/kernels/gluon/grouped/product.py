@@ -10,15 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
     blocks,
     first_row,
+    locate,
     make_ring,
     multiply,
     rows_of_group,
+    tiles_in,
     tiles_of_group,
 )
 from fusedmoe.kernels.gluon.jit import jit

@@ -7,13 +7,14 @@ from triton.experimental.gluon import language as gl
 
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     blocks,
     first_row,
+    locate,
     make_ring,
     multiply,
     rows_of_group,
+    tiles_in,
     tiles_of_group,
 )
 from fusedmoe.kernels.gluon.jit import jit
@@ -38,7 +39,7 @@ def _finish_gated(
 def _finish_plain(
     h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
 ):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     h = gl.convert_layout(h, OUT)
     if BIAS:
         h = add_bias(h, b1_ptr, expert * H, 0, column, H)

@@ -1,4 +1,4 @@
-"""From logits to a choice of experts in one pass over a tile of rows, with the product in front where it fits.
+"""Choice of experts by logits in one pass over a tile of rows, with the product in front where it fits.
 
 A program has all logits of its BS tokens in registers. Top-k is k passes of a maximum: logits become integers that sort
 as they do (so that NaN, infinities and equal values have one place each), the lower index wins, and what was taken
@@ -143,6 +143,7 @@ def choose_kernel(
     else:
         logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
 
+    # Softmax over all experts, where something needs it: normalised weights need the chosen logits only.
     if SOFTMAX and (STATISTICS or BIAS or not NORMALIZE) or LOGSUMEXP:
         power, total, top = softmax_terms(logits)
         if LOGSUMEXP:
@@ -158,6 +159,7 @@ def choose_kernel(
         by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
     else:
         by = logits
+    # Top-k: K passes of a maximum over keys that sort as the scores do; what was taken becomes the lowest key.
     key = tl.where(known, sortable(by), _TAKEN)
     k = tl.arange(0, KP)
     expert = tl.zeros((BS, KP), dtype=tl.int32)
@@ -200,7 +202,9 @@ def choose_kernel(
             share = share / at_least_tiny(tl.sum(share, 1))[:, None]
         else:
             share = logits
+        # Taken keys are the choices: the counts need no second look at the experts chosen.
         counted = (key == _TAKEN) & known & inside[:, None]
+        # One row of sums for each program, added up afterwards in order: no atomics, so that sums repeat.
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
         tl.store(sums, tl.sum(tl.where(inside[:, None], share, 0.0), 0), mask=e < E)
         tl.store(sums + programs.to(tl.int64) * E, tl.sum(counted.to(tl.float32), 0), mask=e < E)
@@ -276,7 +280,7 @@ def dlogits_kernel(
 
 
 def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile | None:
-    """For logits made and used in one program; None where they are too many for its registers."""
+    """Returns the tile of logits made and used in one program; None where they are too many for its registers."""
     columns = width(experts)
     if capability is None:
         return Tile(64, columns, 128, 4, 1)
@@ -293,7 +297,7 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
-    """For logits that are given, and for their gradient."""
+    """Returns the tile for logits that are given, and for their gradient."""
     if capability is None:
         return Tile(64, width(experts), 16, 4, 1)
     return Tile(min(64, 4096 // width(experts)), width(experts), 16, 8, 1)

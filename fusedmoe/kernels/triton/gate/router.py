@@ -51,7 +51,7 @@ def width(experts: int) -> int:
 
 
 def product_tile(operation: str, apart: str, capability: Capability | None, even: bool = True) -> Tile:
-    """For one of the router's products.
+    """Returns the tile of one of the router's products.
 
     Args:
         operation: "logits", "dx" or "dw".
@@ -267,7 +267,7 @@ def dw_kernel(
 
 
 def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
-    """Which operand of a product is float32 and must be taken apart, as `mac` wants to be told."""
+    """Returns which operand of a product is float32 and must be taken apart, in the words of `mac`."""
     if a == b and a != torch.float32:
         return ""
     if (a, b) == (torch.float32, torch.bfloat16):

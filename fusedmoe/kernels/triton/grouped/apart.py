@@ -40,8 +40,10 @@ class _Ended(NamedTuple):
 def check_apart(
     variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str] = _PROGRAM
 ) -> dict[HopperConfig, str | None]:
-    """Of each configuration what is wrong with its results, or that it ends the process that checks it; "" where it is
-    right; None where there is not memory enough to know. Takes seconds, and two minutes a configuration at most.
+    """Returns what is wrong with the results of each configuration, or that it ends the process that checks it.
+
+    "" where it is right; None where there is not memory enough to know. It takes seconds, and at most two minutes for a
+    configuration.
 
     Args:
         program: that checks.

@@ -77,7 +77,7 @@ def to_try(capability: Capability | None, key: Key) -> Sequence[Candidate]:
 
 
 class Record:
-    """What is known of one kind of GPU, in memory and in a JSON file, for the next run.
+    """Knowledge of one kind of GPU, in memory and in a JSON file, for the next run.
 
     The file serves only: one that is missing, damaged or cannot be written costs tuning again, never a run. Each
     process writes all it knows and what it finds, whole or not at all. Where two write at once, one's news may be lost
@@ -162,7 +162,7 @@ class Tuner:
         return chosen
 
     def _fault(self, key: Key, config: Config) -> str | None:
-        """What is known to be wrong with a configuration; None if nobody has looked."""
+        """Returns what is known to be wrong with a configuration; None if nobody has looked."""
         return self._record.faults.get(f"{key.variant}, {config}")
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
@@ -272,7 +272,7 @@ def _warn(key: Key, config: Config, fault: str) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether this process has lost its GPU: after an illegal access it is told so by whatever it asks for."""
+    """Returns whether this process has lost its GPU: after an illegal access every call says so."""
     if not torch.cuda.is_initialized():
         return False
     try:

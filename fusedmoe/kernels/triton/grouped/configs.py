@@ -112,7 +112,7 @@ class Variant(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What the choice of a configuration depends on.
+    """The facts that the choice of a configuration depends on.
 
     Attributes:
         depth, columns: of the expert's matrix; for matrix gradients both its sides.
@@ -140,7 +140,7 @@ def bucket(rows: int, experts: int) -> int:
 
 
 def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether blocks never end inside a step and every row starts where bulk and vector copies can: the usual case."""
+    """Returns whether no block ends inside a step and every row starts where bulk and vector copies can, as usual."""
     return depth % (64 if dtype.itemsize <= 2 else 32) == 0 and columns % 16 == 0
 
 

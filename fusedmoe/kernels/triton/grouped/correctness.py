@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_product, define_up
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
@@ -22,7 +23,6 @@ from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
 from fusedmoe.kernels.triton.grouped.up import up
-from fusedmoe.kernels.weights import Weights
 
 # Rows of the experts; the sides of an expert's matrix, depth and columns: even ones, and others.
 COUNTS = (0, 1, 130, 0, 0, 321, 64, 0)
@@ -48,7 +48,7 @@ def check(
     counts: tuple[int, ...] = COUNTS,
     sides: tuple[int, int] | None = None,
 ) -> str:
-    """What is wrong with the results of a configuration, or "" where nothing is.
+    """Returns what is wrong with the results of a configuration, or "" where nothing is.
 
     Raises:
         TimeoutError: a launch does not end. Nothing else can be done on this GPU then.

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
@@ -19,7 +20,6 @@ from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_both, halves, 
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
-from fusedmoe.kernels.weights import Weights
 
 # Columns that are finished at a time.
 _PART = 32
@@ -126,8 +126,10 @@ def dhidden_kernel(
     GROUP: tl.constexpr,
     PART: tl.constexpr,
 ):
+    # Which tile: programs of a band share rows of W2 in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BN), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
+    # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -136,6 +138,7 @@ def dhidden_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
+    # Rows past the end are clamped, not masked: see `up_kernel`.
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
     if AWAITED > 0:

@@ -17,7 +17,7 @@ from fusedmoe.kernels.triton.jit import jit
 
 @triton.jit
 def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
-    """Where rows are looked up; past the last one, which is a prefetch that nobody uses, the last."""
+    """Returns where a row is looked up; the last one for rows past it, which are prefetched and not used."""
     if GATHER:
         source = tl.load(source_ptr + tl.minimum(row, last))
         return source.to(tl.int32) if NARROW else source
@@ -50,6 +50,8 @@ def dweight_kernel(
 ):
     """`left_rows`, `right_rows`: with DESCRIPTORS, descriptors of the sides that are not gathered, read in whole blocks
     of rows. EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits."""
+    # A matrix of each expert is a grid of its own: its rows are summed by one program for each tile, so that the
+    # order of the sum is fixed and an expert without rows gets zeros.
     expert = tl.program_id(1)
     p_tile, q_tile = swizzle(tl.program_id(0), tl.cdiv(P, BP), tl.cdiv(Q, BQ), GROUP)
     start = tl.load(starts_ptr + expert)
@@ -65,6 +67,7 @@ def dweight_kernel(
     row = row if NARROW else row.to(tl.int64)
     last = tl.maximum(end - 1, 0)
     source = _source(source_ptr, row, last, GATHER_LEFT or GATHER_RIGHT, NARROW)
+    # Main loop: whole blocks of the expert's rows, so that no row is masked.
     for row0 in range(start, full_end, BK):
         if DESCRIPTORS and not GATHER_LEFT:
             left = left_rows.load([row0, p_tile * BP])

@@ -74,11 +74,14 @@ def product_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    # Which tile: programs of a band share rows of B in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
     if PUT:
+        # A rank that gets no row from here would wait for ever: one program signals it before the work begins.
         if tl.program_id(0) == 0:
             signal_those_without(wanted_ptr, signal_ptr, epoch, W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
+    # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -87,6 +90,8 @@ def product_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
+    # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores
+    # directly. Row times width passes 2³¹, hence 64 bits.
     row = tl.minimum(row, end - 1).to(tl.int64)
     n = n0 + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -98,6 +103,7 @@ def product_kernel(
         else:
             b_ptrs = first + k[:, None].to(tl.int64) * N + n[None, :]
 
+    # Main loop: a step is BK of the depth.
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, K, BK):
         if DESCRIPTORS:
@@ -128,6 +134,7 @@ def product_kernel(
             a_ptrs += BK
         acc = mac(a_tile, b_tile, acc, PRECISION, INTERPRET)
 
+    # Epilogue. The bias has columns of its own: a shard of the experts owns a part of them.
     if BIAS:
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)

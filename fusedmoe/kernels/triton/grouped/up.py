@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
@@ -17,7 +18,6 @@ from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_forward, halve
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
-from fusedmoe.kernels.weights import Weights
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, AC
 
 @triton.jit
 def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
-    """The same for an activation that is not gated."""
+    """Finishes a tile whose activation is not gated."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
         h += tl.load(b1_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
@@ -82,8 +82,10 @@ def up_kernel(
     # BH columns of the hidden dimension make BN columns of the product: both halves of a gated activation side by side.
     HALVES: tl.constexpr = 2 if GATED else 1
     BH: tl.constexpr = BN // HALVES
+    # Which tile: programs of a band share rows of W1 in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
+    # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -95,6 +97,7 @@ def up_kernel(
     # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores directly.
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
+    # Rows that are still on their way: a tile waits for the signals of the buffer's tiles that hold them, no more.
     if AWAITED > 0:
         wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
         if NVSHMEM:
@@ -104,9 +107,12 @@ def up_kernel(
     if not DESCRIPTORS:
         n = tl.arange(0, BN)
         column = h0 + n % BH
+        # Row n of the tile is row n % BH of half n // BH: with both halves in one tile the activation needs no other
+        # program. Columns past H are clamped; they are not stored.
         weight_row = (expert.to(tl.int64) * HALVES + n // BH) * H + tl.minimum(column, H - 1)
         w_ptrs = w1 + weight_row[:, None] * M + k[None, :]
 
+    # Main loop: a step is BK of the model dimension.
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, M, BK):
         if EVEN_K:

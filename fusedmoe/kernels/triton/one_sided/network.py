@@ -81,7 +81,7 @@ def my_pe(_semantic=None):
 
 @core.extern
 def fence(_semantic=None):
-    """What this rank has put to a PE, in any program, comes there before what is put afterwards. In every thread.
+    """Orders puts: those of this rank to a PE so far, in any program, arrive before later ones. In every thread.
 
     NVSHMEM's rule for threads: what was issued before the fence was called. So a program whose puts are meant must have
     gone before, or told of them by an atomic that this one has read; it need not have waited for them.
@@ -180,5 +180,5 @@ class _Loaded:
 
 
 def tell_of_modules(register: Callable[[int], None]) -> None:
-    """From now on calls `register` with each CUDA module (a CUmodule) that Triton loads, before a kernel of it runs."""
+    """Calls `register`, from now on, with each CUDA module (a CUmodule) that Triton loads, before its kernels run."""
     knobs.runtime.kernel_load_end_hook.add(_Loaded(register))

@@ -72,18 +72,18 @@ def put_rows_kernel(
     place = tile * TILE + tl.arange(0, TILE)
     inside = place < used
     source = tl.load(source_ptr + peer.to(tl.int64) * C + place, mask=inside, other=0).to(tl.int64)
-    there = at_peer(rows_ptr, row_table_ptr, peer)
+    peer_rows_ptr = at_peer(rows_ptr, row_table_ptr, peer)
     owner = me
     if NVSHMEM:
         far = tl.load(row_table_ptr + peer) == 0
         if far:
-            there, owner = staging_ptr, peer
+            peer_rows_ptr, owner = staging_ptr, peer
     target = (slot.to(tl.int64) * W + owner) * C + place
     column = tl.arange(0, BLOCK)
     for first in range(0, M, BLOCK):
         mask = inside[:, None] & (first + column < M)[None, :]
         x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
-        tl.store(there + target[:, None] * M + first + column[None, :], x, mask=mask)
+        tl.store(peer_rows_ptr + target[:, None] * M + first + column[None, :], x, mask=mask)
     mark = (slot * W + me) * T + tile
     if NVSHMEM:
         if far:
