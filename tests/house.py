@@ -52,6 +52,8 @@ PLAIN: tuple[str, ...] = (
     "plans.py",
     "puts.py",
     "ranks.py",
+    "runtime",
+    "schedule",
     "titan.py",
     "tutel",
 )

@@ -217,7 +217,7 @@ class Capabilities:
     copies: bool = False
 
 
-def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
+def runnable_kinds(layer: Capabilities, follows: Follows) -> tuple[str, ...]:
     """Returns the kinds of tasks that plans may have.
 
     Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
@@ -225,18 +225,18 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     every rank straight to all shards of their experts. Kinds that autograd runs beside a step's tasks are in its plan
     for the time that they take.
     """
-    parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
+    parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
     if follows == "step":
         return ("attention", "gate", "other", COUNTS, *parts, "gradient-all-reduce", "loss", "optimizer")
     if follows == "blocks":
         kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
-        return (*kinds, *((GATHER, REDUCE) if here.copies else ()), "loss", "optimizer")
-    split = here.ep > 1 or here.esp > 1
-    served = triton_serves(here.device) and here.dtype != torch.float64
-    if not (split and here.grouped and here.direct and served and here.heap()):
+        return (*kinds, *((GATHER, REDUCE) if layer.copies else ()), "loss", "optimizer")
+    split = layer.ep > 1 or layer.esp > 1
+    served = triton_serves(layer.device) and layer.dtype != torch.float64
+    if not (split and layer.grouped and layer.direct and served and layer.heap()):
         return parts
     over_experts, over_shards = FUSED
-    return (*parts, over_experts if here.ep > 1 else over_shards)
+    return (*parts, over_experts if layer.ep > 1 else over_shards)
 
 
 def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:

@@ -138,19 +138,19 @@ class _Group:
         return self.rows[-1].top + self.rows[-1].height
 
     def bracket(self, phase: str, layer: int | None, brief: bool) -> str:
-        """What stands above a stretch: the pass and the layer; nothing above the loss, which is in none."""
+        """Returns the text above a stretch: the pass and the layer; nothing above the loss, which is in none."""
         name = {"forward": "fwd", "backward": "bwd"}[phase] if brief else phase
         if layer is not None:
             return f"{name} {layer}" if brief else f"{name}, layer {layer}"
         return "" if any(run[3] is not None for run in self.runs) else name
 
     def brackets(self, brief: bool) -> list[tuple[str, float]]:
-        """What stands above the stretches, and how long they take, in seconds."""
+        """Returns the text above each stretch, and its seconds."""
         return [(self.bracket(phase, layer, brief), end_s - start_s) for start_s, end_s, phase, layer in self.runs]
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
-    """Where each group and row goes, from the top; and the height of them all."""
+    """Returns the groups with the places of their rows, from the top, and the height of them all."""
     used = {resource for timeline in timelines for resource in timeline.resources}
     shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
     several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
@@ -326,7 +326,7 @@ class Stripe(NamedTuple):
 
 
 def stripes_of(kind: str) -> list[Stripe]:
-    """What a bar is painted with, one over the other: its ground, and a fused operation's bands."""
+    """Returns the stripes that a bar is painted with, one over the other: its ground, and a fused operation's bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
@@ -340,7 +340,8 @@ def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:
 
 
 def label_of(span: Span, width: float, height: float, measure: Measure) -> list[tuple[float, str, float]]:
-    """What fits into a bar of so many inches: lines of (offset from the middle, text, size in points)."""
+    """Returns the text that fits into a bar of so many inches: lines of (offset from the middle, text, size in
+    points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
     name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)

@@ -335,7 +335,7 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
     tasks = tuple(number)
     for index, task in enumerate(tasks):
         number[task] = index
-    before = [[number[one] for one in plan.dependencies[task]] for task in tasks]
+    before = [[number[waited] for waited in plan.dependencies[task]] for task in tasks]
     for order in (plan.inter, plan.intra, plan.compute):
         numbers = [number[task] for task in order]
         for earlier, index in zip(numbers, numbers[1:], strict=False):
@@ -349,7 +349,7 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
     for position, index in enumerate(places):
         place[index] = position
     sequence = tuple(tasks[index] for index in places)
-    return sequence, tuple(tuple(place[one] for one in before[index]) for index in places)
+    return sequence, tuple(tuple(place[waited] for waited in before[index]) for index in places)
 
 
 def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of steps took where they ran, and what steps cost by it.
+"""Observed times: the parts of steps as they took where they ran, and the costs of steps by them.
 
     seen = observe(plan, costs, steps)      # timelines of steps that ran by this plan
     costs = refit(costs, seen)              # the same where nothing was seen
@@ -33,7 +33,8 @@ _PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """What was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the steps.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the
+    steps.
 
     A task begins when the last rank begins it, and ends when the last one has ended it. So what ranks wait for each
     other is part of a step once, where a rank is late, and the tasks of a step without a schedule add up to it.
@@ -59,12 +60,12 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """By how much the prediction is off, as a share of what was measured."""
+        """The difference of the prediction, as a share of what was measured."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
-    """A step beside its prediction: each part, and the whole step last.
+    """Compares a step with its prediction: each part, and the whole step last.
 
     Args:
         timelines: of all ranks, from where the step began; what ranks make of a part is as in `observe`.
@@ -87,7 +88,7 @@ def _part_name(kind: str, phase: str | None) -> str:
 
 
 def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
-    """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
+    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
     found: dict[Sample, list[float]] = {}
     for sample, seconds in _tasks(plan, costs, _last(timelines)).values():
         found.setdefault(sample, []).append(seconds)
@@ -95,9 +96,10 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
 
 
 def _last(timelines: Sequence[Timeline]) -> Timeline:
-    """When the last rank began each span, and when the last one had ended it.
+    """Returns the spans from when the last rank began them to when the last one had ended them.
 
-    Who is early waits in the next collective for who is late. Here that counts once, in what made the other late.
+    A rank that is early waits in the next collective for one that is late. Here that counts once, in what made the
+    other late.
     """
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
@@ -112,7 +114,7 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple[Sample, float]]:
-    """Of one step, by task: what it is a sample of, and its seconds."""
+    """Returns for each task of one step what it is a sample of, and its seconds."""
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
@@ -125,7 +127,7 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    found: dict[Task, tuple[Sample, float]] = {}
+    samples: dict[Task, tuple[Sample, float]] = {}
     shared = _surrounding(timeline, runs)
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
@@ -142,21 +144,21 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (weight_gradient(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
-        found[task] = sample, seconds
+        samples[task] = sample, seconds
     after = Sample("optimizer", None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
-        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found)
+        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in samples)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
         of = [None] if sample.phase is None else range(layers)
         for layer in of:
-            found[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
-    return found
+            samples[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
+    return samples
 
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
-    """What a step took beside its tasks: in each pass, between them, and after them."""
+    """Returns the seconds of a step beside its tasks: in each pass, between them, and after them."""
     losses = [span for span in timeline.spans if span.kind == "loss"]
     if not losses:
         return {}
@@ -177,7 +179,7 @@ def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sampl
 
 
 def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
-    """The costs of a step by what was seen of such ones.
+    """Returns the costs of a step by what was seen of steps of these layers.
 
     No task takes less than the executor itself (`StepCosts.task_s`). Where micro-batches go through all of the layers,
     what surrounds them is before and after: with the loss, and with the optimizer. What surrounded a layer by itself
@@ -212,19 +214,23 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
         return found if found is part else replace(found, alpha_s=max(found.alpha_s, task_s))
 
     chunks = {
-        phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in layer.chunks.items()
+        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
+        for phase, part_s in layer.chunks.items()
     }
-    dense_s = {phase: dict(of) for phase, of in layer.dense_s.items()}
-    for phase, of in dense_s.items():
-        of |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in of.items()}
+    dense_s = {phase: dict(part_s) for phase, part_s in layer.dense_s.items()}
+    for phase, part_s in dense_s.items():
+        part_s |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in part_s.items()}
     micro = layer.micro
     if micro is None:
-        for phase, of in dense_s.items():
+        for phase, part_s in dense_s.items():
             for kind, of_rows in (("other", share), (COUNTS, 1.0)):
                 if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
-                    of[kind] = around_s / of_rows
+                    part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
-    dense = {phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in micro.dense.items()}
+    dense = {
+        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
+        for phase, part_s in micro.dense.items()
+    }
     for phase, of_phase in dense.items():
         around_s = _around_s(seen, phase)
         if around_s is not None and "attention" in of_phase and Sample("loss", None) not in seen.seconds:
@@ -247,13 +253,13 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
             weights[kind] = whole * min(1.0, own.seconds(1) / both_s)
         elif predicted.seconds(1) > 0:
             weights[kind] = part * (whole.seconds(1) / predicted.seconds(1))
-    dense_s = {phase: {kind: part.seconds(1) for kind, part in of.items()} for phase, of in dense.items()}
+    dense_s = {phase: {kind: part.seconds(1) for kind, part in part_s.items()} for phase, part_s in dense.items()}
     micro = MicroBatches(dense, weights, micro.waits, apart_s)
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
 def _around_s(seen: Observed, phase: str) -> float | None:
-    """Seconds that surrounded a layer in a pass; None where nothing is known of them."""
+    """Returns the seconds that surrounded a layer in a pass; None where nothing is known of them."""
     around_s = seen.seconds.get(Sample("other", phase))
     return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
 

@@ -35,7 +35,7 @@ _GRADIENT = "gradient-all-reduce"
 
 
 class ChunkedPass(NamedTuple):
-    """How one layer's chunks go through one pass."""
+    """An order and a number of chunks: the way of one layer's chunks through one pass."""
 
     order: Order
     degree: int
@@ -49,7 +49,7 @@ def step_plan(
     *,
     exposed: bool = False,
 ) -> Plan:
-    """The plan of a step of the layers that `costs` has, with the parts that it has of each.
+    """Returns the plan of a step of the layers that `costs` has, with the parts that it has of each.
 
     `forward`, `backward`: one for each layer. `partition`: gradients that are reduced on the way; what is left over
     follows the last combine, in one piece. `exposed`: all gradients wait for the end of the backward pass, and go one
@@ -88,7 +88,7 @@ def step_plan(
 def idle_slot_plan(
     costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], bucket_bytes: int
 ) -> Plan:
-    """The plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
+    """Returns the plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
 
     A bucket never reaches over the end of a layer's gradient.
     """
@@ -106,7 +106,7 @@ class Degrees(NamedTuple):
 
 
 def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, weights: bool = False) -> Iterator[Task]:
-    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
+    """Yields all parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
 
     `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`).
     """
@@ -123,17 +123,18 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
 
 def loss_tasks(costs: StepCosts) -> list[Task]:
-    """The loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
+    """Returns the loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
     return [] if costs.loss_s is None else [Task("loss", None, None, None)]
 
 
 def optimizer_tasks(costs: StepCosts) -> list[Task]:
-    """The optimizer, where the step has one."""
+    """Returns the optimizer, where the step has one."""
     return [] if costs.optimizer_s is None else [Task("optimizer", None, None, None)]
 
 
 def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
-    """All-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), in back-propagation's order."""
+    """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), as back-propagation
+    goes."""
     return [
         Task(_GRADIENT, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
@@ -153,12 +154,13 @@ class BucketCutter:
         self._cut: dict[int, int] = {}
 
     def available(self, layer: int) -> int:
-        """Bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
+        """Returns the bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
         end = self.ends[layer] if layer < len(self.ends) else 0
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
-        """The next bucket of about `size` bytes, from what is ready after `layer`; none where that is nothing."""
+        """Returns the next bucket of about `size` bytes, from what is ready after `layer`; none where that is
+        nothing."""
         ready = self.available(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
@@ -171,7 +173,7 @@ class BucketCutter:
 
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
-    """One layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
+    """Returns one layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
 
     def own(task: Task) -> bool:
         return _is_chunk(task, layer, phase)
@@ -186,7 +188,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
 
 
 def one_pass(plan: Plan, phase: str) -> Plan:
-    """One pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
+    """Returns one pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
     orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
     after = {
         task: tuple(one for one in before if one.phase == phase)
@@ -197,7 +199,7 @@ def one_pass(plan: Plan, phase: str) -> Plan:
 
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """The gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
+    """Returns the gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     found: list[Task] = []
     for task in plan.inter[places[-1] + 1 :] if places else ():
@@ -218,7 +220,7 @@ def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
-    """One layer's pass by a fused operation in that many chunks."""
+    """Returns one layer's pass by a fused operation in that many chunks."""
     chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 

@@ -73,13 +73,13 @@ class Workload:
 
     @property
     def shapes(self) -> str:
-        """What the layer is, however many tokens it is given: by which `CostModel.observed` knows it."""
+        """Words for the layer, however many tokens it is given: `CostModel.observed` knows it by these."""
         esp = f" in {self.esp} shards" if self.esp > 1 else ""
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
         return f"{of}, {self.itemsize} bytes"
 
     def volumes(self) -> dict[str, float]:
-        """What each part of the layer handles in one pass, in bytes, for "expert" in FLOP forward (F9).
+        """Returns the bytes that each part of the layer handles in one pass, and for "expert" the FLOP forward (F9).
 
         A part that has no peers is left out: dispatch and combine without expert parallelism, all-gather and
         reduce-scatter without expert sharding.
@@ -94,28 +94,29 @@ class Workload:
         return {kind: found[kind] for kind in PIPELINE if kind in found}
 
     def kept(self) -> float:
-        """Elements that the experts' forward pass keeps: rows and pre-activations."""
+        """Returns the elements that the experts' forward pass keeps: rows and pre-activations."""
         return self.rows * (self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def kept_for_weights(self) -> float:
-        """Elements that are kept between the gradients of rows and those of the experts' weights: activations, and the
-        gradients of pre-activations."""
+        """Returns the elements that are kept between the gradients of rows and those of the experts' weights:
+        activations, and the gradients of pre-activations."""
         return self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
     def projection_flop(self) -> float:
-        """FLOP of attention's four projections, forward."""
+        """Returns the FLOP of attention's four projections, forward."""
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
 
     def attention_flop(self) -> float:
-        """FLOP of attention forward: the projections, scores and their product with the values."""
+        """Returns the FLOP of attention forward: the projections, scores and their product with the values."""
         return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:
-        """Bytes of attention's projections, split over MP, and the gate: what is summed over data parallelism."""
+        """Returns the bytes of attention's projections, split over MP, and the gate: what is summed over data
+        parallelism."""
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
     def layer_costs(self, model: CostModel) -> LayerCosts:
-        """What the layer costs on a machine. Backward, experts and attention take twice their time (F13).
+        """Returns the layer's costs on a machine. Backward, experts and attention take twice their time (F13).
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
         around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
@@ -163,7 +164,8 @@ class Workload:
         whole: bool = False,
         waits: bool = False,
     ) -> StepCosts:
-        """What a training step costs on a machine, of such layers one after the other; as they ran where that was seen.
+        """Returns the costs of a training step of layers like this, one after the other; as they ran where that was
+        seen.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
@@ -185,9 +187,9 @@ class Workload:
 
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:
-    """Seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs know nothing
-    of it. More chunks cost starts, and results of one may travel while the next is computed: what they take is known
-    only where they ran (`CostModel.observed`).
+    """Returns the seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs
+    know nothing of it. More chunks cost starts, and results of one may travel while the next is computed: what they
+    take is known only where they ran (`CostModel.observed`).
 
     A part's bytes travel as fast as its collective takes them by its line (β·n), and no collective has to start: a
     signal for each takes the place of α. Products take what their line says, and FLOP of products are equal.
@@ -211,7 +213,7 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     layer = workload.step_costs(model, [0], workload.volumes()).layers[0]
     shards = workload.esp if link == "inter" else 1
     tile = min(1.0, model.fused.tile_rows / workload.rows)
-    found = {}
+    seconds = {}
     for phase in PHASES:
         parts = layer.chunks[phase]
         there, back = (shards * parts[part].whole_s for part in (first, last))
@@ -221,12 +223,13 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))
         apart_s = parts["expert"].seconds(1) - whole_s  # all starts, and gradients of weights
-        found[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
-    return found
+        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
+    return seconds
 
 
 def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
-    """The overlapped time of stages that take so many seconds for all rows: one tile after the other goes through them.
+    """Returns the overlapped time of stages that take so many seconds for all rows: one tile after the other goes
+    through them.
 
     `tile`: rows of a tile as a share of all.
     """
