@@ -36,6 +36,7 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     WEIGHT_GRADIENTS,
     Task,
+    TaskKind,
     resources_of,
 )
 from fusedmoe.threads import LOOK_S, Helper
@@ -227,10 +228,19 @@ def runnable_kinds(layer: Capabilities, follows: Follows) -> tuple[str, ...]:
     """
     parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
     if follows == "step":
-        return ("attention", "gate", "other", COUNTS, *parts, "gradient-all-reduce", "loss", "optimizer")
+        return (
+            TaskKind.ATTENTION,
+            TaskKind.GATE,
+            TaskKind.OTHER,
+            COUNTS,
+            *parts,
+            TaskKind.GRADIENT_ALL_REDUCE,
+            TaskKind.LOSS,
+            TaskKind.OPTIMIZER,
+        )
     if follows == "blocks":
-        kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
-        return (*kinds, *((GATHER, REDUCE) if layer.copies else ()), "loss", "optimizer")
+        kinds = (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), TaskKind.GRADIENT_ALL_REDUCE)
+        return (*kinds, *((GATHER, REDUCE) if layer.copies else ()), TaskKind.LOSS, TaskKind.OPTIMIZER)
     split = layer.ep > 1 or layer.esp > 1
     served = triton_serves(layer.device) and layer.dtype != torch.float64
     if not (split and layer.grouped and layer.direct and served and layer.heap()):

@@ -40,7 +40,7 @@ from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import observe
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class _Profiler:
         for _ in range(1 + ROUNDS):  # the first time, kernels are compiled
             self._ready()
             self._together()
-            with self._recorder.span("signals", kind="other"):
+            with self._recorder.span("signals", kind=TaskKind.OTHER):
                 for _ in range(_SIGNALS):
                     through.exchange(row, each, each, 1, "profile")
             taken.append(float(self._slowest([self._recorder.timeline().duration_s])[0]) / _SIGNALS)
@@ -385,7 +385,7 @@ class _Profiler:
         self._ready()
         for number, (name, size) in enumerate(samples):
             self._together()
-            with self._recorder.span(name, kind="other"):
+            with self._recorder.span(name, kind=TaskKind.OTHER):
                 self._works[name].run(size)
             if total:
                 self._show(done + number + 1, total)
@@ -428,9 +428,9 @@ class _Profiler:
             name: int(min(max(lines[name].amount(longest_s), points[name][0][0]), points[name][-1][0])) // width
             for name in names
         }
-        bodies = {
-            "dispatch": lambda task: self._works[names[0]].run(sizes[names[0]]),
-            "all-gather": lambda task: self._works[names[1]].run(sizes[names[1]]),
+        bodies: dict[str, Callable[[Task], None]] = {
+            TaskKind.DISPATCH: lambda task: self._works[names[0]].run(sizes[names[0]]),
+            TaskKind.ALL_GATHER: lambda task: self._works[names[1]].run(sizes[names[1]]),
         }
         rounds = []
         for number in range(ROUNDS):

@@ -36,7 +36,7 @@ from fusedmoe.schedule.step_costs import (
     pass_bound_s,
     work_s,
 )
-from fusedmoe.schedule.task import LINKS, PIPELINE
+from fusedmoe.schedule.task import LINKS, PIPELINE, TaskKind
 
 # Ranges of blocks that are looked at begin in one of so many layers at one end, and end in one at the other.
 _ENDS = 2
@@ -56,7 +56,7 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
 
 def _waits(layer: LayerCosts) -> bool:
     """Returns True if a layer's gradient has to wait for anything."""
-    return any(kind in layer.dense_s["backward"] for kind in ("other", "gate", "attention"))
+    return any(kind in layer.dense_s["backward"] for kind in (TaskKind.OTHER, TaskKind.GATE, TaskKind.ATTENTION))
 
 
 class _Block(NamedTuple):
@@ -105,10 +105,10 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float
     later = micro.weights if weights and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
     chunk_s = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
-    expert_later = later.get("expert", free) if "expert" in chunks else free
-    if later and "expert" in chunks:
-        chunk_s["expert"] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
-    dense_later = later.get("attention", free) if "attention" in micro.dense[phase] else free
+    expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
+    if later and TaskKind.EXPERT in chunks:
+        chunk_s[TaskKind.EXPERT] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
+    dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
     dense_s = dense.alpha_s + dense.whole_s / dense_count
     dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)

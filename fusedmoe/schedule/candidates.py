@@ -13,7 +13,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
+from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, TaskKind
 
 #: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
 OFF = "off"
@@ -66,7 +66,7 @@ def _span(degrees: Iterable[int]) -> str:
 
 
 def _largest_bucket(plan: Plan) -> int:
-    return max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=0)
+    return max((task.size or 0 for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE), default=0)
 
 
 def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:

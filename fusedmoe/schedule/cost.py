@@ -17,7 +17,7 @@ import numpy as np
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, Task
+from fusedmoe.schedule.task import LINKS, Task, TaskKind
 
 #: What a cost model has lines for: a collective and the group that it runs in, matrix products, or copies of rows in
 #: another order.
@@ -184,7 +184,7 @@ class Observed:
             rows = None if data["rows"] is None else float(data["rows"])
             found = {}
             for kind, phase, chunks, apart, seconds in data["samples"]:
-                kind = "other" if kind == "gate" else str(kind)  # as older files call it
+                kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # as older files call it
                 found[Sample(kind, phase, int(chunks), bool(apart))] = float(seconds)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: a field is missing or no number: {error}") from error

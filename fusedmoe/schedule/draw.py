@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS
+from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, align, lanes
 
 if TYPE_CHECKING:
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 MAX_TIMELINES = 64
 
 #: Of each kind but fused operations, which have those of their parts.
-COLOURS = {
-    "gate": "#35259a",
-    "permute": "#8a77ee",
-    "count-exchange": "#87871e",
-    "dispatch": "#0a2f66",
-    "all-gather": "#1f7350",
-    "expert": "#f79a1c",
-    "reduce-scatter": "#80f2d8",
-    "combine": "#98b8f8",
-    "unpermute": "#d9cbf8",
-    "attention": "#f5d878",
-    "weight-gradient": "#ad380c",
-    "attention-weight-gradient": "#0490b3",
-    "gradient-all-reduce": "#bd559b",
-    "sparse-all-gather": "#8f1fe8",
-    "sparse-reduce-scatter": "#dde04a",
-    "loss": "#121220",
-    "optimizer": "#5e4c47",
-    "other": "#a09c98",
+COLOURS: dict[str, str] = {
+    TaskKind.GATE: "#35259a",
+    TaskKind.PERMUTE: "#8a77ee",
+    TaskKind.COUNT_EXCHANGE: "#87871e",
+    TaskKind.DISPATCH: "#0a2f66",
+    TaskKind.ALL_GATHER: "#1f7350",
+    TaskKind.EXPERT: "#f79a1c",
+    TaskKind.REDUCE_SCATTER: "#80f2d8",
+    TaskKind.COMBINE: "#98b8f8",
+    TaskKind.UNPERMUTE: "#d9cbf8",
+    TaskKind.ATTENTION: "#f5d878",
+    TaskKind.WEIGHT_GRADIENT: "#ad380c",
+    TaskKind.ATTENTION_WEIGHT_GRADIENT: "#0490b3",
+    TaskKind.GRADIENT_ALL_REDUCE: "#bd559b",
+    TaskKind.SPARSE_ALL_GATHER: "#8f1fe8",
+    TaskKind.SPARSE_REDUCE_SCATTER: "#dde04a",
+    TaskKind.LOSS: "#121220",
+    TaskKind.OPTIMIZER: "#5e4c47",
+    TaskKind.OTHER: "#a09c98",
 }
 
 # The height of a fused operation's bands, as a share of its bar's.

@@ -23,9 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, RESOURCES, Task, standard_dependencies
+from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_dependencies
 
-_GRADIENT = "gradient-all-reduce"
 _ROUNDS = 3
 
 
@@ -63,7 +62,7 @@ class ListSchedule:
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
-        buckets = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
+        buckets = [place for place, task in enumerate(self._tasks) if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
         for one, other in zip(buckets, buckets[1:], strict=False):
             self._before[other].append(one)
         self._followers = followers_of(self._before)
@@ -124,7 +123,8 @@ class ListSchedule:
             way[place] = self._seconds[place] + longest
         # Of gradients one at most is ready at a time.
         return [
-            math.inf if task.kind == _GRADIENT else -seconds for task, seconds in zip(self._tasks, way, strict=True)
+            math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
+            for task, seconds in zip(self._tasks, way, strict=True)
         ]
 
     def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:

@@ -24,7 +24,7 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
 
 Orders = dict[str, list[Task]]
 Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
@@ -156,13 +156,13 @@ def pass_s(
     if order is three_queues and contention == 1.0:
         return three_queues_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
-    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {"gradient-all-reduce": gar}
+    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {TaskKind.GRADIENT_ALL_REDUCE: gar}
     return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
 
 
 @lru_cache(maxsize=1024)
 def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
-    buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if with_gradient else []
+    buckets = [Task(TaskKind.GRADIENT_ALL_REDUCE, 0, 1, "backward")] if with_gradient else []
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 
 

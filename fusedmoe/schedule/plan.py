@@ -47,6 +47,7 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     SYMBOLS,
     Task,
+    TaskKind,
     resources_of,
     standard_dependencies,
 )
@@ -367,7 +368,7 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
             for what, number, least in (("chunk", chunk, 0), ("layer", layer, 0), ("size", size, 1)):
                 if number is not None and (type(number) is not int or number < least):
                     raise ConfigError(f"plan: {what} {number!r} of {task!r} is not an integer from {least}, or None")
-            if size is not None and kind != "gradient-all-reduce":
+            if size is not None and kind != TaskKind.GRADIENT_ALL_REDUCE:
                 raise ConfigError(f"plan: {name(task)} has a size; only a gradient-all-reduce can have one")
             if (resource == "compute") == (kind in LINKS) and kind not in FUSED:
                 cure = f"put it on {LINKS[kind]}" if kind in LINKS else "put it on compute"

@@ -22,14 +22,13 @@ from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
-_GRADIENT = "gradient-all-reduce"
 # No clock is finer.
 _TICK_S = 1e-9
 # What a step does by its plan, or autograd in its place: all else surrounds it.
-_PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
+_PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
@@ -119,11 +118,11 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
     # Autograd runs attention that is in one piece, also that of layers without experts.
-    in_one = any(task.kind == "attention" and task.chunk is None for task in plan)
+    in_one = any(task.kind == TaskKind.ATTENTION and task.chunk is None for task in plan)
     degrees, layers = plan.degrees, max(1, len(costs.layers))
 
     def runs(span: Span) -> bool:
-        if span.kind == "attention" and span.chunk is None:
+        if span.kind == TaskKind.ATTENTION and span.chunk is None:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
@@ -132,20 +131,20 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
         task = Task(kind, chunk, layer, phase)
-        if kind == "attention" and chunk is None:
+        if kind == TaskKind.ATTENTION and chunk is None:
             shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
             continue
-        if kind == _GRADIENT:
+        if kind == TaskKind.GRADIENT_ALL_REDUCE:
             sample = Sample(kind, phase, carried[kind, chunk, layer, phase])
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
-            if (kind, phase) == ("expert", "backward") and there and back and there != back:
+            if (kind, phase) == (TaskKind.EXPERT, "backward") and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (weight_gradient(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
         samples[task] = sample, seconds
-    after = Sample("optimizer", None)
+    after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
         late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in samples)
@@ -159,22 +158,25 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
     """Returns the seconds of a step beside its tasks: in each pass, between them, and after them."""
-    losses = [span for span in timeline.spans if span.kind == "loss"]
+    losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
     begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
-    reduced = [span for span in timeline.spans if span.kind == _GRADIENT]
-    after = [span.start_s for span in timeline.spans if span.kind == "optimizer"]
+    reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
+    after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
     passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
     reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
     counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
-    work = [*counts, *(span for span in timeline.spans if span.kind not in (_GRADIENT, COUNTS) and runs(span))]
+    work = [
+        *counts,
+        *(span for span in timeline.spans if span.kind not in (TaskKind.GRADIENT_ALL_REDUCE, COUNTS) and runs(span)),
+    ]
     return {
         **({Sample(COUNTS, "forward"): sum(span.duration_s for span in counts)} if counts else {}),
-        Sample("other", "forward"): idle_s(work, 0.0, begins_s),
-        Sample("loss", None): ends_s - begins_s,
-        Sample("other", "backward"): idle_s(work, ends_s, passed_s),
-        Sample("optimizer", None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
+        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
+        Sample(TaskKind.LOSS, None): ends_s - begins_s,
+        Sample(TaskKind.OTHER, "backward"): idle_s(work, ends_s, passed_s),
+        Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
 
 
@@ -192,7 +194,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     for layer in costs.layers:
         if id(layer) not in layers:
             layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
-    between, after = (seen.seconds.get(Sample(kind, None)) for kind in ("loss", "optimizer"))
+    between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_around_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
     optimizer_s = costs.optimizer_s if after is None else after
@@ -202,7 +204,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     return replace(
         costs,
         layers=tuple(layers[id(layer)] for layer in costs.layers),
-        all_reduce=_refit_line(costs.all_reduce, seen.get(_GRADIENT, "backward")),
+        all_reduce=_refit_line(costs.all_reduce, seen.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
         loss_s=loss_s,
         optimizer_s=optimizer_s,
     )
@@ -223,7 +225,7 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     micro = layer.micro
     if micro is None:
         for phase, part_s in dense_s.items():
-            for kind, of_rows in (("other", share), (COUNTS, 1.0)):
+            for kind, of_rows in ((TaskKind.OTHER, share), (COUNTS, 1.0)):
                 if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
@@ -233,8 +235,8 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     }
     for phase, of_phase in dense.items():
         around_s = _around_s(seen, phase)
-        if around_s is not None and "attention" in of_phase and Sample("loss", None) not in seen.seconds:
-            of_phase["attention"] += StageTime(0.0, around_s / share)
+        if around_s is not None and TaskKind.ATTENTION in of_phase and Sample(TaskKind.LOSS, None) not in seen.seconds:
+            of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / share)
     weights, apart_s = dict(micro.weights), micro.apart_s
     for kind, part in micro.weights.items():
         where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
@@ -246,7 +248,7 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
             both_s = own.seconds(1) + rest.seconds(1)
             if not seen.get(kind, "backward"):
                 whole = where["backward"][kind] = own + rest
-            elif kind == "expert":
+            elif kind == TaskKind.EXPERT:
                 apart_s = max(0.0, both_s - whole.seconds(1))
                 both_s = min(both_s, whole.seconds(1))
             # As a share of all that is backward: what is left for the input is never less than nothing.
@@ -260,7 +262,7 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
 
 def _around_s(seen: Observed, phase: str) -> float | None:
     """Returns the seconds that surrounded a layer in a pass; None where nothing is known of them."""
-    around_s = seen.seconds.get(Sample("other", phase))
+    around_s = seen.seconds.get(Sample(TaskKind.OTHER, phase))
     return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
 
 

@@ -23,14 +23,14 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, check_contention
 from fusedmoe.schedule.events import run, run_in_order
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline
 
 #: Of seconds, relatively: times that differ by no more are equal. Sums in another order differ by less.
 ROUNDING = 1e-9
 
 # What nothing in the passes that follow waits for.
-_BESIDE = frozenset(("gradient-all-reduce", *WEIGHT_GRADIENTS.values()))
+_BESIDE = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
@@ -113,7 +113,7 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
 def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
     """Returns the passes of all layers, in order of time."""
     path = at_work(critical_path(plan, timeline))
-    reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == "gradient-all-reduce"]
+    reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
         if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:

@@ -24,14 +24,13 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     STAGES,
     Task,
+    TaskKind,
     resources_of,
     weight_gradient,
 )
 
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
-
-_GRADIENT = "gradient-all-reduce"
 
 
 class ChunkedPass(NamedTuple):
@@ -93,7 +92,10 @@ def idle_slot_plan(
     A bucket never reaches over the end of a layer's gradient.
     """
     bare = step_plan(costs, forward, backward)
-    orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
+    orders = {
+        resource: [task for task in bare.on(resource) if task.kind != TaskKind.GRADIENT_ALL_REDUCE]
+        for resource in RESOURCES
+    }
     buckets = gradient_buckets(costs.gradient_bytes, bucket_bytes)
     return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
@@ -112,7 +114,7 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
     """
     chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
     for kind in STAGES[phase]:
-        if kind == "permute" and phase == "forward" and micro.waits:
+        if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
             apart = weight_gradient(kind) if weights else None
@@ -124,19 +126,19 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
 def loss_tasks(costs: StepCosts) -> list[Task]:
     """Returns the loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
-    return [] if costs.loss_s is None else [Task("loss", None, None, None)]
+    return [] if costs.loss_s is None else [Task(TaskKind.LOSS, None, None, None)]
 
 
 def optimizer_tasks(costs: StepCosts) -> list[Task]:
     """Returns the optimizer, where the step has one."""
-    return [] if costs.optimizer_s is None else [Task("optimizer", None, None, None)]
+    return [] if costs.optimizer_s is None else [Task(TaskKind.OPTIMIZER, None, None, None)]
 
 
 def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
     """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), as back-propagation
     goes."""
     return [
-        Task(_GRADIENT, number, layer, "backward", min(bucket_bytes or size, size - start))
+        Task(TaskKind.GRADIENT_ALL_REDUCE, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
         for number, start in enumerate(range(0, size, bucket_bytes or size or 1))
     ]
@@ -169,7 +171,7 @@ class BucketCutter:
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
         number = self._cut.get(last, 0)
         self._cut[last] = number + 1
-        return [Task(_GRADIENT, number, last, "backward", size)]
+        return [Task(TaskKind.GRADIENT_ALL_REDUCE, number, last, "backward", size)]
 
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
@@ -183,7 +185,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
         tasks = plan.on(resource)
         places = [place for place, task in enumerate(tasks) if own(task)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
-        orders[resource] = [task for task in between if own(task) or task.kind == _GRADIENT]
+        orders[resource] = [task for task in between if own(task) or task.kind == TaskKind.GRADIENT_ALL_REDUCE]
     return Plan.from_orders(orders)
 
 
@@ -203,7 +205,7 @@ def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     found: list[Task] = []
     for task in plan.inter[places[-1] + 1 :] if places else ():
-        if task.kind != _GRADIENT:
+        if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             break
         # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
         if task.layer is not None and task.layer > layer and task not in plan.after:

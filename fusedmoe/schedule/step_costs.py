@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
 
 #: The largest degree that is tried, unless the caller says otherwise.
 MAX_DEGREE = 16
@@ -192,7 +192,7 @@ class StepCosts:
                 without = (weight_gradient(kind), layer, phase) in counts
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
-                if kind == "expert" and phase == "backward" and there != counts[where] and layer is not None:
+                if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
                     known[where] += self.layers[layer].regroup_s / counts[where]
             result[task] = known[where]
         return result
@@ -204,7 +204,9 @@ class StepCosts:
         """
         kind, chunk, layer, phase, _ = task
         if layer is None:
-            duration_s = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
+            duration_s = (
+                self.loss_s if kind == TaskKind.LOSS else self.optimizer_s if kind == TaskKind.OPTIMIZER else None
+            )
             duration_s = None if duration_s is None else duration_s / count
         elif layer >= len(self.layers) or phase is None:
             duration_s = None
@@ -227,7 +229,7 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
-    elif kind == "permute" and micro.waits:
+    elif kind == TaskKind.PERMUTE and micro.waits:
         part = StageTime(0.0, 0.0)
     elif kind in _SOURCES:
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
@@ -238,7 +240,7 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
     weights = None if micro is None else micro.weights.get(kind)
     if micro is None or weights is None:
         return None
-    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == "expert" else 0.0)
+    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
@@ -256,7 +258,7 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
     start = 0
     result = {}
     for task in plan.inter:
-        if task.kind != "gradient-all-reduce":
+        if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             continue
         if task.layer is None or task.layer >= len(ends):
             raise ConfigError(f"plan: {name(task)} is of a layer that is not there; the stack has {len(ends)}")

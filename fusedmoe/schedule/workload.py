@@ -9,7 +9,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.refit import refit
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
-from fusedmoe.schedule.task import FUSED, LINKS, PHASES, PIPELINE
+from fusedmoe.schedule.task import FUSED, LINKS, PHASES, PIPELINE, TaskKind
 
 #: What a model's costs know its shapes by where they are of steps whose chunks end with their layer, beside those of
 #: steps whose micro-batches go through whole layers.
@@ -22,12 +22,12 @@ GEMMS = {"ffn": 2, "swiglu": 3}
 _PROJECTIONS, _ATTENTION_GEMMS = 4, 6
 
 #: The line of the cost model that each part of a layer is on.
-_LINES = {
-    "dispatch": "all-to-all/ep",
-    "all-gather": "all-gather/esp",
-    "expert": "gemm",
-    "reduce-scatter": "reduce-scatter/esp",
-    "combine": "all-to-all/ep",
+_LINES: dict[str, str] = {
+    TaskKind.DISPATCH: "all-to-all/ep",
+    TaskKind.ALL_GATHER: "all-gather/esp",
+    TaskKind.EXPERT: "gemm",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter/esp",
+    TaskKind.COMBINE: "all-to-all/ep",
 }
 
 
@@ -86,12 +86,12 @@ class Workload:
         """
         gathered = self.rows * self.model_dim * self.itemsize
         flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
-        found = {"expert": flop}
+        volumes: dict[str, float] = {TaskKind.EXPERT: flop}
         if self.ep > 1:
-            found |= dict.fromkeys(("dispatch", "combine"), gathered / self.esp)
+            volumes |= dict.fromkeys((TaskKind.DISPATCH, TaskKind.COMBINE), gathered / self.esp)
         if self.esp > 1:
-            found |= dict.fromkeys(("all-gather", "reduce-scatter"), gathered)
-        return {kind: found[kind] for kind in PIPELINE if kind in found}
+            volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
+        return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def kept(self) -> float:
         """Returns the elements that the experts' forward pass keeps: rows and pre-activations."""
@@ -133,8 +133,8 @@ class Workload:
         shared = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            for kind in ("all-gather", "reduce-scatter"):
-                line = model.line(f"{kind}/esp")
+            for name in ("all-gather/esp", "reduce-scatter/esp"):
+                line = model.line(name)
                 shared += StageTime(line.alpha_s, line.beta_s * rows_bytes)
         dense: dict[str, dict[str, StageTime]] = {}
         for phase in PHASES:
@@ -142,13 +142,15 @@ class Workload:
             twice = 2 if phase == "backward" else 1
             for kind, volume in self.volumes().items():
                 line = model.line(_LINES[kind])
-                times = twice if kind == "expert" else 1
-                starts = GEMMS[self.expert] if kind == "expert" else 1
+                times = twice if kind == TaskKind.EXPERT else 1
+                starts = GEMMS[self.expert] if kind == TaskKind.EXPERT else 1
                 chunks[phase][kind] = StageTime(times * starts * line.alpha_s, times * line.beta_s * volume)
-            dense[phase] = {"attention": attention * twice + shared}
+            dense[phase] = {TaskKind.ATTENTION: attention * twice + shared}
             dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
         projections = StageTime(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
-        weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
+        # Of two products of the backward pass of a weight one is its gradient.
+        expert = chunks["backward"][TaskKind.EXPERT]
+        weights: dict[str, StageTime] = {TaskKind.EXPERT: expert * 0.5, TaskKind.ATTENTION: projections}
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
@@ -218,11 +220,11 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
         parts = layer.chunks[phase]
         there, back = (shards * parts[part].whole_s for part in (first, last))
         # Of the backward pass, half is the weights' gradients.
-        whole_s = parts["expert"].whole_s / (1 if phase == "forward" else 2)
+        whole_s = parts[TaskKind.EXPERT].whole_s / (1 if phase == "forward" else 2)
         down_s = whole_s / GEMMS[workload.expert]
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))
-        apart_s = parts["expert"].seconds(1) - whole_s  # all starts, and gradients of weights
+        apart_s = parts[TaskKind.EXPERT].seconds(1) - whole_s  # all starts, and gradients of weights
         seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
     return seconds
 

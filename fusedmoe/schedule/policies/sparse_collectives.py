@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 
@@ -44,7 +44,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
 def idle_after(timeline: Timeline) -> float:
     """Returns the idle seconds of that link from the last combine of all to the optimizer, or to the timeline's end."""
     since_s = max((span.end_s for span in timeline.on("inter") if span.kind in PIPELINE), default=timeline.start_s)
-    ends_s = min((span.start_s for span in timeline.spans if span.kind == "optimizer"), default=timeline.end_s)
+    ends_s = min((span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER), default=timeline.end_s)
     return _idle_s(timeline, since_s, max(since_s, ends_s))
 
 
@@ -108,7 +108,7 @@ def _ahead(inter: Sequence[Task], first: int) -> int:
     """Returns the place of a gather before a layer's first dispatch: ahead of gradient buckets, which nothing waits
     for."""
     place = first
-    while place and inter[place - 1].kind == "gradient-all-reduce":
+    while place and inter[place - 1].kind == TaskKind.GRADIENT_ALL_REDUCE:
         place -= 1
     return place
 
@@ -117,7 +117,7 @@ def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
     """Returns the place of the last task that a layer's experts wait for backward, by whatever way; −1: nowhere."""
     number = {task: place for place, task in enumerate(plan.sequence)}
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
-    ahead = [number[task] for task in own if task.kind in ("expert", WEIGHT_GRADIENTS["expert"])]
+    ahead = [number[task] for task in own if task.kind in (TaskKind.EXPERT, WEIGHT_GRADIENTS[TaskKind.EXPERT])]
     found: set[int] = set()
     while ahead:
         place = ahead.pop()
