@@ -65,6 +65,8 @@ PLAIN: tuple[str, ...] = (
     "plans.py",
     "puts.py",
     "ranks.py",
+    "runtime",
+    "schedule",
     "titan.py",
     "training",
     "tutel",

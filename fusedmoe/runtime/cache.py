@@ -52,12 +52,12 @@ _VERSION = 1
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
-    """16 hexadecimal digits of all that a file depends on, in plain types."""
+    """Returns 16 hexadecimal digits of all that a file depends on, in plain types."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def own_version() -> str:
-    """The version of this library."""
+    """Returns the version of this library."""
     try:
         return version("fusedmoe")
     except PackageNotFoundError:  # run from its source
@@ -84,7 +84,7 @@ def cached_profile(
     budget_s: float = BUDGET_S,
     again: bool = False,
 ) -> tuple[Profile, Path]:
-    """The profile of this machine and where it lies; measured where there is none. Collective over all ranks.
+    """Returns the profile of this machine and its path; measured where there is none. Collective over all ranks.
 
     While it is measured, rank 0 shows a bar. Lines that are far from what was measured are a warning on rank 0.
 
@@ -95,27 +95,27 @@ def cached_profile(
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
     text = read_kept(path) if topology.is_first and not again else None
-    found = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
-    if found is None:
+    measured = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
+    if measured is None:
         with WorkBar("measuring this machine") as bar:
             show = bar.show if topology.is_first else None
             machine = describe(facts)
-            found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
+            measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.is_first:
-            write(path, found.to_json(), "what was measured")
-    if found.poor and topology.is_first:
-        lines = ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in found.poor.items())
+            write(path, measured.to_json(), "what was measured")
+    if measured.poor and topology.is_first:
+        lines = ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in measured.poor.items())
         warnings.warn(
             f"{path}: times of {lines} were uneven, and no line comes near them; schedules made by it may be slow. "
             "Measure again while nothing else runs on these machines, and for longer, on the same ranks: "
             "fusedmoe profile --again --budget 60",
             stacklevel=2,
         )
-    return found, path
+    return measured, path
 
 
 def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed]) -> Observed:
-    """What the parts of steps take; measured where it is not kept. Collective over all ranks.
+    """Returns what the parts of steps take; measured where it is not kept. Collective over all ranks.
 
     Args:
         facts: all that it depends on, in plain types, the same on every rank: those of the machine (`machine_facts`),
@@ -131,7 +131,8 @@ def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable
 
 
 def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
-    """The same, as far as it is kept: None where it is not, or the file is of something else."""
+    """Returns what the parts of steps take, as far as it is kept: None where it is not, or the file is of something
+    else."""
     text = read_kept(_observed_path(facts)) if topology.is_first else None
     text = all_gather_object(topology.world, text, "reading what steps take")[0]
     if text is not None:
@@ -145,7 +146,7 @@ def _observed_path(facts: dict[str, Any]) -> Path:
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """All that times depend on, in plain types, the same on every rank. Collective over all ranks.
+    """Returns all that times depend on, in plain types, the same on every rank. Collective over all ranks.
 
     Hosts are told apart, but their names are left out: another job on machines of the same kind finds the same profile.
     """
@@ -173,7 +174,7 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """The machine in one line."""
+    """Returns the machine in one line."""
     ranks = facts["ranks"]
     hosts = len({rank["host"] for rank in ranks})
     devices = sorted({rank["processor"] if rank["device"] == "cpu" else rank["device"] for rank in ranks})
@@ -207,7 +208,7 @@ def _processor() -> str:
 
 
 def _networks() -> Sequence[str]:
-    """Network cards with their speeds, and which of them torch.distributed was told to use."""
+    """Returns network cards with their speeds, and which of them torch.distributed was told to use."""
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
@@ -235,7 +236,7 @@ def cached_plans(
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Plan]:
-    """The plans of a step by these policies; searched where they are not kept. Collective over all ranks.
+    """Returns the plans of a step by these policies; searched where they are not kept. Collective over all ranks.
 
     While they are searched, rank 0 shows a bar, or tells `show` how many parts are done, of how many.
 
@@ -266,7 +267,7 @@ def cached_plans(
 
 
 def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
-    """The file of the plan by this policy: another one for all that it depends on."""
+    """Returns the file of the plan by this policy: another one for all that it depends on."""
     facts = {
         "policy": policy,
         "costs": asdict(costs),
@@ -283,7 +284,7 @@ def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: i
 
 
 def _source() -> str:
-    """A digest of the modules that plan: between two versions they change, too."""
+    """Returns a digest of the modules that plan: between two versions they change, too."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
         for path in sorted(Path(folder).glob("*.py")):
@@ -311,7 +312,7 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
 
 
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
-    """The file of what is the fastest plan of a step on this machine. Collective over all ranks.
+    """Returns the file of the fastest plan of a step on this machine. Collective over all ranks.
 
     `facts`: of the step, in plain types; rank 0's count.
     """
@@ -320,8 +321,8 @@ def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, fa
 
 
 def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], table: Sequence[Any]) -> str:
-    """What a choice's file holds, for `read_choice`: the chosen plan first, which takes so many seconds, then others to
-    check it against. `line` and `table` are for who reads the file."""
+    """Returns the text of a choice's file, for `read_choice`: the chosen plan first, which takes so many seconds, then
+    others to check it against. `line` and `table` are for who reads the file."""
     plans = [
         {
             "family": one.family,
@@ -338,7 +339,7 @@ def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], 
 def read_choice(
     topology: Topology, costs_of: Callable[[bool], StepCosts], path: Path
 ) -> tuple[float, list[PlanCandidate]] | None:
-    """The seconds of a kept choice, and its plans; None where there is none. Collective over all ranks.
+    """Returns the seconds of a kept choice, and its plans; None where there is none. Collective over all ranks.
 
     A damaged file is a warning, and so is one whose plans are not of these layers.
 
@@ -352,19 +353,19 @@ def read_choice(
         data = json.loads(text)
         if (data["format"], data["version"]) != (_CHOICE, _VERSION) or not 0 < float(data["seconds"]) < math.inf:
             raise ConfigError("it is of something else")
-        found = []
-        for one in data["plans"]:
-            plan = Plan.parse("\n".join(one["plan"]))
-            if plan.fingerprint != one["fingerprint"]:
+        candidates = []
+        for kept in data["plans"]:
+            plan = Plan.parse("\n".join(kept["plan"]))
+            if plan.fingerprint != kept["fingerprint"]:
                 raise ConfigError("a plan is not as it was written")
-            whole = bool(one["whole"])
+            whole = bool(kept["whole"])
             costs = costs_of(whole)
             predicted_s = makespan(plan, costs) if len(plan) else makespan(sequential(costs), costs)
-            found.append(PlanCandidate(str(one["family"]), plan, whole, predicted_s))
-        if not found:
+            candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s))
+        if not candidates:
             raise ConfigError("it has no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         if topology.is_first:
             warnings.warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
         return None
-    return float(data["seconds"]), found
+    return float(data["seconds"]), candidates

@@ -40,7 +40,7 @@ from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import observe
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ Sample = tuple[str, int]  # a line and a size
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """A measured machine.
 
     Attributes:
         costs: the lines through the points, and the contention.
@@ -105,7 +105,7 @@ class Profile:
 
     @property
     def poor(self) -> dict[str, float]:
-        """r² of the lines that are far from their points (`FAIR_R2`), by name."""
+        """The r² of the lines that are far from their points (`FAIR_R2`), by name."""
         fits = {name: line.r2 for name, line in self.costs.lines.items()}
         return {name: r2 for name, r2 in fits.items() if r2 is not None and r2 < FAIR_R2}
 
@@ -176,7 +176,7 @@ def _no_work(task: Task) -> None:
 
 
 def line_names(topology: Topology) -> tuple[str, ...]:
-    """The lines that a profile of this topology has."""
+    """Returns the lines that a profile of this topology has."""
     sizes = {
         "all-to-all/ep": topology.ep.size,
         "all-gather/esp": topology.esp.size,
@@ -187,7 +187,7 @@ def line_names(topology: Topology) -> tuple[str, ...]:
 
 
 def contention_of(inter_s: float, intra_s: float, together_s: float) -> float:
-    """The share of their speed that two collectives go on at while both run, in (0, 1].
+    """Returns the share of their speed that two collectives go on at while both run, in (0, 1].
 
     Alone they take `inter_s` and `intra_s`; begun together, `together_s` until both are done. While both run each has
     the share c, so the shorter one takes short / c, and the longer one then has long − short left.
@@ -250,7 +250,7 @@ class _Profiler:
         return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
 
     def _task_s(self) -> float:
-        """What the executor takes for a task that does nothing."""
+        """Returns the seconds that the executor takes for a task that does nothing."""
         bodies = dict.fromkeys(PIPELINE, _no_work)
         taken = []
         for _ in range(_EMPTY_ROUNDS):
@@ -260,13 +260,13 @@ class _Profiler:
         return statistics.median(taken)
 
     def _fused(self) -> FusedCosts | None:
-        """What a signal takes between kernels, where all ranks have memory that those of the others address."""
+        """Returns the seconds of a signal between kernels, where all ranks have memory that others' kernels address."""
         if not triton_serves(self._device):
             return None
         from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
         from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 
-        found = {}
+        signal_s = {}
         for link, group in (("inter", self._topology.ep), ("intra", self._topology.esp)):
             if group.size == 1:
                 continue
@@ -274,18 +274,18 @@ class _Profiler:
             if not all(all_gather_object(self._topology.world, has, "profile")):
                 continue
             with open_heap(group, self._device) as heap:
-                found[link] = self._signal_s(OneSidedAllToAll(heap, rows=1))
-        return self._of_rank_0(FusedCosts(TOKEN_TILE, found)) if found else None
+                signal_s[link] = self._signal_s(OneSidedAllToAll(heap, rows=1))
+        return self._of_rank_0(FusedCosts(TOKEN_TILE, signal_s)) if signal_s else None
 
     def _signal_s(self, through: OneSidedAllToAll) -> float:
-        """Of a row to each peer and a wait for theirs."""
+        """Returns the seconds of sending a row to each peer and waiting for theirs."""
         each = [1] * through.heap.group.size
         row = torch.zeros(len(each), dtype=torch.uint8, device=self._device)
         taken = []
         for _ in range(1 + ROUNDS):  # the first time, kernels are compiled
             self._ready()
             self._together()
-            with self._recorder.span("signals", kind="other"):
+            with self._recorder.span("signals", kind=TaskKind.OTHER):
                 for _ in range(_SIGNALS):
                     through.exchange(row, each, each, 1, "profile")
             taken.append(float(self._slowest([self._recorder.timeline().duration_s])[0]) / _SIGNALS)
@@ -351,7 +351,8 @@ class _Profiler:
         return _Work(_COPY_UNIT, _COPY_STEPS, copy, lambda size: size // _SIDE * _SIDE * width)
 
     def _ladder(self) -> list[Sample]:
-        """The sizes of each line that fit its share of the time. What short ones leave over goes to the longer ones."""
+        """Returns the sizes of each line that fit its share of the time. What short ones leave over goes to the longer
+        ones."""
         ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
         self._round(ends, 0, 0)  # the first time anything runs, it is set up
         # The least of some: one disturbance would halve a ladder.
@@ -380,11 +381,11 @@ class _Profiler:
         return self._of_rank_0([(name, size) for name in self._works for size in sizes[name]])
 
     def _round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
-        """Seconds of each sample: of the slowest rank."""
+        """Returns the seconds of each sample, on the slowest rank."""
         self._ready()
         for number, (name, size) in enumerate(samples):
             self._together()
-            with self._recorder.span(name, kind="other"):
+            with self._recorder.span(name, kind=TaskKind.OTHER):
                 self._works[name].run(size)
             if total:
                 self._show(done + number + 1, total)
@@ -397,7 +398,7 @@ class _Profiler:
             torch.cuda._sleep(20_000_000)
 
     def _together(self) -> None:
-        """Ranks that start at different times would measure each other's delay."""
+        """Waits until all ranks are here: ranks that start at different times would measure each other's delay."""
         all_reduce(self._topology.world, torch.zeros(1, device=self._wire), operation="profile")
 
     def _slowest(self, seconds: Sequence[float]) -> np.ndarray:
@@ -405,18 +406,19 @@ class _Profiler:
         return all_reduce(self._topology.world, found, "max", "profile").cpu().numpy()
 
     def _of_rank_0(self, found: T) -> T:
-        """Processors of different kinds may round differently, but all must measure, and find, the same."""
+        """Returns rank 0's value: processors of different kinds may round differently, but all must find the same."""
         result: T = all_gather_object(self._topology.world, found, "profile")[0]
         return result
 
     def _elapsed_s(self) -> float:
-        """Seconds since this profiler began, the same on every rank; collective."""
+        """Returns the seconds since this profiler began, the same on every rank; collective."""
         return float(self._slowest([self._clock() - self._began])[0])
 
     def _contention(
         self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int
     ) -> float:
-        """The share of their speed that both collectives keep: each alone, then at once, as a layer's plan has them."""
+        """Returns the share of their speed that both collectives keep: each alone, then at once, as a layer's plan has
+        them."""
         names = ("all-to-all/ep", "all-gather/esp")
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
         # About as long as each other, within the sizes that were measured, and all of it within the time.
@@ -426,9 +428,9 @@ class _Profiler:
             name: int(min(max(lines[name].amount(longest_s), points[name][0][0]), points[name][-1][0])) // width
             for name in names
         }
-        bodies = {
-            "dispatch": lambda task: self._works[names[0]].run(sizes[names[0]]),
-            "all-gather": lambda task: self._works[names[1]].run(sizes[names[1]]),
+        bodies: dict[str, Callable[[Task], None]] = {
+            TaskKind.DISPATCH: lambda task: self._works[names[0]].run(sizes[names[0]]),
+            TaskKind.ALL_GATHER: lambda task: self._works[names[1]].run(sizes[names[1]]),
         }
         rounds = []
         for number in range(ROUNDS):
@@ -454,12 +456,12 @@ def observe_steps(
     budget_s: float = STEPS_BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """What the parts of steps by these plans take, the same on every rank. Collective over all ranks.
+    """Returns what the parts of steps by these plans take, the same on every rank. Collective over all ranks.
 
     Args:
-        costs: of the steps, before.
-        run: a step by a plan, in so many-th round, on this rank; its timeline begins with it. The first step of each
-            plan is not counted: it takes memory that the system has to hand out first.
+        costs: of the steps, before they are measured.
+        run: does a step by a plan, in the round of this number, on this rank, and returns its timeline. The first step
+            of each plan is not counted: it takes memory that the system has to hand out first.
         budget_s: no step begins that would not end in so many seconds, but for the first two.
         clock: on this rank, in seconds.
     """

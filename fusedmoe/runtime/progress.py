@@ -16,7 +16,7 @@ _LINE_EVERY_S = 15.0
 
 
 class WorkBar:
-    """How much of some work is done and what time is left, on stderr, once it has taken a while: a bar; without a
+    """A bar on stderr that shows how much of some work is done and the time left, once it has taken a while; without a
     terminal a line now and every quarter of a minute.
 
     with WorkBar("simulating") as bar:
@@ -39,7 +39,7 @@ class WorkBar:
         self._progress.stop()
 
     def show(self, done: float, total: float) -> None:
-        """How much is done, of how much, in any unit."""
+        """Shows how much is done, of how much, in any unit."""
         now = time.monotonic()
         if self._terminal:
             if now > self._next_s:
@@ -61,14 +61,14 @@ class Display:
         pass
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        """Steps that are done now, the loss of the last one, and the speed."""
+        """Shows the steps that are done now, the loss of the last one, and the speed."""
 
     def say(self, line: str) -> None:
-        """Something that happened between two steps."""
+        """Shows something that happened between two steps."""
 
 
 def make_display(rank: int, total: int, done: int) -> Display:
-    """What fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
+    """Returns the display that fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
     if rank:
         return Display()
     return TrainingBar(total, done) if sys.stdout.isatty() else Lines(total)

@@ -42,8 +42,8 @@ def span(
     phase: str | None = None,
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
-    """`recorder.span(...)`, or a shared context that does nothing when there is no recorder; and a range of PyTorch's
-    profiler, where one is on."""
+    """Returns `recorder.span(...)`, or a shared context that does nothing when there is no recorder; and a range of
+    PyTorch's profiler, where one is on."""
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.number, recorder.to
     if recorder is None and not profiling():
@@ -58,13 +58,13 @@ def span(
 
 
 def profiling() -> bool:
-    """Whether a profiler of PyTorch's is on."""
+    """Returns True if a profiler of PyTorch's is on."""
     return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
 
 
 def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:
-    """What the parts of a layer report to, so that their spans carry its number; None where nobody listens, and in a
-    graph, which runs later than it is made: no clock of ours is in it."""
+    """Returns the recorder that the parts of a layer report to, so that their spans carry its number; None where nobody
+    listens, and in a graph, which runs later than it is made: no clock of ours is in it."""
     if torch.compiler.is_compiling() or (recorder is None and not profiling()):
         return None
     return _LayerRecorder(recorder, number)
@@ -77,7 +77,7 @@ def recorded(
     *,
     kind: str,
 ) -> Tensor:
-    """`operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
+    """Returns `operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
 
     Autograd runs the backward of a region on its own, so the region puts a mark where its input enters and one where
     its result leaves; going backward, the second mark opens the span and the first one closes it.
@@ -135,7 +135,7 @@ class Recorder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all spans, open ones too, and start again at zero. Waits for the device, if any."""
+        """Forgets all spans, open ones too, and starts again at zero. Waits for the device, if any."""
         self._records: list[_Record] = []
         self._added: list[Span] = []
         self._anchor_s = self._clock.restart()
@@ -151,7 +151,7 @@ class Recorder:
         phase: str | None = None,
         also: tuple[str, ...] = (),
     ) -> AbstractContextManager[None]:
-        """A context whose body is one span. A body that raises leaves none behind. `also`: see `Span`.
+        """Returns a context whose body is one span. A body that raises leaves none behind. `also`: see `Span`.
 
         Raises `ConfigError` for a kind, resource or phase that `fusedmoe.schedule.timeline` does not list.
         """
@@ -163,15 +163,15 @@ class Recorder:
         return _Record(self._clock, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
     def now(self) -> float:
-        """Seconds since zero on the host's clock, for `add`."""
+        """Returns the seconds since zero on the host's clock, for `add`."""
         return self._now() - self._clock.zero_s
 
     def add(self, span: Span) -> None:
-        """Add a span whose times are known: work that began on one thread and was seen to end on another."""
+        """Adds a span whose times are known: work that began on one thread and was seen to end on another."""
         self._added.append(span)
 
     def timeline(self) -> Timeline:
-        """All that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
+        """Returns all that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
         records, added = tuple(self._records), tuple(self._added)  # before the wait: others may go on recording
         self._clock.wait()
         seconds = self._clock.seconds
@@ -303,7 +303,7 @@ class Moment:
             self._event.record()
 
     def after(self, other: Moment) -> float:
-        """Seconds from another one. On CUDA this waits for both."""
+        """Returns the seconds from another moment. On CUDA this waits for both."""
         if self._event is None or other._event is None:
             return self._clock_s - other._clock_s
         other._event.synchronize()

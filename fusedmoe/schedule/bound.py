@@ -36,14 +36,14 @@ from fusedmoe.schedule.step_costs import (
     pass_bound_s,
     work_s,
 )
-from fusedmoe.schedule.task import LINKS, PIPELINE
+from fusedmoe.schedule.task import LINKS, PIPELINE, TaskKind
 
 # Ranges of blocks that are looked at begin in one of so many layers at one end, and end in one at the other.
 _ENDS = 2
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
-    """Seconds that no plan of a step beats, in any order of its tasks, its gradients in whatever buckets.
+    """Returns the seconds that no plan of a step beats, in any order of its tasks, its gradients in whatever buckets.
 
     The lesser bound of two families of plans: layers that follow each other, their pipelines in up to `limit` equal
     chunks; and where layers can be split (`LayerCosts.micro`), micro-batches through all of them, in which each layer's
@@ -55,13 +55,13 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
 
 
 def _waits(layer: LayerCosts) -> bool:
-    """Whether a layer's gradient has to wait for anything."""
-    return any(kind in layer.dense_s["backward"] for kind in ("other", "gate", "attention"))
+    """Returns True if a layer's gradient has to wait for anything."""
+    return any(kind in layer.dense_s["backward"] for kind in (TaskKind.OTHER, TaskKind.GATE, TaskKind.ATTENTION))
 
 
 class _Block(NamedTuple):
-    """A part of a layer's pass: its dense part, or one of its pipeline. Its resource, and the seconds of one chunk and
-    of all, [limit²] each: for all numbers of chunks of the dense part and of the pipeline."""
+    """A part of a layer's pass, its dense part or one of its pipeline: its resource, and the seconds of one chunk and
+    of all, [limit²] each, for all numbers of chunks of the dense part and of the pipeline."""
 
     on: str
     one: Any
@@ -85,11 +85,11 @@ class _Pass(NamedTuple):
     later: Any
 
     def way(self, start: int = 0, stop: int | None = None) -> Any:
-        """Seconds of one chunk through some blocks."""
+        """Returns the seconds of one chunk through some blocks."""
         return sum(block.one for block in self.blocks[start:stop])
 
     def work(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
-        """Seconds of all chunks of some blocks, by the weights of their resources."""
+        """Returns the seconds of all chunks of some blocks, by the weights of their resources."""
         return sum(weights.get(block.on, 0.0) * block.all for block in self.blocks[start:stop]) + 0.0 * self.together
 
     @property
@@ -99,29 +99,33 @@ class _Pass(NamedTuple):
 
 
 def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float) -> _Pass:
-    """`weights`: weight gradients are W tasks."""
+    """Returns a layer's pass for all numbers of chunks up to `limit`. `weights`: weight gradients are W tasks."""
     counts = np.arange(1.0, limit + 1)
     micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if weights and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
-    of = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
-    expert_later = later.get("expert", free) if "expert" in chunks else free
-    if later and "expert" in chunks:
-        of["expert"] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
-    dense_later = later.get("attention", free) if "attention" in micro.dense[phase] else free
+    chunk_s = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
+    expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
+    if later and TaskKind.EXPERT in chunks:
+        chunk_s[TaskKind.EXPERT] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
+    dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
-    one = dense.alpha_s + dense.whole_s / dense_count
-    dispatch, gathered, urgent, reduced, combine = (of.get(kind, 0.0 * rows_count) for kind in PIPELINE)
+    dense_s = dense.alpha_s + dense.whole_s / dense_count
+    dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
     links = np.maximum(inter + share * intra, intra + share * inter)
     through = np.maximum(gathered + of_one * urgent + reduced, links)
-    blocks = [_Block(LINKS.get(kind, "compute"), of[kind], rows_count * of[kind]) for kind in PIPELINE if kind in of]
+    blocks = [
+        _Block(LINKS.get(kind, "compute"), chunk_s[kind], rows_count * chunk_s[kind])
+        for kind in PIPELINE
+        if kind in chunk_s
+    ]
     place = 0 if phase == "forward" else len(blocks)
-    blocks.insert(place, _Block("compute", one, dense_count * one))
+    blocks.insert(place, _Block("compute", dense_s, dense_count * dense_s))
     dense_later_s = dense_count * dense_later.alpha_s + dense_later.whole_s
     later_s = dense_later_s + rows_count * expert_later.alpha_s + expert_later.whole_s
-    return _Pass(tuple(blocks), place, one + dispatch + through + combine, dense_later_s, later_s)
+    return _Pass(tuple(blocks), place, dense_s + dispatch + through + combine, dense_later_s, later_s)
 
 
 #: Of a sum what each pass adds to it, and seconds beside.
@@ -131,7 +135,8 @@ _Place = tuple[int, int]  # a pass, and a block of it
 
 
 def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place, last: _Place) -> list[Any]:
-    """The work of all blocks from one to another, by the weights of their resources, and the ways to it and from it.
+    """Returns the work of all blocks from one to another, by the weights of their resources, and the ways to and from
+    it.
 
     Chunks of a dense part run in order. So what ends with one forward ends with its last chunk, and all chunks of the
     pipeline that have anything of this one follow; and what begins with one backward begins with its first.
@@ -139,24 +144,25 @@ def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place,
     (p, b), (q, e) = first, last
     forward = passes[0].dense == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense
-    found = []
-    for number, one in enumerate(passes):
+    sums = []
+    for number, layer in enumerate(passes):
         if number < p:
-            seconds = one.together if before_all else one.way()
+            seconds = layer.together if before_all else layer.way()
         elif number > q:
-            seconds = one.together if after_all else one.way()
+            seconds = layer.together if after_all else layer.way()
         else:
-            seconds = one.work(weights, b if number == p else 0, e + 1 if number == q else None)
+            seconds = layer.work(weights, b if number == p else 0, e + 1 if number == q else None)
             if number == p:
-                seconds = seconds + (one.beside if before_all else one.way(0, b))
+                seconds = seconds + (layer.beside if before_all else layer.way(0, b))
             if number == q:
-                seconds = seconds + (one.beside if after_all else one.way(e + 1))
-        found.append(seconds)
-    return found
+                seconds = seconds + (layer.beside if after_all else layer.way(e + 1))
+        sums.append(seconds)
+    return sums
 
 
 def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], beside_s: float) -> Iterator[_Sum]:
-    """The sums of one pass of all layers: on each machine, from a block of the first layers to one of the last."""
+    """Yields the sums of one pass of all layers: on each machine, from a block of the first layers to one of the
+    last."""
     count, dense = len(passes), passes[0].dense
     for weights in machines:
         on = [(p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.on)]
@@ -169,7 +175,7 @@ def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], be
 
 
 def _split_s(costs: StepCosts, limit: int) -> float:
-    """Of micro-batches through all layers."""
+    """Returns the bound of micro-batches through all layers."""
     share = min(1.0, (1 - costs.contention) / costs.contention)  # `links_bound_s`, which of the two is more
     compute = {"compute": 1.0}
     links = [{"inter": 1.0, "intra": share}, {"intra": 1.0, "inter": share}]
@@ -185,18 +191,18 @@ def _split_s(costs: StepCosts, limit: int) -> float:
         back = passes("backward", weights)[::-1]
         sums = list(_ranges(back, [compute, *links], _own_gradient_s(costs)))
         head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
-        all_s = [one.work(compute) + one.later for one in back]
+        all_s = [layer.work(compute) + layer.later for layer in back]
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # nothing need follow W tasks
         for done in range(len(back) + 1):
             # After so many passes, what is left of the gradients, and the passes that follow.
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _waits(costs.layers[layer])):
-                rest_s, before = costs.all_reduce.seconds(left), [one.together for one in back[:done]]
+                rest_s, before = costs.all_reduce.seconds(left), [layer.together for layer in back[:done]]
                 for of in links:
-                    sums.append(([*before, *(one.work(of) for one in back[done:])], of["inter"] * rest_s))
+                    sums.append(([*before, *(layer.work(of) for layer in back[done:])], of["inter"] * rest_s))
                 if done:
-                    urgent = [one.work(compute) for one in back[:done]]
+                    urgent = [layer.work(compute) for layer in back[:done]]
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_later
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
         backward_s = min(backward_s, _least_of_largest(sums))
@@ -204,25 +210,26 @@ def _split_s(costs: StepCosts, limit: int) -> float:
 
 
 def _own_gradient_s(costs: StepCosts) -> float:
-    """Of the first layer, whose gradient nothing hides."""
+    """Returns the seconds of the first layer's gradient, which nothing hides."""
     size = costs.gradient_bytes[0] if _waits(costs.layers[0]) else 0
     return costs.all_reduce.seconds(size) if size else 0.0
 
 
 def _least_of_largest(sums: Iterable[_Sum]) -> float:
-    """At most the largest of fixed[k] + Σ_p sums[k, p, c(p)], however c is chosen."""
+    """Returns a number that is at most the largest of fixed[k] + Σ_p sums[k, p, c(p)], however c is chosen."""
     from scipy.optimize import linprog
 
     found = list(sums)
     fixed = np.array([beside_s for _, beside_s in found])
     # [sums, choices] of each pass, without what is no better than another choice in any sum.
-    passes = [_undominated(np.stack(of, 0)) for of in zip(*(of for of, _ in found), strict=True)]
+    by_pass = zip(*(sums for sums, _ in found), strict=True)
+    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass]
     count = len(fixed)
-    scale = float((fixed + sum(of.min(1) for of in passes)).max()) or 1.0
+    scale = float((fixed + sum(layer_sums.min(1) for layer_sums in passes)).max()) or 1.0
     # Weights, and of each pass the least of its mean: as large as can be, and no larger than any choice's.
     rows = [
-        np.concatenate([-of.T, np.tile(np.eye(len(passes))[place], (of.shape[1], 1))], 1)
-        for place, of in enumerate(passes)
+        np.concatenate([-layer_sums.T, np.tile(np.eye(len(passes))[place], (layer_sums.shape[1], 1))], 1)
+        for place, layer_sums in enumerate(passes)
     ]
     matrix = np.concatenate(rows)
     solved = linprog(
@@ -236,11 +243,11 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     weights = [*np.eye(count)]  # each sum by itself bounds as well
     if solved.x is not None:
         weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
-    return max(float(of @ fixed + sum((of @ one).min() for one in passes)) for of in weights)
+    return max(float(mean @ fixed + sum((mean @ sums).min() for sums in passes)) for mean in weights)
 
 
 def _undominated(sums: Any) -> Any:
-    """[sums, choices]: of choices of which one is at most another in all sums, only the one."""
+    """Returns the choices [sums, choices] that no other choice equals or beats in all sums."""
     left, kept = sums[:, np.argsort(sums.sum(0), kind="stable")], []
     while left.size:
         kept.append(left[:, 0])
@@ -249,9 +256,11 @@ def _undominated(sums: Any) -> Any:
 
 
 def _by_layer_s(costs: StepCosts, limit: int) -> float:
-    """Of layers that follow each other: the step takes at least the sum of their passes (`pass_bound_s`) and dense
-    parts. And from the end of any layer's backward pass on, the links between nodes have to carry the gradients that
-    are ready only now, in one piece at best, and all passes that follow. The largest of these sums, one for each layer.
+    """Returns the bound of layers that follow each other.
+
+    The step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And from the end of any layer's
+    backward pass on, the links between nodes have to carry the gradients that are ready only now, in one piece at best,
+    and all passes that follow. The largest of these sums counts, one for each layer.
     """
     layers = costs.layers
     head = sum(_layer_pass_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)

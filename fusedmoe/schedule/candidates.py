@@ -13,7 +13,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
+from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, TaskKind
 
 #: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
 OFF = "off"
@@ -66,11 +66,11 @@ def _span(degrees: Iterable[int]) -> str:
 
 
 def _largest_bucket(plan: Plan) -> int:
-    return max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=0)
+    return max((task.size or 0 for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE), default=0)
 
 
 def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
-    """Each plan once, shortest prediction first."""
+    """Returns each plan once, shortest prediction first."""
     first: dict[tuple[str, bool], PlanCandidate] = {}
     for one in candidates:
         first.setdefault((one.plan.fingerprint, one.whole), one)
@@ -80,7 +80,7 @@ def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
 def family_candidates(
     costs: StepCosts, limit: int, samples: int | None, progress: Callable[[int, int], None]
 ) -> list[PlanCandidate]:
-    """The best plan of each family, and none; shortest prediction first.
+    """Returns the best plan of each family, and the plan without tasks; shortest prediction first.
 
     Args:
         costs, limit, samples, progress: as for `PlanSearch`.
@@ -93,7 +93,7 @@ def family_candidates(
 
 
 def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
-    """Plans of the same family with some more or fewer chunks, or other buckets; the best of them by prediction."""
+    """Returns plans of the same family with some more or fewer chunks, or other buckets: the best by prediction."""
     if one.policy is None or not one.policy.varies:
         return []
     plans = _splits_beside(one.plan, costs, limit, samples) if one.whole else _layers_beside(one, costs, limit)
@@ -102,7 +102,7 @@ def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples:
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
-    """A plan of `micro_schedule` with gradient buckets of that many bytes."""
+    """Returns a plan of `micro_schedule` with gradient buckets of that many bytes."""
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
     return PlanCandidate(one.family, plan, one.whole, makespan(plan, costs))
 
@@ -122,7 +122,7 @@ def _splits_beside(plan: Plan, costs: StepCosts, limit: int, samples: int | None
 
 
 def _degrees_beside(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
-    """What changes a degree: into itself, where there is no such other one."""
+    """Yields functions that change a degree: into itself, where the changed one cannot be."""
 
     def change(of: Callable[[int], int]) -> Callable[[int], int]:
         def degree(now: int) -> int:
@@ -135,36 +135,39 @@ def _degrees_beside(limit: int, samples: int | None = None) -> Iterator[Callable
         yield change(of)
 
 
-def _layers_beside(one: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
-    """The same orders and gradients with other degrees in all layers: in both passes, where they are the same in both,
-    else in each; and of Lina's other buckets."""
-    plan, layers = one.plan, range(len(costs.layers))
+def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
+    """Yields plans with the same orders and gradients, and other degrees in all layers: in both passes, where they are
+    the same in both, else in each; of a policy with buckets in idle slots also a plan with smaller buckets."""
+    plan, layers = candidate.plan, range(len(costs.layers))
     forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
-    same = [of.degree for of in forward] == [of.degree for of in backward]
+    same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]
     largest = _largest_bucket(plan)
 
-    def rebuilt(there: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
-        if one._gradients == "idle slots" and bucket_bytes:
-            return idle_slot_plan(costs, there, back, bucket_bytes)
-        if one._gradients == "exposed":
-            return step_plan(costs, there, back, exposed=True)
+    def rebuilt(ahead: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
+        if candidate._gradients == "idle slots" and bucket_bytes:
+            return idle_slot_plan(costs, ahead, back, bucket_bytes)
+        if candidate._gradients == "exposed":
+            return step_plan(costs, ahead, back, exposed=True)
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
-        return step_plan(costs, there, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
+        return step_plan(costs, ahead, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
 
     for degree in _degrees_beside(limit):
-        there, back = ([of._replace(degree=degree(of.degree)) for of in passes] for passes in (forward, backward))
-        yield from (
-            [rebuilt(there, back, largest)]
-            if same
-            else [rebuilt(there, backward, largest), rebuilt(forward, back, largest)]
+        ahead, back = (
+            [layer_pass._replace(degree=degree(layer_pass.degree)) for layer_pass in passes]
+            for passes in (forward, backward)
         )
-    if one._gradients == "idle slots" and largest > 1:
+        yield from (
+            [rebuilt(ahead, back, largest)]
+            if same
+            else [rebuilt(ahead, backward, largest), rebuilt(forward, back, largest)]
+        )
+    if candidate._gradients == "idle slots" and largest > 1:
         yield rebuilt(forward, backward, largest // 2)
 
 
 def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
-    """How the plan has one layer's chunks."""
+    """Returns the order and the degree that the plan has of one layer's chunks."""
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
     own = pass_of(plan, layer, phase)
     for order in (three_queues, alternating, one_queue):

@@ -1,4 +1,4 @@
-"""Which plan a job is to follow in each step, by what its steps took: the candidates run in turn, and the best is kept.
+"""A contest of plans while a job trains: candidates run in turn, step by step, and the fastest is kept.
 
     contest = Contest(lambda: candidates, beside)
     while …:
@@ -43,7 +43,9 @@ class Entry:
     """A candidate, and what its steps took.
 
     Attributes:
-        seconds: of the steps that count.   first_s: of its first step, which does not.   rounds: that it was in.
+        seconds: of each step that counts.
+        first_s: seconds of its first step, which does not count.
+        rounds: the number of rounds that it was in.
     """
 
     candidate: PlanCandidate
@@ -58,7 +60,7 @@ class Entry:
 
     @property
     def least_s(self) -> float:
-        """What may be expected of its next step: one that took long may have been chance."""
+        """Seconds that its next step is expected to take: one step that took long may have been chance."""
         return min(self.median_s, math.inf if self.first_s is None else self.first_s)
 
 
@@ -111,19 +113,20 @@ class Contest:
         self.best = self.now
 
     def note(self, seconds: float) -> None:
-        """What a step that followed `now` took, on the slowest rank."""
+        """Takes the seconds of a step that followed `now`, on the slowest rank, and chooses what the next step
+        follows."""
         self._done += 1
         self.now = self._run.send(seconds)
 
     @property
     def tried(self) -> int:
-        """Steps that were done to find out."""
+        """The number of steps that were done to find out."""
         first = sum(one.first_s is not None for one in self.entries[1:])
         return self._tried_before + first + sum(len(one.seconds) for one in self.entries)
 
     @property
     def spent_s(self) -> float:
-        """What those steps took longer than the best would have."""
+        """Seconds that those steps took longer than the best would have."""
         return self._spent_before_s + self._spent_now_s()
 
     def _spent_now_s(self) -> float:
@@ -139,13 +142,14 @@ class Contest:
         return min((one.median_s for one in self.entries), default=math.inf)
 
     def _left_s(self) -> float:
-        """How much longer steps may take. For the last one, which may take far longer, something is kept back."""
+        """Returns the seconds that trying may still cost. Some are kept back for the last step, which may take far
+        longer."""
         best_s = self._least_s()
         return (_SHARE * max(_STEPS, self._done) - 1.5) * best_s - self.spent_s
 
     @property
     def noise(self) -> float:
-        """How much one step differs from another with the same plan, as a share: robust, by steps that follow."""
+        """Spread of steps with the same plan, as a share: the median difference of two that follow each other."""
         found = [
             abs(b - a) / one.median_s
             for one in self.entries
@@ -170,11 +174,12 @@ class Contest:
         self._spent_before_s, self._tried_before = self.spent_s, self.tried
         self.settled, before = False, [self.best.candidate] if self.entries else []
         self.entries = []
-        more = [*before, *(one for one in self._make() if (one.plan, one.whole) not in [was[1:3] for was in before])]
+        known = [(candidate.plan, candidate.whole) for candidate in before]
+        more = [*before, *(new for new in self._make() if (new.plan, new.whole) not in known)]
         if not more:
             raise ConfigError("measuring plans: there is none that can run here")
         while more:
-            new = [Entry(one) for one in more]
+            new = [Entry(candidate) for candidate in more]
             pool = [self.best, *new] if self.entries else new
             self.entries += new
             if pool is new:
@@ -182,7 +187,7 @@ class Contest:
                 yield from self._start(new[0])
             yield from self._rounds(pool)
             for _ in range(_SECOND_LOOKS):
-                least = min(self.entries, key=lambda one: one.median_s)
+                least = min(self.entries, key=lambda entry: entry.median_s)
                 if self._as_good(self.best, least):
                     break
                 yield from self._rounds([self.best, least])
@@ -209,45 +214,46 @@ class Contest:
     def _rounds(self, pool: Sequence[Entry]) -> Generator[Entry, float, None]:
         """Halves a pool until one is left, which is then `best`."""
         while True:
-            for one in pool:
-                one.rounds += 1
+            for entry in pool:
+                entry.rounds += 1
             for _ in range(self._steps):
-                for one in list(pool):
-                    if not self._affords(one):
-                        pool = [other for other in pool if other is not one]
+                for entry in list(pool):
+                    if not self._affords(entry):
+                        pool = [left for left in pool if left is not entry]
                         continue
-                    if one.first_s is None:
-                        one.first_s = yield one
+                    if entry.first_s is None:
+                        entry.first_s = yield entry
                         if math.isfinite(self._least_s()) and self._left_s() <= 0:
-                            pool = [other for other in pool if other is not one]
+                            pool = [left for left in pool if left is not entry]
                             continue
-                    one.seconds.append((yield one))
-                    if one.least_s > _FAR * self._least_s():
-                        pool = [other for other in pool if other is not one]
-            pool = [one for one in pool if one.seconds]
+                    entry.seconds.append((yield entry))
+                    if entry.least_s > _FAR * self._least_s():
+                        pool = [left for left in pool if left is not entry]
+            pool = [entry for entry in pool if entry.seconds]
             if len(pool) != 2 or not self._undecided(*pool):
                 pool = self._better_half(pool)
             if not pool:
-                self.best = min(self.entries, key=lambda one: one.median_s)
+                self.best = min(self.entries, key=lambda entry: entry.median_s)
             else:
-                self.best = min(pool, key=lambda one: one.median_s) if len(pool) > 1 else pool[0]
+                self.best = min(pool, key=lambda entry: entry.median_s) if len(pool) > 1 else pool[0]
             if len(pool) <= 1:
                 return
 
-    def _affords(self, one: Entry) -> bool:
-        """Whether a candidate may go on: what it is expected to take beside the best."""
+    def _affords(self, entry: Entry) -> bool:
+        """Returns True if a candidate may go on: what it is expected to take beyond the best is left to spend."""
         least = min(self.entries, key=lambda other: other.median_s)
-        if not least.seconds or one is least:
+        if not least.seconds or entry is least:
             return True
-        if one.seconds:
-            return one.least_s - least.median_s <= max(0.0, self._left_s())
-        ratio = one.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
+        if entry.seconds:
+            return entry.least_s - least.median_s <= max(0.0, self._left_s())
+        ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
         # Nobody knows what nothing in chunks takes as well as that the costs of chunks may be wrong.
-        far = ratio > _FAR and one.candidate.family != OFF
+        far = ratio > _FAR and entry.candidate.family != OFF
         return not far and 2 * (ratio - 1.0) * least.median_s <= self._left_s() / 2
 
     def _better_half(self, pool: Sequence[Entry]) -> list[Entry]:
-        """Of several the better half, the simplest of the equally good among them; of two the one to choose."""
+        """Returns the better half of several, with the simplest of the equally good among them; of two the one to
+        choose."""
         ranked = sorted(pool, key=lambda one: (one.median_s, *_tasks(one)))
         if len(ranked) < 2:
             return ranked
@@ -257,7 +263,7 @@ class Contest:
         return kept if simplest in kept and len(kept) > 1 else [*kept[:-1], simplest]
 
     def _undecided(self, one: Entry, other: Entry) -> bool:
-        """Whether more steps would tell two apart, of which the simpler one may be as good."""
+        """Returns True if more steps would tell two apart, of which the simpler one may be as good."""
         simpler, more = sorted((one, other), key=_tasks)
         steps = min(len(one.seconds), len(other.seconds))
         if self._left_s() <= 0 or steps >= _ENOUGH or simpler.median_s <= more.median_s:
@@ -265,7 +271,7 @@ class Contest:
         return steps < _FEW or self._as_good(simpler, more)
 
     def _as_good(self, one: Entry, least: Entry) -> bool:
-        """Whether one is as fast as the fastest, for all that is known; of few steps nothing is."""
+        """Returns True if one is as fast as the fastest, for all that is known; of few steps nothing is."""
         if one is least or min(len(one.seconds), len(least.seconds)) < _FEW:
             return one is least
         margin = self.noise * _OF_MEDIAN * math.sqrt(1 / len(one.seconds) + 1 / len(least.seconds))

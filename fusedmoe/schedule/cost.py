@@ -17,7 +17,7 @@ import numpy as np
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, Task
+from fusedmoe.schedule.task import LINKS, Task, TaskKind
 
 #: What a cost model has lines for: a collective and the group that it runs in, matrix products, or copies of rows in
 #: another order.
@@ -31,7 +31,7 @@ _VERSION = 1
 
 
 class Costs(Protocol):
-    """What a simulation has to know beside the plan."""
+    """Everything that a simulation has to know beside the plan."""
 
     @property
     def contention(self) -> float:
@@ -65,11 +65,12 @@ class Line:
 
     @property
     def per_s(self) -> float:
-        """How much of something large is done in a second; a number too large to matter where size is free."""
+        """Bytes or FLOP of something large in a second; a number too large to matter where size is free."""
         return 1 / max(self.beta_s, LEAST_BETA)
 
     def amount(self, seconds: float) -> float:
-        """How much can be done in this time; 0 where it is too short to start (F14), and no end where size is free."""
+        """Returns the bytes or FLOP of this time; 0 where it is too short to start (F14), infinite where size is
+        free."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -93,7 +94,7 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares.
+    """Returns the line of least squares.
 
     Where noise in the longest times makes it start or grow below zero, the one whose relative errors are least, among
     those that do neither.
@@ -112,7 +113,7 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class FusedCosts:
-    """What fused operations take beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
+    """Costs of fused operations beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
 
     `tile_rows`: rows that one signal stands for; a kernel computes a tile when so many rows are there, and sends them
     on when they are computed. It follows from the kernels. `signal_s`: by link ("intra", "inter"), seconds from the end
@@ -136,9 +137,10 @@ class FusedCosts:
 
 
 class Sample(NamedTuple):
-    """What was measured.
+    """A part of a layer or step that was measured.
 
-    `chunks`: in how many the part went; of a gradient-all-reduce its bytes. `apart`: weight gradients were W tasks.
+    `chunks`: the number of chunks that the part went in; of a gradient-all-reduce its bytes. `apart`: weight gradients
+    were W tasks.
     """
 
     kind: str
@@ -163,26 +165,26 @@ class Observed:
                 raise ConfigError(f"observed: {sample.kind} in {sample.chunks} chunks cannot take {seconds!r} s")
 
     def __or__(self, other: Observed) -> Observed:
-        """Both; where both know a sample, the other's."""
+        """Joins both; where both know a sample, the right one's counts."""
         return Observed({**self.seconds, **other.seconds}, other.rows or self.rows)
 
     def get(self, kind: str, phase: str | None, apart: bool = False) -> dict[int, float]:
-        """Seconds by the number of chunks."""
+        """Returns the seconds of a kind of tasks by the number of chunks."""
         wanted = (kind, phase, apart)
         return {of.chunks: s for of, s in self.seconds.items() if (of.kind, of.phase, of.apart) == wanted}
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON."""
+        """Returns plain types, for JSON."""
         return {"rows": self.rows, "samples": [[*sample, seconds] for sample, seconds in self.seconds.items()]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Observed:
-        """What `as_dict` gave. Raises `ConfigError` for anything else."""
+        """Reads what `as_dict` gave. Raises `ConfigError` for anything else."""
         try:
             rows = None if data["rows"] is None else float(data["rows"])
             found = {}
             for kind, phase, chunks, apart, seconds in data["samples"]:
-                kind = "other" if kind == "gate" else str(kind)  # as older files call it
+                kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # as older files call it
                 found[Sample(kind, phase, int(chunks), bool(apart))] = float(seconds)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: a field is missing or no number: {error}") from error
@@ -260,7 +262,7 @@ class CostModel:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether it is a number of seconds, of which sums and products have room."""
+    """Returns True for a number of seconds that leaves room for sums and products."""
     return isinstance(value, (int, float)) and 0 <= value <= 1e9
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS
+from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, align, lanes
 
 if TYPE_CHECKING:
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 MAX_TIMELINES = 64
 
 #: Of each kind but fused operations, which have those of their parts.
-COLOURS = {
-    "gate": "#35259a",
-    "permute": "#8a77ee",
-    "count-exchange": "#87871e",
-    "dispatch": "#0a2f66",
-    "all-gather": "#1f7350",
-    "expert": "#f79a1c",
-    "reduce-scatter": "#80f2d8",
-    "combine": "#98b8f8",
-    "unpermute": "#d9cbf8",
-    "attention": "#f5d878",
-    "weight-gradient": "#ad380c",
-    "attention-weight-gradient": "#0490b3",
-    "gradient-all-reduce": "#bd559b",
-    "sparse-all-gather": "#8f1fe8",
-    "sparse-reduce-scatter": "#dde04a",
-    "loss": "#121220",
-    "optimizer": "#5e4c47",
-    "other": "#a09c98",
+COLOURS: dict[str, str] = {
+    TaskKind.GATE: "#35259a",
+    TaskKind.PERMUTE: "#8a77ee",
+    TaskKind.COUNT_EXCHANGE: "#87871e",
+    TaskKind.DISPATCH: "#0a2f66",
+    TaskKind.ALL_GATHER: "#1f7350",
+    TaskKind.EXPERT: "#f79a1c",
+    TaskKind.REDUCE_SCATTER: "#80f2d8",
+    TaskKind.COMBINE: "#98b8f8",
+    TaskKind.UNPERMUTE: "#d9cbf8",
+    TaskKind.ATTENTION: "#f5d878",
+    TaskKind.WEIGHT_GRADIENT: "#ad380c",
+    TaskKind.ATTENTION_WEIGHT_GRADIENT: "#0490b3",
+    TaskKind.GRADIENT_ALL_REDUCE: "#bd559b",
+    TaskKind.SPARSE_ALL_GATHER: "#8f1fe8",
+    TaskKind.SPARSE_REDUCE_SCATTER: "#dde04a",
+    TaskKind.LOSS: "#121220",
+    TaskKind.OPTIMIZER: "#5e4c47",
+    TaskKind.OTHER: "#a09c98",
 }
 
 # The height of a fused operation's bands, as a share of its bar's.
@@ -138,19 +138,19 @@ class _Group:
         return self.rows[-1].top + self.rows[-1].height
 
     def bracket(self, phase: str, layer: int | None, brief: bool) -> str:
-        """What stands above a stretch: the pass and the layer; nothing above the loss, which is in none."""
+        """Returns the text above a stretch: the pass and the layer; nothing above the loss, which is in none."""
         name = {"forward": "fwd", "backward": "bwd"}[phase] if brief else phase
         if layer is not None:
             return f"{name} {layer}" if brief else f"{name}, layer {layer}"
         return "" if any(run[3] is not None for run in self.runs) else name
 
     def brackets(self, brief: bool) -> list[tuple[str, float]]:
-        """What stands above the stretches, and how long they take, in seconds."""
+        """Returns the text above each stretch, and its seconds."""
         return [(self.bracket(phase, layer, brief), end_s - start_s) for start_s, end_s, phase, layer in self.runs]
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
-    """Where each group and row goes, from the top; and the height of them all."""
+    """Returns the groups with the places of their rows, from the top, and the height of them all."""
     used = {resource for timeline in timelines for resource in timeline.resources}
     shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
     several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
@@ -326,7 +326,7 @@ class Stripe(NamedTuple):
 
 
 def stripes_of(kind: str) -> list[Stripe]:
-    """What a bar is painted with, one over the other: its ground, and a fused operation's bands."""
+    """Returns the stripes that a bar is painted with, one over the other: its ground, and a fused operation's bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
@@ -340,7 +340,8 @@ def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:
 
 
 def label_of(span: Span, width: float, height: float, measure: Measure) -> list[tuple[float, str, float]]:
-    """What fits into a bar of so many inches: lines of (offset from the middle, text, size in points)."""
+    """Returns the text that fits into a bar of so many inches: lines of (offset from the middle, text, size in
+    points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
     name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)

@@ -1,4 +1,4 @@
-"""When tasks run: who waits for whom, an order to go through them in, and the event loop.
+"""The event loop: when tasks start and end, an order to go through them in, and what waits for each.
 
 Simulation, list scheduling, idle-slot filling, contention and the order in which a plan is issued are uses of what is
 here. Tasks go by number: places in a list are quicker than keys. `before[n]` are the tasks that task n waits for,
@@ -20,35 +20,35 @@ SPARE = _COUNT
 
 
 def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
-    """For each task those that wait for it."""
+    """Returns for each task the tasks that wait for it."""
     followers: list[list[int]] = [[] for _ in before]
-    for place, found in enumerate(before):
-        for one in found:
+    for place, waited in enumerate(before):
+        for one in waited:
             followers[one].append(place)
     return followers
 
 
 def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
-    """All tasks, each after what it waits for: as they would start if each took the same time, and of those that start
-    together the lower number first. Tasks that wait for each other in a circle are left out, and all behind them."""
-    waits = [len(found) for found in before]
+    """Returns all tasks, each after what it waits for: as they would start if each took the same time, and of those
+    that start together the lower number first. Tasks that wait in a circle are left out, and all behind them."""
+    waits = [len(next_ready) for next_ready in before]
     ready = [place for place, count in enumerate(waits) if not count]
     order: list[int] = []
     while ready:
         order += ready
-        found = []
+        next_ready = []
         for place in ready:
             for one in followers[place]:
                 waits[one] -= 1
                 if not waits[one]:
-                    found.append(one)
-        ready = sorted(found)
+                    next_ready.append(one)
+        ready = sorted(next_ready)
     return order
 
 
 def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Starts and ends of tasks that are numbered in an order like `issue_order`'s, where nothing but what is in
-    `before` holds a task up: the event loop's, without its events."""
+    """Returns starts and ends of tasks that are numbered in an order like `issue_order`'s, where nothing but what is in
+    `before` holds a task up: the same as the event loop's, without its events."""
     starts: list[float] = []
     ends: list[float] = []
     for took, found in zip(seconds, before, strict=True):
@@ -66,7 +66,7 @@ def run(
     priority: Sequence[float] | None = None,
     contention: float = 1.0,
 ) -> tuple[list[float], list[float]]:
-    """Starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
+    """Returns starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
     priority starts, then the one with the lower number. A task that has started ends: nothing is interrupted.
 
     Between two events nothing starts or ends, so all speeds are constant. Of a link's task three numbers are kept: the

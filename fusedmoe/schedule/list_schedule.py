@@ -23,14 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, RESOURCES, Task, standard_dependencies
+from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_dependencies
 
-_GRADIENT = "gradient-all-reduce"
 _ROUNDS = 3
 
 
 def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS) -> Plan:
-    """The plan of the tasks, in the orders in which they start when each takes its `seconds`.
+    """Returns the plan of the tasks, in the orders in which they start when each takes its `seconds`.
 
     Gradient all-reduces keep the order in which they are given: that of back-propagation.
 
@@ -42,7 +41,7 @@ def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: M
 
 
 class ListSchedule:
-    """What `list_plan` finds, before it is a plan: how long it takes is known at a fraction of the cost.
+    """A list schedule before it is a plan: its makespan is known at a fraction of the cost.
 
     Tasks go by number here: places in a list are quicker than keys.
 
@@ -63,7 +62,7 @@ class ListSchedule:
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
-        buckets = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
+        buckets = [place for place, task in enumerate(self._tasks) if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
         for one, other in zip(buckets, buckets[1:], strict=False):
             self._before[other].append(one)
         self._followers = followers_of(self._before)
@@ -71,7 +70,7 @@ class ListSchedule:
         self._starts, self._end_s = self._improved(hopeless_s)
 
     def makespan_s(self, contention: float = 1.0) -> float:
-        """The `makespan` of the plan, with links that disturb each other so much."""
+        """Returns the `makespan` of the plan, with links that disturb each other so much."""
         both = {RESOURCES.index(link) for link in ("intra", "inter")}
         if contention == 1.0 or not both <= set(self._on):
             return self._end_s
@@ -83,13 +82,13 @@ class ListSchedule:
         return max(run(before, followers, self._on, self._seconds, contention=contention)[1])
 
     def plan(self) -> Plan:
-        """The orders in which the tasks start."""
+        """Returns the plan of the orders in which the tasks start."""
         orders = ([self._tasks[place] for place in order] for order in self._orders())
         return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
 
     def _orders(self) -> list[list[int]]:
-        """Of tasks that start together on a resource all but the last took no time: what waits for others comes after
-        them."""
+        """Returns the order of each resource. Tasks that start together took no time, all but the last: a task that
+        waits for another one comes after it."""
         depth = [0] * len(self._tasks)
         for place in self._order:
             depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
@@ -100,7 +99,7 @@ class ListSchedule:
         return orders
 
     def _improved(self, hopeless_s: float) -> tuple[list[float], float]:
-        """Starts and the end of the best schedule that is found."""
+        """Returns the starts and the end of the best schedule that is found."""
         starts, end = self._schedule(self._urgency())
         for _ in range(_ROUNDS if end < hopeless_s else 0):
             ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
@@ -124,7 +123,8 @@ class ListSchedule:
             way[place] = self._seconds[place] + longest
         # Of gradients one at most is ready at a time.
         return [
-            math.inf if task.kind == _GRADIENT else -seconds for task, seconds in zip(self._tasks, way, strict=True)
+            math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
+            for task, seconds in zip(self._tasks, way, strict=True)
         ]
 
     def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
@@ -138,7 +138,7 @@ class ListSchedule:
 def fill_idle_slots(
     orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], buckets: Iterable[Task], line: Line
 ) -> Plan:
-    """The plan of these orders, with gradient buckets wherever `inter` would be idle (Lina, FlowMoE's pool).
+    """Returns the plan of these orders, with gradient buckets wherever `inter` would be idle (Lina, FlowMoE's pool).
 
     What else is on `inter` goes first, but a bucket that has started ends (no pre-emption): it can hold up what gets
     ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.

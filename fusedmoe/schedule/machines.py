@@ -75,8 +75,8 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """What a link takes for a further message, in seconds, what it carries one way, in bytes/s, and the share of that
-    which collectives reach."""
+    """A kind of links: seconds for a further message, bytes/s one way, and the share of these that collectives
+    reach."""
 
     message_s: Known
     bytes_per_s: Known
@@ -117,7 +117,7 @@ class Machine:
     spread: Known
 
     def figures(self) -> Iterator[tuple[str, Known]]:
-        """All of them by name."""
+        """Yields all figures by name."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Known):
@@ -126,17 +126,17 @@ class Machine:
                 yield from ((f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
 
     def node(self, ranks: int) -> int:
-        """Ranks of each node of a job. Raises `ConfigError` where they do not fill nodes."""
+        """Returns the ranks of each node of a job. Raises `ConfigError` where they do not fill nodes."""
         if ranks > self.ranks_per_node and ranks % self.ranks_per_node:
             raise ConfigError(f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; choose a multiple of that")
         return min(ranks, self.ranks_per_node)
 
     def with_spread(self, spread: float) -> Machine:
-        """The same with a spread that was measured (`spread_of`)."""
+        """Returns the machine with a spread that was measured (`spread_of`)."""
         return replace(self, spread=Known(spread, "as given"))
 
     def costs(self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1) -> CostModel:
-        """What a job of so many ranks takes, by the axes of `Topology`.
+        """Returns the lines of a job of so many ranks, by the axes of `Topology`.
 
         Raises:
             ConfigError: axes that do not divide the ranks, groups that are not spread evenly over nodes, experts that
@@ -167,7 +167,7 @@ class Machine:
         return CostModel(lines, self.contention.value, f"{self.words}; a model, not measured", tiled=False)
 
     def all_reduce(self, ranks: int, size: int, stride: int) -> Line:
-        """Over groups of `size` ranks, each `stride` from the next, all at once.
+        """Returns the line of an all-reduce over groups of `size` ranks, each `stride` from the next, all at once.
 
         Raises:
             ConfigError: groups that are not spread evenly over nodes.
@@ -189,8 +189,8 @@ class Machine:
         return self.cards.value * self.inter.speed / node
 
     @staticmethod
-    def _in_node(what: str, size: int, stride: int, node: int) -> int:
-        """How many ranks of a group are in each of its nodes."""
+    def _in_node(group: str, size: int, stride: int, node: int) -> int:
+        """Returns the number of a group's ranks in each of its nodes. `group`: its name in an error."""
         if node % (size * stride) == 0:
             return size
         if stride % node == 0:
@@ -198,13 +198,13 @@ class Machine:
         if node % stride == 0 and size * stride % node == 0:
             return node // stride
         raise ConfigError(
-            f"{what} groups of {size} ranks, each {stride} from the next, are not spread evenly over nodes of {node}; "
+            f"{group} groups of {size} ranks, each {stride} from the next, are not spread evenly over nodes of {node}; "
             "choose sizes that divide a node, or are multiples of one"
         )
 
 
 def expected_maximum(count: int) -> float:
-    """Of so many standard normal numbers: the integral of 1 − Φ(x)^N above 0, less that of Φ(x)^N below."""
+    """Returns E(N) of N standard normal numbers: the integral of 1 − Φ(x)^N above 0, less that of Φ(x)^N below."""
     from scipy.special import log_ndtr
 
     x = np.linspace(0.0, 12.0, 6001)
@@ -213,13 +213,13 @@ def expected_maximum(count: int) -> float:
 
 
 def slowest_of(ranks: int, spread: float) -> float:
-    """What the slowest of so many ranks takes, over the mean."""
+    """Returns the time of the slowest of so many ranks, over the mean."""
     return 1.0 + spread * expected_maximum(ranks)
 
 
 def spread_of(timelines: Sequence[Timeline]) -> float:
-    """σ of what computes, measured: the standard deviation over ranks of each task's duration as a share of its mean;
-    of all tasks the root of the mean square, in which longer tasks count for more.
+    """Returns σ of computation, as measured: the standard deviation over ranks of each task's duration as a share of
+    its mean; of all tasks the root of the mean square, in which longer tasks count for more.
 
     `timelines`: of one step, a rank each. Raises `ConfigError` for fewer than two, or nothing that all of them compute.
     """
@@ -394,6 +394,6 @@ MACHINES = {
 
 
 def scale_of(machine: Machine, least: int = 8, most: int = 4096) -> list[int]:
-    """Numbers of ranks to look at: doubled from the least to the most."""
+    """Returns numbers of ranks to look at: doubled from the least to the most."""
     found = (least * 2**power for power in range(1 + int(math.log2(most / least))))
     return [ranks for ranks in found if ranks <= machine.ranks_per_node or ranks % machine.ranks_per_node == 0]

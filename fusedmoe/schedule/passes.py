@@ -24,7 +24,7 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
 
 Orders = dict[str, list[Task]]
 Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
@@ -33,7 +33,7 @@ Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 def three_queues(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """The order in which links inside a node and between nodes work at the same time.
+    """Orders chunks so that links inside a node and between nodes work at the same time.
 
     `kinds`: those that a chunk goes through: the parts that the layer has, of `task.PIPELINE`.
     """
@@ -44,7 +44,7 @@ def three_queues(
 def alternating(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """As `three_queues`, but a chunk is reduced as soon as the one after it is gathered.
+    """Orders chunks like `three_queues`, but a chunk is reduced as soon as the one after it is gathered.
 
     Where the links inside the node are the busiest ones, the last all-gather holds up no chunk that is ready.
     """
@@ -56,13 +56,13 @@ def alternating(
 def one_queue(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """No two collectives at the same time; a chunk is gathered as soon as it has arrived."""
+    """Orders chunks so that no two collectives run at the same time; a chunk is gathered as soon as it has arrived."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
     return {"compute": experts, "inter": [*_in_turn(there, gathered), *buckets, *_in_turn(reduced, back)]}
 
 
 def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
-    """The tasks of each part."""
+    """Returns the tasks of each part."""
     return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
 
 
@@ -73,7 +73,7 @@ def _in_turn(first: list[Task], second: list[Task]) -> list[Task]:
 
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """T(r) of `three_queues` without contention: exact for any times (F11).
+    """Returns T(r) of `three_queues` without contention: exact for any times (F11).
 
     The pass takes as long as the longest path through its tasks, along chunks and along resources. A path has r − 1
     steps from a chunk to the next, all on the resource whose task is longest; only the path through gar, and the one
@@ -89,7 +89,7 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """T(r) of `one_queue`: exact for any times, by the same argument. Nothing there can contend."""
+    """Returns T(r) of `one_queue`: exact for any times, by the same argument. Nothing there can contend."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
@@ -110,8 +110,8 @@ def choose_degree(
     contention: float = 1.0,
     limit: int = MAX_DEGREE,
 ) -> DegreeChoice:
-    """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: of the parts that
-    the layer has.
+    """Returns the degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: times of
+    the parts that the layer has.
 
     By the closed form where there is one, for every degree. Otherwise by simulation, in the order of what a degree
     takes at least, up to the first where this is longer than the best one found: no later one can win.
@@ -150,19 +150,19 @@ def pass_s(
     order: Order = three_queues,
     contention: float = 1.0,
 ) -> float:
-    """Seconds of one layer's pass with this degree."""
+    """Returns the seconds of one layer's pass with this degree."""
     if order is one_queue:
         return one_queue_s(degree, chunk_times(chunks, degree), gar)
     if order is three_queues and contention == 1.0:
         return three_queues_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
-    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {"gradient-all-reduce": gar}
+    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {TaskKind.GRADIENT_ALL_REDUCE: gar}
     return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
 
 
 @lru_cache(maxsize=1024)
 def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
-    buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if with_gradient else []
+    buckets = [Task(TaskKind.GRADIENT_ALL_REDUCE, 0, 1, "backward")] if with_gradient else []
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 
 

@@ -10,13 +10,7 @@ A resource runs one task at a time, in its order; a task starts when the one bef
 waits for have ended. Every rank computes the same plan from the same numbers, so every rank issues its collectives in
 the same order, and no race decides it.
 
-A fused operation computes and sends at once: it stands on compute and on its link, and starts when it has come to the
-front on both.
-
-    compute: DEC0 DEC1
-    inter: DEC0 DEC1
-
-Which resource a task is on, the plan says: a policy that has a single queue for communication puts all-gathers on
+The plan says which resource a task is on: a policy that has a single queue for communication puts all-gathers on
 `inter`. What a task waits for follows from its kind, chunk, layer and phase (`task.standard_dependencies`); where it
 does not, the plan says so (`after`).
 
@@ -27,11 +21,12 @@ Plans as text:
     inter: D0 D1 D2 AR0(4194304) C0 C1 C2
     after AR0: E0                           only for a task that does not wait for what the rules say
 
-A word is the symbol of a kind (`timeline.SYMBOLS`) and a chunk; in parentheses the bytes of a gradient-all-reduce.
-A fused operation has the symbols of its parts, `DEC0`, and stands on the lines of all that it occupies.
-Words with a prefix belong to other layers and passes: `f3.D0` to layer 3 forward, `b3.D0` backward, `f.L` to no layer,
-`.Opt` to neither. Words without one belong to layer 0 forward, or to what `layer:` and `phase:` lines ahead of the
-orders say: a plan of one layer and pass is written so. # starts a comment.
+A word is the symbol of a kind (`task.SYMBOLS`) and a chunk; in parentheses the bytes of a gradient-all-reduce. A fused
+operation computes and sends at once: it has the symbols of its parts, `DEC0`, stands on the lines of compute and of its
+link, and starts when it has come to the front on both. Words with a prefix belong to other layers and passes: `f3.D0`
+to layer 3 forward, `b3.D0` backward, `f.L` to no layer, `.Opt` to neither. Words without a prefix belong to layer 0
+forward, or to what `layer:` and `phase:` lines ahead of the orders say: a plan of one layer and pass is written so.
+# starts a comment.
 """
 
 from __future__ import annotations
@@ -52,6 +47,7 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     SYMBOLS,
     Task,
+    TaskKind,
     resources_of,
     standard_dependencies,
 )
@@ -66,18 +62,19 @@ _WORD = re.compile(
     re.ASCII,
 )
 
-_PLACE = (0, "forward")  # the layer and phase of a word without a prefix
+# The layer and phase of a word without a prefix.
+_PLACE = (0, "forward")
 
 Orders = dict[str, tuple[Task, ...]]
 
 
 def name(task: Task) -> str:
-    """A task in a word, with its prefix and without its size: b3.D0."""
+    """Returns a task in a word, with its prefix and without its size: b3.D0."""
     return f"{_LETTERS[task.phase]}{_number(task.layer)}.{_short(task)}"
 
 
 def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
-    """The text of a plan, ending without a line break. The same plan gives the same text everywhere."""
+    """Returns the text of a plan, ending without a line break. The same plan gives the same text everywhere."""
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
     lines = []
     common = places.pop() if len(places) == 1 else None
@@ -97,7 +94,7 @@ def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[T
 
 
 def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
-    """The orders and the unusual dependencies that a text gives.
+    """Returns the orders and the unusual dependencies that a text gives.
 
     Raises:
         ConfigError: a line or a word that the grammar does not know, a resource twice, or `after` with a task that no
@@ -131,23 +128,23 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
     after: dict[Task, tuple[Task, ...]] = {}
     for number, word, words in waits:
         tasks = []
-        for one in (word, *words):
-            task = _task(one, layer, phase, number)
+        for each in (word, *words):
+            task = _task(each, layer, phase, number)
             if task[:4] not in named:
-                raise ConfigError(f"plan, line {number}: there is no {one} in the plan; add it to a resource")
+                raise ConfigError(f"plan, line {number}: there is no {each} in the plan; add it to a resource")
             tasks.append(named[task[:4]])
         after[tasks[0]] = tuple(tasks[1:])
     return orders, after
 
 
 def _task(word: str, layer: int | None, phase: str | None, line: int) -> Task:
-    found = _WORD.fullmatch(word)
-    if found is None or found["kind"] not in _KINDS:
+    match = _WORD.fullmatch(word)
+    if match is None or match["kind"] not in _KINDS:
         known = " ".join(_KINDS)
         raise ConfigError(f"plan, line {line}: {word!r} is not a task such as D0 or b3.AR1(4096); symbols: {known}")
-    if found["dot"]:
-        phase, layer = _PHASES[found["phase"]], _integer(found["layer"])
-    return Task(_KINDS[found["kind"]], _integer(found["chunk"]), layer, phase, _integer(found["size"]))
+    if match["dot"]:
+        phase, layer = _PHASES[match["phase"]], _integer(match["layer"])
+    return Task(_KINDS[match["kind"]], _integer(match["chunk"]), layer, phase, _integer(match["size"]))
 
 
 def _short(task: Task) -> str:
@@ -166,33 +163,54 @@ def _integer(digits: str | None) -> int | None:
 class Plan:
     """The order of the tasks on each resource, first come, first served. Checked when it is made.
 
-    `after`: what a task waits for, where that is not what `standard_dependencies` says; it replaces that.
+    Example: rank 0 of two, a layer forward in two chunks, D dispatch, E expert, C combine.
+
+        plan = Plan.parse("compute: E0 E1\\ninter: D0 D1 C0 C1")
+
+        plan.dependencies     E0 after D0, E1 after D1, C0 after E0, C1 after E1
+        plan.sequence         D0 D1 E0 C0 E1 C1
+
+    Where D and C take 2 ms a chunk and E takes 3 ms, `simulate` makes of it a timeline of 10 ms instead of the 14 ms of
+    one chunk; `draw` paints it so:
+
+        compute   . . E0E0E0E1E1E1. .
+        inter     D0D0D1D1. C0C0. C1C1
+
+    `execute` calls a body for each task: on a CPU D0, D1, C0, C1 on the thread of the link between nodes, E0 and E1 on
+    the caller's thread, each after what it depends on. Rank 1 does the same with the same plan, so the two are in
+    the same all-to-all at every moment.
 
     Two plans are equal when they have the same orders and the same dependencies.
 
-    Raises `ConfigError`, naming the task and the cure: a task of an unknown kind or on a resource that cannot run it,
-    a fused operation that is not on both of its resources, a task that occurs twice, chunks that do not fit together, a
-    dependency on a task that the plan lacks, and tasks that wait for each other in a circle, the orders included: such
-    a plan would never end.
+    Attributes:
+        compute, intra, inter: the order of each resource.
+        after: the tasks that a task waits for, where these are not what `standard_dependencies` says.
+        dependencies: for each task the tasks that it waits for, apart from the ones before it on its resources.
+        sequence: all tasks in an order in which one thread can issue them: each after all that it waits for. They would
+            start in this order if each took the same time; of those that start together, first inter, then intra, then
+            compute.
+        before: for each place in `sequence` the places of all that its task waits for, the ones before it on its
+            resources too.
+    Raises:
+        ConfigError: a task of an unknown kind or on a resource that cannot run it, a fused operation that is not on
+            both of its resources, a task that occurs twice, chunks that do not fit together, a dependency on a task
+            that the plan lacks, and tasks that wait in a circle, the orders included: such a plan would never
+            end. The message names the task and the cure.
     """
 
     compute: tuple[Task, ...] = ()
     intra: tuple[Task, ...] = ()
     inter: tuple[Task, ...] = ()
     after: Mapping[Task, tuple[Task, ...]] = field(default_factory=dict)
-    #: For each task what it waits for, apart from the ones before it on its resources.
     dependencies: Mapping[Task, tuple[Task, ...]] = field(init=False, repr=False, compare=False)
-    #: All tasks in an order in which one thread can issue them: each after all that it waits for. They would start in
-    #: this order if each took the same time; of those that start together, first inter, then intra, then compute.
     sequence: tuple[Task, ...] = field(init=False, repr=False, compare=False)
-    #: For each place in `sequence` the places of all that its task waits for, the ones before it on its resources too.
     before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for resource in RESOURCES:
             object.__setattr__(self, resource, tuple(getattr(self, resource)))
-        _check_tasks({resource: self.on(resource) for resource in RESOURCES})
-        standard = standard_dependencies(self)
+        _check_tasks(self.orders)
+        standard = standard_dependencies(self.tasks)
         changed = _changed(standard, self.after)
         object.__setattr__(self, "after", changed)
         object.__setattr__(self, "dependencies", {**standard, **changed})
@@ -204,44 +222,71 @@ class Plan:
         return hash((self.compute, self.intra, self.inter))
 
     def __iter__(self) -> Iterator[Task]:
-        """All tasks, resource by resource; one that is on several of them comes once, with compute."""
-        yield from self.compute
-        for order in (self.intra, self.inter):
-            yield from (task for task in order if task.kind not in FUSED)
+        """Yields all `tasks`."""
+        return iter(self.tasks)
 
     def __len__(self) -> int:
         return len(self.sequence)
 
+    @cached_property
+    def orders(self) -> dict[str, tuple[Task, ...]]:
+        """The order of each resource, by its name."""
+        return {"compute": self.compute, "intra": self.intra, "inter": self.inter}
+
     def on(self, resource: str) -> tuple[Task, ...]:
-        """The tasks of one resource ("compute", "intra" or "inter"), in order."""
-        order: tuple[Task, ...] = getattr(self, resource)
-        return order
+        """Returns the tasks of one resource ("compute", "intra" or "inter"), in order."""
+        return self.orders[resource]
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, resource by resource; a fused operation, which is on two, stands with compute."""
+        return (*self.compute, *(task for task in self.intra + self.inter if task.kind not in FUSED))
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of tasks that the plan has."""
+        return frozenset(task.kind for task in self.tasks)
 
     @cached_property
     def resources(self) -> dict[Task, tuple[str, ...]]:
         """The resources that each task is on: one, and of a fused operation compute and its link."""
-        found: dict[Task, tuple[str, ...]] = {}
-        for resource in RESOURCES:
-            for task in self.on(resource):
-                found[task] = (*found.get(task, ()), resource)
-        return found
+        resources: dict[Task, tuple[str, ...]] = {}
+        for resource, order in self.orders.items():
+            for task in order:
+                resources[task] = (*resources.get(task, ()), resource)
+        return resources
 
     @cached_property
     def graph(self) -> tuple[list[list[int]], list[int]]:
-        """For each place in `sequence` the places of what waits for its task, and the number of its resource (of a
-        fused operation, of compute) in `RESOURCES`: what the event loop goes by, beside `before`."""
+        """Numbers that the event loop goes by, beside `before`: for each place in `sequence` the places of what waits
+        for its task, and the number of its resource (of a fused operation, of compute) in `RESOURCES`."""
         number = {resource: place for place, resource in enumerate(RESOURCES)}
         return followers_of(self.before), [number[self.resources[task][0]] for task in self.sequence]
 
     @cached_property
+    def waits(self) -> dict[Task, tuple[Task, ...]]:
+        """The tasks on other resources that each task waits for: its own resource runs in order in any case."""
+        on, sequence = self.resources, self.sequence
+        return {
+            task: tuple(sequence[place] for place in before if on[sequence[place]][0] != on[task][0])
+            for task, before in zip(sequence, self.before, strict=True)
+        }
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """True if any two tasks can run at the same time."""
+        # In a chain each task waits for the one before it in the sequence.
+        return any(place and place - 1 not in before for place, before in enumerate(self.before))
+
+    @cached_property
     def degrees(self) -> dict[tuple[str | None, int | None], int]:
         """The number of chunks of each (phase, layer) that has a pipeline."""
-        found: dict[tuple[str | None, int | None], int] = {}
-        for task in self:
+        degrees: dict[tuple[str | None, int | None], int] = {}
+        for task in self.tasks:
             if task.chunk is not None and (task.kind in PIPELINE or task.kind in FUSED):
                 where = (task.phase, task.layer)
-                found[where] = max(found.get(where, 0), task.chunk + 1)
-        return found
+                degrees[where] = max(degrees.get(where, 0), task.chunk + 1)
+        return degrees
 
     @cached_property
     def fingerprint(self) -> str:
@@ -249,20 +294,20 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        """One line a resource; `parse` reads it back. The grammar stands at the top of this module."""
-        return _write({resource: self.on(resource) for resource in RESOURCES}, self.after)
+        """Returns one line a resource; `parse` reads it back. The grammar stands at the top of this module."""
+        return _write(self.orders, self.after)
 
     @classmethod
     def from_orders(
         cls, orders: Mapping[str, Iterable[Task]], after: Mapping[Task, tuple[Task, ...]] | None = None
     ) -> Plan:
-        """The plan of the orders by resource; a resource that is missing has no tasks."""
+        """Returns the plan of the orders by resource; a resource that is missing has no tasks."""
         compute, intra, inter = (tuple(orders.get(resource, ())) for resource in RESOURCES)
         return cls(compute, intra, inter, after or {})
 
     @classmethod
     def parse(cls, source: str) -> Plan:
-        """The plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
+        """Returns the plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
         orders, after = _read(source)
         return cls.from_orders(orders, after)
 
@@ -270,14 +315,14 @@ class Plan:
 def _changed(
     standard: Mapping[Task, tuple[Task, ...]], after: Mapping[Task, Iterable[Task]]
 ) -> dict[Task, tuple[Task, ...]]:
-    """The entries of `after` that say something else than the standard, in a canonical order."""
+    """Returns the entries of `after` that say something else than the standard, in a canonical order."""
     changed = {}
     for task, given in after.items():
         tasks = tuple(given)
-        for one in (task, *tasks):
-            if one not in standard:
+        for named in (task, *tasks):
+            if named not in standard:
                 raise ConfigError(
-                    f"plan: after {name(task)}: there is no {name(one)} in the plan; add it to a resource"
+                    f"plan: after {name(task)}: there is no {name(named)} in the plan; add it to a resource"
                 )
         if set(tasks) != set(standard[task]):
             changed[task] = tuple(sorted(set(tasks), key=name))
@@ -285,12 +330,13 @@ def _changed(
 
 
 def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
-    """`Plan.sequence` and `Plan.before`. A task that never gets ready is part of a circle, or behind one."""
+    """Returns `Plan.sequence` and `Plan.before`. A task that never gets ready is part of a circle, or behind one."""
+    # Tasks go by number: inter first, so that of tasks that start together collectives are issued first.
     number = {task: 0 for order in (plan.inter, plan.intra, plan.compute) for task in order}
     tasks = tuple(number)
     for index, task in enumerate(tasks):
         number[task] = index
-    before = [[number[one] for one in plan.dependencies[task]] for task in tasks]
+    before = [[number[waited] for waited in plan.dependencies[task]] for task in tasks]
     for order in (plan.inter, plan.intra, plan.compute):
         numbers = [number[task] for task in order]
         for earlier, index in zip(numbers, numbers[1:], strict=False):
@@ -299,12 +345,12 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
     places = issue_order(before, followers_of(before))
     if len(places) != len(tasks):
         stuck = set(tasks) - {tasks[index] for index in places}
-        raise ConfigError(_circle({resource: plan.on(resource) for resource in RESOURCES}, plan.dependencies, stuck))
+        raise ConfigError(_circle(plan.orders, plan.dependencies, stuck))
     place = [0] * len(tasks)
     for position, index in enumerate(places):
         place[index] = position
     sequence = tuple(tasks[index] for index in places)
-    return sequence, tuple(tuple(place[one] for one in before[index]) for index in places)
+    return sequence, tuple(tuple(place[waited] for waited in before[index]) for index in places)
 
 
 def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
@@ -322,44 +368,44 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
             for what, number, least in (("chunk", chunk, 0), ("layer", layer, 0), ("size", size, 1)):
                 if number is not None and (type(number) is not int or number < least):
                     raise ConfigError(f"plan: {what} {number!r} of {task!r} is not an integer from {least}, or None")
-            if size is not None and kind != "gradient-all-reduce":
+            if size is not None and kind != TaskKind.GRADIENT_ALL_REDUCE:
                 raise ConfigError(f"plan: {name(task)} has a size; only a gradient-all-reduce can have one")
             if (resource == "compute") == (kind in LINKS) and kind not in FUSED:
                 cure = f"put it on {LINKS[kind]}" if kind in LINKS else "put it on compute"
                 raise ConfigError(f"plan: {name(task)} ({kind}) cannot run on {resource}; {cure}")
-            found = places.setdefault(task[:4], [])
-            if found and (resource in found or kind not in FUSED):
-                where = f"{found[0]} and {resource}" if resource not in found else f"{resource} twice"
+            on = places.setdefault(task[:4], [])
+            if on and (resource in on or kind not in FUSED):
+                where = f"{on[0]} and {resource}" if resource not in on else f"{resource} twice"
                 raise ConfigError(f"plan: {name(task)} is on {where}; take one of them away")
-            if not found:
+            if not on:
                 if kind in FUSED:
                     fused.append(task)
                 if kind in PIPELINE or kind in FUSED:
                     chunks.setdefault((phase, layer), {}).setdefault(kind, set()).add(chunk)
-            found.append(resource)
+            on.append(resource)
     for task in fused:
         _check_places(task, places[task[:4]])
-    for place, of in chunks.items():
-        _check_chunks(place, of)
+    for place, by_kind in chunks.items():
+        _check_chunks(place, by_kind)
 
 
 def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Sequence[Task]], stuck: set[Task]) -> str:
-    """The shortest way to say which of the stuck tasks wait for each other: a circle, each link with its reason."""
+    """Returns which of the stuck tasks wait for each other: a circle, each link with its reason."""
     behind: dict[Task, list[tuple[Task, str]]] = {}
     for resource, tasks in orders.items():
-        for one, task in zip(tasks, tasks[1:], strict=False):
-            behind.setdefault(task, []).append((one, resource))
+        for earlier, task in zip(tasks, tasks[1:], strict=False):
+            behind.setdefault(task, []).append((earlier, resource))
     seen: dict[Task, int] = {}
     path: list[tuple[str, str]] = []
     task = next(task for tasks in orders.values() for task in tasks if task in stuck)
     while task not in seen:
         seen[task] = len(path)
-        needed = next((one for one in dependencies[task] if one in stuck), None)
+        needed = next((waited for waited in dependencies[task] if waited in stuck), None)
         if needed is not None:
             path.append((f"{name(task)} needs {name(needed)}", ""))
             task = needed
         else:
-            earlier, resource = next(found for found in behind[task] if found[0] in stuck)
+            earlier, resource = next(link for link in behind[task] if link[0] in stuck)
             cure = f"move {name(task)} forward on {resource}"
             path.append((f"{name(task)} stands behind {name(earlier)} on {resource}", cure))
             task = earlier
@@ -368,29 +414,33 @@ def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Se
     return f"plan: it would never end: {', '.join(reason for reason, _ in reasons)}; {cure}"
 
 
-def _check_places(task: Task, found: Sequence[str]) -> None:
-    """A fused operation is on compute and on its link."""
+def _check_places(task: Task, on: Sequence[str]) -> None:
+    """Raises `ConfigError` unless a fused operation is on compute and on its link."""
     usual = resources_of(task.kind)
-    if set(found) != set(usual):
-        where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(found)}"
+    if set(on) != set(usual):
+        where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(on)}"
         raise ConfigError(f"{where}, but computes and sends at once; put it on {' and '.join(usual)}")
 
 
-def _check_chunks(place: tuple[str | None, int | None], of: Mapping[str, set[int | None]]) -> None:
-    """The pipeline of one layer and phase has chunks 0, 1, … r − 1 of each of its parts, and each part once."""
+def _check_chunks(place: tuple[str | None, int | None], chunks: Mapping[str, set[int | None]]) -> None:
+    """Raises `ConfigError` unless the pipeline of one layer and phase has chunks 0, 1, … r − 1 of each of its kinds.
+
+    `chunks`: those that the plan has, by kind.
+    """
     phase, layer = place
-    fused = next((kind for kind in of if kind in FUSED), None)
-    other = next((kind for kind in of if kind != fused), None)
-    if fused is not None and other is not None:
-        whole, one = (name(Task(kind, min(of[kind], key=str), layer, phase)) for kind in (fused, other))
+    fused = next((kind for kind in chunks if kind in FUSED), None)
+    extra_kind = next((kind for kind in chunks if kind != fused), None)
+    if fused is not None and extra_kind is not None:
+        whole, part = (name(Task(kind, min(chunks[kind], key=str), layer, phase)) for kind in (fused, extra_kind))
         raise ConfigError(
-            f"plan: {one} ({other}) is beside {whole} ({fused}), which does all of a chunk's way; take one of them away"
+            f"plan: {part} ({extra_kind}) is beside {whole} ({fused}), which does all of a chunk's way; take one of "
+            "them away"
         )
-    degree = max(map(len, of.values()))
-    for kind, found in of.items():
-        missing = next((chunk for chunk in range(degree) if chunk not in found), None)
+    degree = max(map(len, chunks.values()))
+    for kind, numbers in chunks.items():
+        missing = next((chunk for chunk in range(degree) if chunk not in numbers), None)
         if missing is not None:
-            extra = [name(Task(kind, chunk, layer, phase)) for chunk in found - set(range(degree))]
+            extra = [name(Task(kind, chunk, layer, phase)) for chunk in numbers - set(range(degree))]
             cure = f"number {extra[0]} from 0 on" if extra else "add it, or take that chunk away everywhere"
             raise ConfigError(
                 f"plan: {name(Task(kind, missing, layer, phase))} is missing: the layer has {degree} "

@@ -1,4 +1,4 @@
-"""What the parts of steps took where they ran, and what steps cost by it.
+"""Observed times: the parts of steps as they took where they ran, and the costs of steps by them.
 
     seen = observe(plan, costs, steps)      # timelines of steps that ran by this plan
     costs = refit(costs, seen)              # the same where nothing was seen
@@ -22,18 +22,18 @@ from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
-_GRADIENT = "gradient-all-reduce"
 # No clock is finer.
 _TICK_S = 1e-9
 # What a step does by its plan, or autograd in its place: all else surrounds it.
-_PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
+_PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """What was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the steps.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the
+    steps.
 
     A task begins when the last rank begins it, and ends when the last one has ended it. So what ranks wait for each
     other is part of a step once, where a rank is late, and the tasks of a step without a schedule add up to it.
@@ -59,12 +59,12 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """By how much the prediction is off, as a share of what was measured."""
+        """The difference of the prediction, as a share of what was measured."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
-    """A step beside its prediction: each part, and the whole step last.
+    """Compares a step with its prediction: each part, and the whole step last.
 
     Args:
         timelines: of all ranks, from where the step began; what ranks make of a part is as in `observe`.
@@ -87,7 +87,7 @@ def _part_name(kind: str, phase: str | None) -> str:
 
 
 def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
-    """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
+    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
     found: dict[Sample, list[float]] = {}
     for sample, seconds in _tasks(plan, costs, _last(timelines)).values():
         found.setdefault(sample, []).append(seconds)
@@ -95,9 +95,10 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
 
 
 def _last(timelines: Sequence[Timeline]) -> Timeline:
-    """When the last rank began each span, and when the last one had ended it.
+    """Returns the spans from when the last rank began them to when the last one had ended them.
 
-    Who is early waits in the next collective for who is late. Here that counts once, in what made the other late.
+    A rank that is early waits in the next collective for one that is late. Here that counts once, in what made the
+    other late.
     """
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
@@ -112,72 +113,75 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple[Sample, float]]:
-    """Of one step, by task: what it is a sample of, and its seconds."""
+    """Returns for each task of one step what it is a sample of, and its seconds."""
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
     # Autograd runs attention that is in one piece, also that of layers without experts.
-    in_one = any(task.kind == "attention" and task.chunk is None for task in plan)
+    in_one = any(task.kind == TaskKind.ATTENTION and task.chunk is None for task in plan)
     degrees, layers = plan.degrees, max(1, len(costs.layers))
 
     def runs(span: Span) -> bool:
-        if span.kind == "attention" and span.chunk is None:
+        if span.kind == TaskKind.ATTENTION and span.chunk is None:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    found: dict[Task, tuple[Sample, float]] = {}
+    samples: dict[Task, tuple[Sample, float]] = {}
     shared = _surrounding(timeline, runs)
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
         task = Task(kind, chunk, layer, phase)
-        if kind == "attention" and chunk is None:
+        if kind == TaskKind.ATTENTION and chunk is None:
             shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
             continue
-        if kind == _GRADIENT:
+        if kind == TaskKind.GRADIENT_ALL_REDUCE:
             sample = Sample(kind, phase, carried[kind, chunk, layer, phase])
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
-            if (kind, phase) == ("expert", "backward") and there and back and there != back:
+            if (kind, phase) == (TaskKind.EXPERT, "backward") and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (weight_gradient(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
-        found[task] = sample, seconds
-    after = Sample("optimizer", None)
+        samples[task] = sample, seconds
+    after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
-        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found)
+        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in samples)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
         of = [None] if sample.phase is None else range(layers)
         for layer in of:
-            found[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
-    return found
+            samples[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
+    return samples
 
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
-    """What a step took beside its tasks: in each pass, between them, and after them."""
-    losses = [span for span in timeline.spans if span.kind == "loss"]
+    """Returns the seconds of a step beside its tasks: in each pass, between them, and after them."""
+    losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
     begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
-    reduced = [span for span in timeline.spans if span.kind == _GRADIENT]
-    after = [span.start_s for span in timeline.spans if span.kind == "optimizer"]
+    reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
+    after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
     passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
     reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
     counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
-    work = [*counts, *(span for span in timeline.spans if span.kind not in (_GRADIENT, COUNTS) and runs(span))]
+    work = [
+        *counts,
+        *(span for span in timeline.spans if span.kind not in (TaskKind.GRADIENT_ALL_REDUCE, COUNTS) and runs(span)),
+    ]
     return {
         **({Sample(COUNTS, "forward"): sum(span.duration_s for span in counts)} if counts else {}),
-        Sample("other", "forward"): idle_s(work, 0.0, begins_s),
-        Sample("loss", None): ends_s - begins_s,
-        Sample("other", "backward"): idle_s(work, ends_s, passed_s),
-        Sample("optimizer", None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
+        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
+        Sample(TaskKind.LOSS, None): ends_s - begins_s,
+        Sample(TaskKind.OTHER, "backward"): idle_s(work, ends_s, passed_s),
+        Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
 
 
 def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
-    """The costs of a step by what was seen of such ones.
+    """Returns the costs of a step by what was seen of steps of these layers.
 
     No task takes less than the executor itself (`StepCosts.task_s`). Where micro-batches go through all of the layers,
     what surrounds them is before and after: with the loss, and with the optimizer. What surrounded a layer by itself
@@ -190,7 +194,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     for layer in costs.layers:
         if id(layer) not in layers:
             layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
-    between, after = (seen.seconds.get(Sample(kind, None)) for kind in ("loss", "optimizer"))
+    between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_around_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
     optimizer_s = costs.optimizer_s if after is None else after
@@ -200,7 +204,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     return replace(
         costs,
         layers=tuple(layers[id(layer)] for layer in costs.layers),
-        all_reduce=_refit_line(costs.all_reduce, seen.get(_GRADIENT, "backward")),
+        all_reduce=_refit_line(costs.all_reduce, seen.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
         loss_s=loss_s,
         optimizer_s=optimizer_s,
     )
@@ -212,23 +216,27 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
         return found if found is part else replace(found, alpha_s=max(found.alpha_s, task_s))
 
     chunks = {
-        phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in layer.chunks.items()
+        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
+        for phase, part_s in layer.chunks.items()
     }
-    dense_s = {phase: dict(of) for phase, of in layer.dense_s.items()}
-    for phase, of in dense_s.items():
-        of |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in of.items()}
+    dense_s = {phase: dict(part_s) for phase, part_s in layer.dense_s.items()}
+    for phase, part_s in dense_s.items():
+        part_s |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in part_s.items()}
     micro = layer.micro
     if micro is None:
-        for phase, of in dense_s.items():
-            for kind, of_rows in (("other", share), (COUNTS, 1.0)):
+        for phase, part_s in dense_s.items():
+            for kind, of_rows in ((TaskKind.OTHER, share), (COUNTS, 1.0)):
                 if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
-                    of[kind] = around_s / of_rows
+                    part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
-    dense = {phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in micro.dense.items()}
+    dense = {
+        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
+        for phase, part_s in micro.dense.items()
+    }
     for phase, of_phase in dense.items():
         around_s = _around_s(seen, phase)
-        if around_s is not None and "attention" in of_phase and Sample("loss", None) not in seen.seconds:
-            of_phase["attention"] += StageTime(0.0, around_s / share)
+        if around_s is not None and TaskKind.ATTENTION in of_phase and Sample(TaskKind.LOSS, None) not in seen.seconds:
+            of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / share)
     weights, apart_s = dict(micro.weights), micro.apart_s
     for kind, part in micro.weights.items():
         where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
@@ -240,21 +248,21 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
             both_s = own.seconds(1) + rest.seconds(1)
             if not seen.get(kind, "backward"):
                 whole = where["backward"][kind] = own + rest
-            elif kind == "expert":
+            elif kind == TaskKind.EXPERT:
                 apart_s = max(0.0, both_s - whole.seconds(1))
                 both_s = min(both_s, whole.seconds(1))
             # As a share of all that is backward: what is left for the input is never less than nothing.
             weights[kind] = whole * min(1.0, own.seconds(1) / both_s)
         elif predicted.seconds(1) > 0:
             weights[kind] = part * (whole.seconds(1) / predicted.seconds(1))
-    dense_s = {phase: {kind: part.seconds(1) for kind, part in of.items()} for phase, of in dense.items()}
+    dense_s = {phase: {kind: part.seconds(1) for kind, part in part_s.items()} for phase, part_s in dense.items()}
     micro = MicroBatches(dense, weights, micro.waits, apart_s)
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
 def _around_s(seen: Observed, phase: str) -> float | None:
-    """Seconds that surrounded a layer in a pass; None where nothing is known of them."""
-    around_s = seen.seconds.get(Sample("other", phase))
+    """Returns the seconds that surrounded a layer in a pass; None where nothing is known of them."""
+    around_s = seen.seconds.get(Sample(TaskKind.OTHER, phase))
     return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
 
 

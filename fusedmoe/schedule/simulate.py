@@ -23,19 +23,19 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, check_contention
 from fusedmoe.schedule.events import run, run_in_order
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline
 
 #: Of seconds, relatively: times that differ by no more are equal. Sums in another order differ by less.
 ROUNDING = 1e-9
 
 # What nothing in the passes that follow waits for.
-_BESIDE = frozenset(("gradient-all-reduce", *WEIGHT_GRADIENTS.values()))
+_BESIDE = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
-    """The predicted timeline of a plan; it starts at 0. A task is where its kind works: an all-gather on the links
-    inside a node, also where the plan has one queue for all links.
+    """Returns the predicted timeline of a plan; it starts at 0. A task is where its kind works: an all-gather on the
+    links inside a node, also where the plan has one queue for all links.
 
     Raises `ConfigError`, naming the task, for a task without a duration or with one that is negative or not finite.
     """
@@ -49,7 +49,7 @@ def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
 
 
 def makespan(plan: Plan, costs: Costs) -> float:
-    """The end of the last task, in seconds: the `end_s` of the simulated timeline, at less cost."""
+    """Returns the end of the last task, in seconds: the `end_s` of the simulated timeline, at less cost."""
     return max(_times(plan, costs)[1], default=0.0)
 
 
@@ -89,12 +89,12 @@ class Stretch:
 
     @property
     def bound_by(self) -> str:
-        """What the pass waits for most."""
+        """The resource that the pass waits for most."""
         return max(self.waits_s, key=lambda resource: self.waits_s[resource])
 
 
 def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
-    """The spans that the end of the step waits for, in order of time, without a gap from the start to the end.
+    """Returns the spans that the end of the step waits for, in order of time, without a gap from the start to the end.
 
     `timeline`: the plan's, as `simulate` gives it. Of several tasks that end together the one on the plan's sequence
     last stands for all.
@@ -111,9 +111,9 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
 
 
 def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
-    """The passes of all layers, in order of time."""
+    """Returns the passes of all layers, in order of time."""
     path = at_work(critical_path(plan, timeline))
-    reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == "gradient-all-reduce"]
+    reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
         if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:
@@ -130,8 +130,8 @@ def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
 
 
 def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
-    """When what is at work along a path: by "compute", "intra" and "inter", as the kinds of tasks have it, also where a
-    plan has one queue for both links. A fused operation counts as computation."""
+    """Returns the times of each resource along a path, by "compute", "intra" and "inter": a task is where its kind
+    works, also where a plan has one queue for both links. A fused operation counts as computation."""
     found: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
     for span in path:
         found[resources_of(span.kind)[0]].append((span.start_s, span.end_s))
@@ -139,7 +139,7 @@ def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
-    """Starts and ends in the order of `plan.sequence`."""
+    """Returns starts and ends in the order of `plan.sequence`."""
     seconds, contention = costs.seconds(plan), costs.contention
     check_contention(contention)
     try:
@@ -155,7 +155,7 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
 
 
 def _spans(plan: Plan, timeline: Timeline) -> list[Span]:
-    """The span of each task in the plan's sequence."""
+    """Returns the span of each task in the plan's sequence."""
     by_name = {_name(span): span for span in timeline.spans}
     return [by_name[_name(task)] for task in plan.sequence]
 

@@ -24,6 +24,7 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     STAGES,
     Task,
+    TaskKind,
     resources_of,
     weight_gradient,
 )
@@ -31,11 +32,9 @@ from fusedmoe.schedule.task import (
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
 
-_GRADIENT = "gradient-all-reduce"
-
 
 class ChunkedPass(NamedTuple):
-    """How one layer's chunks go through one pass."""
+    """An order and a number of chunks: the way of one layer's chunks through one pass."""
 
     order: Order
     degree: int
@@ -49,7 +48,7 @@ def step_plan(
     *,
     exposed: bool = False,
 ) -> Plan:
-    """The plan of a step of the layers that `costs` has, with the parts that it has of each.
+    """Returns the plan of a step of the layers that `costs` has, with the parts that it has of each.
 
     `forward`, `backward`: one for each layer. `partition`: gradients that are reduced on the way; what is left over
     follows the last combine, in one piece. `exposed`: all gradients wait for the end of the backward pass, and go one
@@ -88,12 +87,15 @@ def step_plan(
 def idle_slot_plan(
     costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], bucket_bytes: int
 ) -> Plan:
-    """The plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
+    """Returns the plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
 
     A bucket never reaches over the end of a layer's gradient.
     """
     bare = step_plan(costs, forward, backward)
-    orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
+    orders = {
+        resource: [task for task in bare.on(resource) if task.kind != TaskKind.GRADIENT_ALL_REDUCE]
+        for resource in RESOURCES
+    }
     buckets = gradient_buckets(costs.gradient_bytes, bucket_bytes)
     return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
@@ -106,13 +108,13 @@ class Degrees(NamedTuple):
 
 
 def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, weights: bool = False) -> Iterator[Task]:
-    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
+    """Yields all parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
 
     `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`).
     """
     chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
     for kind in STAGES[phase]:
-        if kind == "permute" and phase == "forward" and micro.waits:
+        if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
             apart = weight_gradient(kind) if weights else None
@@ -123,19 +125,20 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
 
 def loss_tasks(costs: StepCosts) -> list[Task]:
-    """The loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
-    return [] if costs.loss_s is None else [Task("loss", None, None, None)]
+    """Returns the loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
+    return [] if costs.loss_s is None else [Task(TaskKind.LOSS, None, None, None)]
 
 
 def optimizer_tasks(costs: StepCosts) -> list[Task]:
-    """The optimizer, where the step has one."""
-    return [] if costs.optimizer_s is None else [Task("optimizer", None, None, None)]
+    """Returns the optimizer, where the step has one."""
+    return [] if costs.optimizer_s is None else [Task(TaskKind.OPTIMIZER, None, None, None)]
 
 
 def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
-    """All-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), in back-propagation's order."""
+    """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), as back-propagation
+    goes."""
     return [
-        Task(_GRADIENT, number, layer, "backward", min(bucket_bytes or size, size - start))
+        Task(TaskKind.GRADIENT_ALL_REDUCE, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
         for number, start in enumerate(range(0, size, bucket_bytes or size or 1))
     ]
@@ -153,12 +156,13 @@ class BucketCutter:
         self._cut: dict[int, int] = {}
 
     def available(self, layer: int) -> int:
-        """Bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
+        """Returns the bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
         end = self.ends[layer] if layer < len(self.ends) else 0
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
-        """The next bucket of about `size` bytes, from what is ready after `layer`; none where that is nothing."""
+        """Returns the next bucket of about `size` bytes, from what is ready after `layer`; none where that is
+        nothing."""
         ready = self.available(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
@@ -167,11 +171,11 @@ class BucketCutter:
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
         number = self._cut.get(last, 0)
         self._cut[last] = number + 1
-        return [Task(_GRADIENT, number, last, "backward", size)]
+        return [Task(TaskKind.GRADIENT_ALL_REDUCE, number, last, "backward", size)]
 
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
-    """One layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
+    """Returns one layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
 
     def own(task: Task) -> bool:
         return _is_chunk(task, layer, phase)
@@ -181,12 +185,12 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
         tasks = plan.on(resource)
         places = [place for place, task in enumerate(tasks) if own(task)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
-        orders[resource] = [task for task in between if own(task) or task.kind == _GRADIENT]
+        orders[resource] = [task for task in between if own(task) or task.kind == TaskKind.GRADIENT_ALL_REDUCE]
     return Plan.from_orders(orders)
 
 
 def one_pass(plan: Plan, phase: str) -> Plan:
-    """One pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
+    """Returns one pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
     orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
     after = {
         task: tuple(one for one in before if one.phase == phase)
@@ -197,11 +201,11 @@ def one_pass(plan: Plan, phase: str) -> Plan:
 
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """The gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
+    """Returns the gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     found: list[Task] = []
     for task in plan.inter[places[-1] + 1 :] if places else ():
-        if task.kind != _GRADIENT:
+        if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             break
         # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
         if task.layer is not None and task.layer > layer and task not in plan.after:
@@ -218,7 +222,7 @@ def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
-    """One layer's pass by a fused operation in that many chunks."""
+    """Returns one layer's pass by a fused operation in that many chunks."""
     chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 

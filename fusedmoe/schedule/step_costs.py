@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
 
 #: The largest degree that is tried, unless the caller says otherwise.
 MAX_DEGREE = 16
@@ -26,7 +26,7 @@ _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 @dataclass(frozen=True)
 class StageTime:
-    """What a stage of a layer takes in chunks: each of r takes alpha_s + whole_s/r seconds."""
+    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r."""
 
     alpha_s: float
     whole_s: float
@@ -35,7 +35,7 @@ class StageTime:
         return self.alpha_s + self.whole_s / degree
 
     def __add__(self, other: StageTime) -> StageTime:
-        """One after the other."""
+        """Adds the time of what follows."""
         return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s)
 
     def __mul__(self, times: float) -> StageTime:
@@ -43,7 +43,7 @@ class StageTime:
 
 
 def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
-    """What each resource has to do for all chunks of parts by kind, in seconds."""
+    """Returns the seconds that each resource has to work for all chunks of parts by kind."""
     found = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in parts.items():
         found[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
@@ -61,13 +61,13 @@ class ChunkTimes(NamedTuple):
 
 
 def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
-    """The times of one of `degree` chunks of a layer's pass (F9)."""
+    """Returns the times of one of `degree` chunks of a layer's pass (F9)."""
     return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What a layer costs where micro-batches go through all of it, and where weight gradients are W tasks.
+    """Costs of a layer where micro-batches go through all of it, and where weight gradients are W tasks.
 
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
     and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
@@ -84,10 +84,17 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
+    """Costs of one layer: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
 
-    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `regroup_s`: what
-    the experts' backward pass takes longer where it has other chunks than the forward pass, whose rows it then copies.
+    A plan for the layer has the parts that are here.
+
+    Attributes:
+        chunks[phase][kind]: the parts of its pipeline.
+        dense_s[phase][kind]: seconds of the parts outside the pipeline, each in one piece.
+        gradient_bytes: bytes of its dense gradient, as far as it is reduced.
+        micro: None where dense parts cannot be split.
+        regroup_s: seconds that the experts' backward pass takes longer where it has other chunks than the forward pass,
+            whose rows it then copies.
     """
 
     chunks: Mapping[str, Mapping[str, StageTime]]
@@ -97,13 +104,13 @@ class LayerCosts:
     regroup_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
-        """The same with these parts of the pipeline; those that were not in it take no time."""
+        """Returns the layer with these parts of the pipeline; those that were not in it take no time."""
         parts, free = [kind for kind in PIPELINE if kind in kinds], StageTime(0.0, 0.0)
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
         return replace(self, chunks=chunks)
 
     def dense_total_s(self, phase: str, degree: int | None = None) -> float:
-        """Seconds of all dense parts of a pass, each in one piece or in so many micro-batches.
+        """Returns the seconds of all dense parts of a pass, each in one piece or in so many micro-batches.
 
         Raises `ConfigError` for micro-batches that cannot go through all of the layer.
         """
@@ -112,7 +119,7 @@ class LayerCosts:
         return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
 
     def in_micro_batches(self) -> MicroBatches:
-        """What it costs in micro-batches. Raises `ConfigError` where nothing is known of that."""
+        """Returns its costs in micro-batches. Raises `ConfigError` where nothing is known of these."""
         if self.micro is None:
             raise ConfigError(
                 "micro-batches: a layer cannot be split; nothing is known of what its dense part takes then"
@@ -122,10 +129,15 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a training step of a stack of layers costs (`cost.Costs`).
+    """Costs of a training step of a stack of layers (`cost.Costs`).
 
-    `loss_s` and `optimizer_s`: None for a step without them. `task_s`: what the executor takes for a task, whatever it
-    does. `workload`: the `Workload` of one of the layers; None where nobody said.
+    Attributes:
+        layers: often one object many times.
+        all_reduce: the line of gradient all-reduces.
+        contention: see `CostModel`.
+        loss_s, optimizer_s: None for a step without them.
+        task_s: seconds that the executor takes for a task, whatever it does.
+        workload: the `Workload` of one of the layers; None where it is not known.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -141,11 +153,11 @@ class StepCosts:
 
     @property
     def can_split(self) -> bool:
-        """Whether micro-batches can go through all layers."""
+        """True if micro-batches can go through all layers."""
         return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
 
     def by_layer(self) -> StepCosts:
-        """The same where nothing but the layers' pipelines goes in chunks."""
+        """Returns the step where nothing but the layers' pipelines goes in chunks."""
         found = {id(layer): replace(layer, micro=None) for layer in self.layers}  # often one object many times
         return replace(self, layers=tuple(found[id(layer)] for layer in self.layers))
 
@@ -155,14 +167,14 @@ class StepCosts:
         return tuple(layer.gradient_bytes for layer in self.layers)
 
     def seconds(self, plan: Plan) -> dict[Task, float]:
-        """The duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in the
-        costs."""
+        """Returns the duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in
+        the costs."""
         carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
         return self.durations(plan.sequence, carried)
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """The duration of each of some tasks that have all chunks of their stages among them. Where both passes of a
-        layer are, and in other chunks, the experts' backward pass takes what a copy takes longer.
+        """Returns the duration of each of some tasks that have all chunks of their stages among them. Where both passes
+        of a layer are, and in other chunks, the experts' backward pass takes what a copy takes longer.
 
         `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
         """
@@ -180,42 +192,44 @@ class StepCosts:
                 without = (weight_gradient(kind), layer, phase) in counts
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
-                if kind == "expert" and phase == "backward" and there != counts[where] and layer is not None:
+                if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
                     known[where] += self.layers[layer].regroup_s / counts[where]
             result[task] = known[where]
         return result
 
     def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
-        """The duration of a task, apart from gradient-all-reduces.
+        """Returns the duration of a task, apart from gradient-all-reduces.
 
         `count`: how many chunks its stage has. `without_weights`: weight gradients of this part are W tasks.
         """
         kind, chunk, layer, phase, _ = task
         if layer is None:
-            found = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
-            found = None if found is None else found / count
+            duration_s = (
+                self.loss_s if kind == TaskKind.LOSS else self.optimizer_s if kind == TaskKind.OPTIMIZER else None
+            )
+            duration_s = None if duration_s is None else duration_s / count
         elif layer >= len(self.layers) or phase is None:
-            found = None
+            duration_s = None
         elif chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
-            found = self.layers[layer].dense_s[phase][kind]
+            duration_s = self.layers[layer].dense_s[phase][kind]
         else:
             part = _part(self.layers[layer], phase, kind, without_weights)
-            found = None if part is None else part.seconds(count)
-        if found is None:
+            duration_s = None if part is None else part.seconds(count)
+        if duration_s is None:
             raise ConfigError(
                 f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers"
             )
-        return found
+        return duration_s
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
-    """What chunks of a kind take; None: the layer has none of it."""
+    """Returns the time of chunks of a kind; None: the layer has none of it."""
     micro = layer.micro
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
-    elif kind == "permute" and micro.waits:
+    elif kind == TaskKind.PERMUTE and micro.waits:
         part = StageTime(0.0, 0.0)
     elif kind in _SOURCES:
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
@@ -226,16 +240,17 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
     weights = None if micro is None else micro.weights.get(kind)
     if micro is None or weights is None:
         return None
-    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == "expert" else 0.0)
+    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
-    """Where each layer's gradient ends among the bytes of all (see `task.Task`), which have the last layer first."""
+    """Returns the end of each layer's gradient among the bytes of all (see `task.Task`), which have the last layer
+    first."""
     return list(accumulate(reversed(gradient_bytes)))[::-1]
 
 
 def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, range]:
-    """Which bytes of the gradients each gradient-all-reduce of the plan of a whole step carries.
+    """Returns the bytes of the gradients that each gradient-all-reduce of the plan of a whole step carries.
 
     Raises `ConfigError` for a bucket of a layer that has ended before, or that reaches into the next.
     """
@@ -243,7 +258,7 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
     start = 0
     result = {}
     for task in plan.inter:
-        if task.kind != "gradient-all-reduce":
+        if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             continue
         if task.layer is None or task.layer >= len(ends):
             raise ConfigError(f"plan: {name(task)} is of a layer that is not there; the stack has {len(ends)}")
@@ -262,7 +277,7 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
 def resource_bound_s(
     costs: StepCosts, degrees: Mapping[str, Sequence[tuple[int | None, int]]], buckets: Iterable[int] | None = None
 ) -> float:
-    """Seconds that no order of a step beats: the busiest resource's tasks.
+    """Returns the seconds that no order of a step beats: the busiest resource's tasks.
 
     Args:
         degrees: by phase, for each layer the chunks of its dense part (None: it is in one piece) and of its pipeline.
@@ -284,7 +299,7 @@ def resource_bound_s(
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
-    """Seconds that no order beats: what each resource has to do, with what must come before and after it.
+    """Returns the seconds that no order beats: what each resource has to do, with what must come before and after it.
 
     Before the first dispatch has ended and after the last reduce-scatter the links inside the node have nothing to do.
     """
@@ -296,7 +311,8 @@ def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float 
 
 
 def links_bound_s(inter: float, intra: float, contention: float) -> float:
-    """The least time for the work of both links. While they work together, each goes on at `contention` of its speed.
+    """Returns the least time for the work of both links. While they work together, each goes on at `contention` of its
+    speed.
 
     Below a contention of one half they had better take turns.
     """

@@ -157,17 +157,17 @@ class Task(NamedTuple):
 
 
 def resources_of(kind: str) -> tuple[str, ...]:
-    """What a task of this kind occupies: "compute" or a link, and of a fused operation both."""
+    """Returns what a task of this kind occupies: "compute" or a link; of a fused operation both."""
     return _OCCUPIED.get(kind, ("compute",))
 
 
 def weight_gradient(kind: str) -> str | None:
-    """The W task of a kind; None: it has no weight gradients."""
+    """Returns the W task of a kind; None: it has no weight gradients."""
     return WEIGHT_GRADIENTS.get(kind)
 
 
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
-    """What each task waits for, by the rules of a model of MoE layers; a key for every task.
+    """Returns the tasks that each task waits for, by the rules of a model of MoE layers; a key for every task.
 
     * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all
       chunks of the one before, and all chunks after it wait for it.
@@ -194,34 +194,34 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     forward = sorted(layer for phase, layer in stages if phase == "forward" and layer is not None)
     backward = sorted((layer for phase, layer in stages if phase == "backward" and layer is not None), reverse=True)
     passes = [_stages("forward", stages["forward", layer]) for layer in forward]
-    passes.append([of["loss"] for of in stages.values() if "loss" in of])
+    passes.append([kinds["loss"] for kinds in stages.values() if "loss" in kinds])
     passes.extend(_stages("backward", stages["backward", layer]) for layer in backward)
 
     before: list[Task] = []
     earlier: list[list[Task]] = []
-    for found in passes:
-        micro = _in_micro_batches(found) and _in_micro_batches(earlier)
-        for index, stage in enumerate(found):
+    for stages_of_pass in passes:
+        micro = _in_micro_batches(stages_of_pass) and _in_micro_batches(earlier)
+        for index, stage in enumerate(stages_of_pass):
             _link(after, before, stage, within=micro or index > 0)
             before = stage
-        earlier = found or earlier
-    for (phase, layer), of in stages.items():
+        earlier = stages_of_pass or earlier
+    for (phase, layer), kinds in stages.items():
         if phase is not None and layer is not None:
-            _in_order(after, of.get("attention", ()))
-        for kind in [kind for kind in of if kind in _WEIGHTS]:
-            sources = [task for source in of if weight_gradient(source) == kind for task in of[source]]
-            for task in of[kind]:
-                after[task] = tuple(one for one in sources if one.chunk == task.chunk) or tuple(sources)
-        for task in of.get("expert", ()):
-            after[task] = (*after[task], *of.get(GATHER, ()))
-        for task in of.get(REDUCE, ()):
-            after[task] = tuple(of.get(WEIGHT_GRADIENTS["expert"], ()) or of.get("expert", ()))
+            _in_order(after, kinds.get("attention", ()))
+        for kind in [kind for kind in kinds if kind in _WEIGHTS]:
+            sources = [task for source in kinds if weight_gradient(source) == kind for task in kinds[source]]
+            for task in kinds[kind]:
+                after[task] = tuple(source for source in sources if source.chunk == task.chunk) or tuple(sources)
+        for task in kinds.get("expert", ()):
+            after[task] = (*after[task], *kinds.get(GATHER, ()))
+        for task in kinds.get(REDUCE, ()):
+            after[task] = tuple(kinds.get(WEIGHT_GRADIENTS["expert"], ()) or kinds.get("expert", ()))
         reduced = [
-            task for kind in ("other", "gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())
+            task for kind in ("other", "gate", "attention", "attention-weight-gradient") for task in kinds.get(kind, ())
         ]
-        for task in of.get("gradient-all-reduce", ()):
+        for task in kinds.get("gradient-all-reduce", ()):
             after[task] = tuple(reduced) if phase == "backward" else ()
-        for task in of.get("optimizer", ()):
+        for task in kinds.get("optimizer", ()):
             after[task] = tuple(t for t in after if t.phase == "backward" and task.layer in (None, t.layer))
     return after
 

@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """All that it occupies."""
+        """All resources that it occupies."""
         return (self.resource, *self.also)
 
     @property
@@ -95,12 +95,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first span starts; 0.0 without spans."""
+        """The start of the first span; 0.0 without spans."""
         return self.spans[0].start_s if self.spans else 0.0
 
     @property
     def end_s(self) -> float:
-        """When the last span ends; 0.0 without spans."""
+        """The end of the last span; 0.0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -114,16 +114,16 @@ class Timeline:
         return tuple(resource for resource in RESOURCES if resource in found)
 
     def on(self, resource: str) -> tuple[Span, ...]:
-        """The spans that occupy one resource, in order of start."""
+        """Returns the spans that occupy one resource, in order of start."""
         check_word("resource", resource)
         return tuple(span for span in self.spans if span.resource == resource or resource in span.also)
 
     def busy_s(self, resource: str) -> float:
-        """How long the resource was in use; where spans overlap, the time counts once."""
+        """Returns the seconds that the resource was in use; where spans overlap, the time counts once."""
         return sum(end - start for start, end in _union(self.on(resource)))
 
     def exposed_s(self) -> float:
-        """How long a link was in use while `compute` was idle: the communication that nothing hides.
+        """Returns the seconds that a link was in use while `compute` was idle: the communication that nothing hides.
 
         A fused operation occupies both, so nothing of it counts, also where its tiles wait for rows: from outside, the
         two cannot be told apart.
@@ -133,7 +133,7 @@ class Timeline:
         return sum(end - start for start, end in links) - _common_s(compute, links)
 
     def totals_s(self) -> dict[str, float]:
-        """The summed durations of each kind that occurs, in the order of `KINDS`."""
+        """Returns the summed durations of each kind that occurs, in the order of `KINDS`."""
         totals = dict.fromkeys(KINDS, 0.0)
         for span in self.spans:
             totals[span.kind] += span.duration_s
@@ -141,27 +141,27 @@ class Timeline:
         return {kind: total for kind, total in totals.items() if kind in found}
 
     def shifted(self, by_s: float) -> Timeline:
-        """The same spans, `by_s` later; the anchor stays. It corrects a clock that is known to be off."""
+        """Returns the spans `by_s` later; the anchor stays. It corrects a clock that is known to be off."""
         return _moved(self, by_s, 0.0)
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` gives an equal timeline back."""
+        """Returns one line of JSON; `from_json` gives an equal timeline back."""
         return json.dumps(self.as_dict(), allow_nan=False, separators=(",", ":"))
 
     def as_dict(self) -> dict[str, Any]:
-        """The timeline in plain types; a span has only the fields that are not None or empty."""
+        """Returns the timeline in plain types; a span has only the fields that are not None or empty."""
         spans = [{k: v for k, v in span._asdict().items() if v is not None and v != ()} for span in self.spans]
         head = {"format": _FORMAT, "version": _VERSION, "rank": self.rank, "source": self.source}
         return {**head, "anchor_s": self.anchor_s, "spans": spans}
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """The timeline written by `to_json`. Raises `ConfigError` for anything else."""
+        """Reads the timeline written by `to_json`. Raises `ConfigError` for anything else."""
         return cls.from_dict(parse_json(text, "timeline"))
 
     @classmethod
     def from_dict(cls, data: Any) -> Timeline:
-        """The timeline written by `as_dict`. Raises `ConfigError` for anything else."""
+        """Reads the timeline written by `as_dict`. Raises `ConfigError` for anything else."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ConfigError(f'timeline: the JSON is not a timeline (no "format": "{_FORMAT}")')
         if data.get("version") != _VERSION:
@@ -177,7 +177,7 @@ class Timeline:
 
 
 def align(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The same timelines on one clock whose zero is the earliest start, in the same order.
+    """Returns the timelines on one clock whose zero is the earliest start, in their order.
 
     Timelines with an anchor are placed by it; those without one are taken to share their zero. The two
     groups each start at zero, so a prediction stands beside a measurement. Worked example: rank 0 with
@@ -203,7 +203,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans in as few lists as possible such that no two of one list overlap; first come, first lane.
+    """Returns the spans in as few lists as possible such that no two of one list overlap; first come, first lane.
 
     A resource that runs one task at a time has one lane. Asynchronous collectives timed on the host from
     issue to completion, or spans inside spans, need more.
@@ -219,7 +219,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
-    """The trace of the timelines, aligned (`timeline.align`), as an object ready for `json.dump`.
+    """Returns the trace of the timelines, aligned (`timeline.align`), as an object ready for `json.dump`.
 
     pid is the rank; when a rank comes with several timelines (predicted beside measured), the further ones
     get pids past the last rank and stand next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their
@@ -255,7 +255,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of the timelines to `path` (JSON)."""
+    """Writes the trace of the timelines to `path` (JSON)."""
     text = json.dumps(trace(timelines), allow_nan=False, separators=(",", ":"))
     Path(path).write_text(text, encoding="utf-8")
 
@@ -268,7 +268,7 @@ def check_word(field: str, word: str | None) -> None:
 
 
 def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """How much of the time between two moments none of these spans is in."""
+    """Returns the seconds between two moments in which none of these spans is."""
     inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
     found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
     return max(0.0, end_s - start_s) - sum(end - start for start, end in found)
@@ -284,7 +284,7 @@ def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The time covered by the spans (sorted by start), as disjoint intervals in order."""
+    """Returns the time covered by the spans (sorted by start), as disjoint intervals in order."""
     result: list[tuple[float, float]] = []
     for span in spans:
         if result and span.start_s <= result[-1][1]:
@@ -295,7 +295,7 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def _common_s(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """The length of the intersection of two sets of disjoint intervals, each in order."""
+    """Returns the length of the intersection of two sets of disjoint intervals, each in order."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -311,19 +311,19 @@ def _is_count(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    """A number, and one of which sums have room."""
+    """Returns True for a number that leaves room for sums."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def _are_further(also: object, resource: str) -> bool:
-    """Whether these are resources beside the first one."""
+    """Returns True for resources beside the first one."""
     if not isinstance(also, tuple) or not all(one in RESOURCES for one in also):
         return False
     return len({resource, *also}) == 1 + len(also)
 
 
 def _fault(span: Span) -> str | None:
-    """What is wrong with a span, or None. Words may be of any type here: they can come from a file."""
+    """Returns what is wrong with a span, or None. Words may be of any type here: they can come from a file."""
     name, kind, resource, start_s, end_s, chunk, layer, phase, also = span
     if not isinstance(name, str) or not name:
         return "a name that is empty or no text"

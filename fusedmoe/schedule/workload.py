@@ -9,7 +9,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.refit import refit
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
-from fusedmoe.schedule.task import FUSED, LINKS, PHASES, PIPELINE
+from fusedmoe.schedule.task import FUSED, LINKS, PHASES, PIPELINE, TaskKind
 
 #: What a model's costs know its shapes by where they are of steps whose chunks end with their layer, beside those of
 #: steps whose micro-batches go through whole layers.
@@ -22,12 +22,12 @@ GEMMS = {"ffn": 2, "swiglu": 3}
 _PROJECTIONS, _ATTENTION_GEMMS = 4, 6
 
 #: The line of the cost model that each part of a layer is on.
-_LINES = {
-    "dispatch": "all-to-all/ep",
-    "all-gather": "all-gather/esp",
-    "expert": "gemm",
-    "reduce-scatter": "reduce-scatter/esp",
-    "combine": "all-to-all/ep",
+_LINES: dict[str, str] = {
+    TaskKind.DISPATCH: "all-to-all/ep",
+    TaskKind.ALL_GATHER: "all-gather/esp",
+    TaskKind.EXPERT: "gemm",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter/esp",
+    TaskKind.COMBINE: "all-to-all/ep",
 }
 
 
@@ -73,49 +73,50 @@ class Workload:
 
     @property
     def shapes(self) -> str:
-        """What the layer is, however many tokens it is given: by which `CostModel.observed` knows it."""
+        """Words for the layer, however many tokens it is given: `CostModel.observed` knows it by these."""
         esp = f" in {self.esp} shards" if self.esp > 1 else ""
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
         return f"{of}, {self.itemsize} bytes"
 
     def volumes(self) -> dict[str, float]:
-        """What each part of the layer handles in one pass, in bytes, for "expert" in FLOP forward (F9).
+        """Returns the bytes that each part of the layer handles in one pass, and for "expert" the FLOP forward (F9).
 
         A part that has no peers is left out: dispatch and combine without expert parallelism, all-gather and
         reduce-scatter without expert sharding.
         """
         gathered = self.rows * self.model_dim * self.itemsize
         flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
-        found = {"expert": flop}
+        volumes: dict[str, float] = {TaskKind.EXPERT: flop}
         if self.ep > 1:
-            found |= dict.fromkeys(("dispatch", "combine"), gathered / self.esp)
+            volumes |= dict.fromkeys((TaskKind.DISPATCH, TaskKind.COMBINE), gathered / self.esp)
         if self.esp > 1:
-            found |= dict.fromkeys(("all-gather", "reduce-scatter"), gathered)
-        return {kind: found[kind] for kind in PIPELINE if kind in found}
+            volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
+        return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def kept(self) -> float:
-        """Elements that the experts' forward pass keeps: rows and pre-activations."""
+        """Returns the elements that the experts' forward pass keeps: rows and pre-activations."""
         return self.rows * (self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def kept_for_weights(self) -> float:
-        """Elements that are kept between the gradients of rows and those of the experts' weights: activations, and the
-        gradients of pre-activations."""
+        """Returns the elements that are kept between the gradients of rows and those of the experts' weights:
+        activations, and the gradients of pre-activations."""
         return self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
     def projection_flop(self) -> float:
-        """FLOP of attention's four projections, forward."""
+        """Returns the FLOP of attention's four projections, forward."""
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
 
     def attention_flop(self) -> float:
-        """FLOP of attention forward: the projections, scores and their product with the values."""
+        """Returns the FLOP of attention forward: the projections, scores and their product with the values."""
         return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:
-        """Bytes of attention's projections, split over MP, and the gate: what is summed over data parallelism."""
+        """Returns the bytes of attention's projections, split over MP, and the gate: what is summed over data
+        parallelism."""
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
     def layer_costs(self, model: CostModel) -> LayerCosts:
-        """What the layer costs on a machine. Backward, experts and attention take twice their time (F13).
+        """Returns the layer's costs on a machine. Backward, experts and attention take twice their time (F13).
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
         around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
@@ -132,8 +133,8 @@ class Workload:
         shared = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            for kind in ("all-gather", "reduce-scatter"):
-                line = model.line(f"{kind}/esp")
+            for name in ("all-gather/esp", "reduce-scatter/esp"):
+                line = model.line(name)
                 shared += StageTime(line.alpha_s, line.beta_s * rows_bytes)
         dense: dict[str, dict[str, StageTime]] = {}
         for phase in PHASES:
@@ -141,13 +142,15 @@ class Workload:
             twice = 2 if phase == "backward" else 1
             for kind, volume in self.volumes().items():
                 line = model.line(_LINES[kind])
-                times = twice if kind == "expert" else 1
-                starts = GEMMS[self.expert] if kind == "expert" else 1
+                times = twice if kind == TaskKind.EXPERT else 1
+                starts = GEMMS[self.expert] if kind == TaskKind.EXPERT else 1
                 chunks[phase][kind] = StageTime(times * starts * line.alpha_s, times * line.beta_s * volume)
-            dense[phase] = {"attention": attention * twice + shared}
+            dense[phase] = {TaskKind.ATTENTION: attention * twice + shared}
             dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
         projections = StageTime(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
-        weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
+        # Of two products of the backward pass of a weight one is its gradient.
+        expert = chunks["backward"][TaskKind.EXPERT]
+        weights: dict[str, StageTime] = {TaskKind.EXPERT: expert * 0.5, TaskKind.ATTENTION: projections}
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
@@ -163,7 +166,8 @@ class Workload:
         whole: bool = False,
         waits: bool = False,
     ) -> StepCosts:
-        """What a training step costs on a machine, of such layers one after the other; as they ran where that was seen.
+        """Returns the costs of a training step of layers like this, one after the other; as they ran where that was
+        seen.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
@@ -185,9 +189,9 @@ class Workload:
 
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:
-    """Seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs know nothing
-    of it. More chunks cost starts, and results of one may travel while the next is computed: what they take is known
-    only where they ran (`CostModel.observed`).
+    """Returns the seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs
+    know nothing of it. More chunks cost starts, and results of one may travel while the next is computed: what they
+    take is known only where they ran (`CostModel.observed`).
 
     A part's bytes travel as fast as its collective takes them by its line (β·n), and no collective has to start: a
     signal for each takes the place of α. Products take what their line says, and FLOP of products are equal.
@@ -211,22 +215,23 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     layer = workload.step_costs(model, [0], workload.volumes()).layers[0]
     shards = workload.esp if link == "inter" else 1
     tile = min(1.0, model.fused.tile_rows / workload.rows)
-    found = {}
+    seconds = {}
     for phase in PHASES:
         parts = layer.chunks[phase]
         there, back = (shards * parts[part].whole_s for part in (first, last))
         # Of the backward pass, half is the weights' gradients.
-        whole_s = parts["expert"].whole_s / (1 if phase == "forward" else 2)
+        whole_s = parts[TaskKind.EXPERT].whole_s / (1 if phase == "forward" else 2)
         down_s = whole_s / GEMMS[workload.expert]
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))
-        apart_s = parts["expert"].seconds(1) - whole_s  # all starts, and gradients of weights
-        found[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
-    return found
+        apart_s = parts[TaskKind.EXPERT].seconds(1) - whole_s  # all starts, and gradients of weights
+        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
+    return seconds
 
 
 def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
-    """The overlapped time of stages that take so many seconds for all rows: one tile after the other goes through them.
+    """Returns the overlapped time of stages that take so many seconds for all rows: one tile after the other goes
+    through them.
 
     `tile`: rows of a tile as a share of all.
     """

@@ -17,7 +17,16 @@ from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, famil
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_policy, register_policy, sequential
+from fusedmoe.schedule.policies import (
+    POLICIES,
+    PlanSearch,
+    layer_policies,
+    own_policy,
+    register_policy,
+    sequential,
+    whole_policies,
+)
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
@@ -136,3 +145,26 @@ def test_what_cannot_be_registered() -> None:
         Schedule("mine")
     with pytest.raises(ConfigError, match=r"schedule is a function; give a name, or fusedmoe.Schedule\(policy\)"):
         fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(8), schedule=by_rows)  # type: ignore[arg-type]
+
+
+def test_traits_decide_what_a_registered_policy_is_planned_as() -> None:
+    def split(workload: Workload, costs: StepCosts) -> Plan:
+        """Two micro-batches."""
+        return micro_schedule(costs, StepSplit(2, 2)).plan()
+
+    whole = WORK.step_costs(MODEL, [4096, 8192], KINDS, whole=True)
+    try:
+        register_policy("split", split, whole=True, gradients="idle slots")
+        register_policy("varied", by_rows, varies=True)
+        assert "split" not in layer_policies() and "split" in whole_policies()
+        with pytest.raises(ConfigError, match="split plans whole models"):
+            Schedule("split")
+        # Where layers cannot be split its plans are not among those that are compared.
+        assert "split" not in PlanSearch(COSTS).families
+        assert PlanSearch(whole).families["split"] == split(WORK, whole)
+        plan = by_rows(WORK, COSTS)
+        beside = candidates_beside(PlanCandidate("varied", plan, False, makespan(plan, COSTS)), COSTS, 16, None)
+        assert beside and all(one.plan.degrees != plan.degrees for one in beside)
+    finally:
+        POLICIES.pop("split", None)
+        POLICIES.pop("varied", None)

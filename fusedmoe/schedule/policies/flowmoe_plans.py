@@ -38,7 +38,7 @@ _HOPELESS = 1.05
 
 
 class StepSplit(NamedTuple):
-    """How a step is split.
+    """A way to split a step.
 
     Attributes:
         forward, backward: micro-batches of both passes, of all layers or of each.

@@ -40,16 +40,16 @@ class Gap(NamedTuple):
 
 
 def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement:
-    """Algorithm 1: into each gap, in order, the weight gradient that fits best, until it is full or none is left.
+    """Places weight gradients by Algorithm 1: into each gap, in order, the one that fits best, until it is full.
 
     `weights_s`: seconds of each. One that fits no gap that had room is None.
     """
     placed: list[int | None] = [None] * len(weights_s)
     for number, gap in enumerate(gaps):
         left = gap.seconds
-        free = {one for one in gap.allowed if placed[one] is None}
+        free = {weight for weight in gap.allowed if placed[weight] is None}
         while left > 0 and free:
-            best = min(free, key=lambda one: (abs(left - weights_s[one]), one))
+            best = min(free, key=lambda weight: (abs(left - weights_s[weight]), weight))
             left -= weights_s[best]
             placed[best] = number
             free.remove(best)
@@ -57,9 +57,10 @@ def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement
 
 
 def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: float = 10.0) -> Placement:
-    """What hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy placement.
+    """Returns the placement that hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy
+    one.
 
-    `limit`: of the solver's work, see `solved`.
+    `limit`: bound of the solver's work, see `solved`.
 
     Raises `ConfigError` where OR-Tools is not installed.
     """
@@ -70,30 +71,30 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: flo
     model = cp_model.CpModel()
     tick_s = max((gap.seconds for gap in gaps), default=0.0) / _TICKS or 1.0
     ticks = [round(seconds / tick_s) for seconds in weights_s]
-    chosen = {(one, number): model.new_bool_var("") for number, gap in enumerate(gaps) for one in gap.allowed}
-    for one in range(len(weights_s)):
-        model.add_at_most_one(chosen[one, number] for number, gap in enumerate(gaps) if one in gap.allowed)
+    chosen = {(weight, number): model.new_bool_var("") for number, gap in enumerate(gaps) for weight in gap.allowed}
+    for weight in range(len(weights_s)):
+        model.add_at_most_one(chosen[weight, number] for number, gap in enumerate(gaps) if weight in gap.allowed)
     hidden = []
     for number, gap in enumerate(gaps):
         amount = model.new_int_var(0, round(gap.seconds / tick_s), "")
-        model.add(amount <= sum(ticks[one] * chosen[one, number] for one in gap.allowed))
+        model.add(amount <= sum(ticks[weight] * chosen[weight, number] for weight in gap.allowed))
         hidden.append(amount)
     model.maximize(sum(hidden))
     greedy = place_greedily(gaps, weights_s)
-    for (one, number), variable in chosen.items():
-        model.add_hint(variable, greedy[one] == number)
+    for (weight, number), variable in chosen.items():
+        model.add_hint(variable, greedy[weight] == number)
     solver = solved(model, limit)
     if solver is None:
         return greedy
     found: list[int | None] = [None] * len(weights_s)
-    for (one, number), variable in chosen.items():
+    for (weight, number), variable in chosen.items():
         if solver.value(variable):
-            found[one] = number
+            found[weight] = number
     return max((tuple(found), greedy), key=lambda placed: placement_hides_s(gaps, weights_s, placed))
 
 
 def placement_hides_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: Placement) -> float:
-    """Seconds that a placement hides."""
+    """Returns the seconds that a placement hides."""
     inside = [0.0] * len(gaps)
     for seconds, number in zip(weights_s, placed, strict=True):
         if number is not None:
@@ -102,7 +103,7 @@ def placement_hides_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: P
 
 
 def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
-    """What found no gap runs beside its last one (spec line L2), or else at the end."""
+    """Returns a placement in which what found no gap runs beside its last gap (spec line L2), or else at the end."""
     return tuple(
         max((place for place, gap in enumerate(gaps) if one in gap.allowed), default=None) if number is None else number
         for one, number in enumerate(placed)
@@ -110,8 +111,8 @@ def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
 
 
 def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
-    """The solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found; None where there is
-    none. The result is the same on every rank.
+    """Returns the solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found; None where
+    there is none. The result is the same on every rank.
 
     `limit`: of its work, in units of about a second that are the same on every machine. One worker with one seed then
     stops at the same solution everywhere.
@@ -135,8 +136,9 @@ _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
 def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
-    """Forward, ranges of layers in micro-batches by the dynamic programme; backward, each layer in one piece, and its
-    weight gradients where Algorithm 1 places them; gradients in buckets when nothing else is to be sent.
+    """Returns the plan: forward, ranges of layers in micro-batches by the dynamic programme; backward, each layer in
+    one piece, and its weight gradients where Algorithm 1 places them; gradients in buckets when nothing else is to be
+    sent.
 
     Either of the two passes can be left out (Lancet's ablation).
 
@@ -162,7 +164,7 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
 
 
 def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[SplitRange, ...]:
-    """The layers that go forward in micro-batches together."""
+    """Returns the layers that go forward in micro-batches together."""
     layers = costs.layers
 
     @cache
@@ -178,7 +180,7 @@ def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Spli
 
 
 def forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
-    """The forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
+    """Returns the forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
     tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", Degrees(degree, degree))]
     return list_plan(tasks, costs.durations(tasks))
 
@@ -194,7 +196,8 @@ class SplitRange(NamedTuple):
 def best_ranges(
     count: int, seconds: Callable[[int, int, int], float], parts: Iterable[int], longest: int
 ) -> tuple[tuple[SplitRange, ...], float]:
-    """T(n) = min over i and k of T(i) + P(i, n, k): the best way to cut `count` parts into ranges, and its seconds.
+    """Returns the best way to cut `count` parts into ranges, and its seconds: T(n) = min over i, k of T(i) + P(i, n,
+    k).
 
     Args:
         seconds: P(start, stop, k), of a range by itself.
@@ -222,7 +225,8 @@ def best_ranges(
 
 
 def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[Task], list[Task], list[Gap]]:
-    """The collectives of a pass in order, its weight gradients, and which of these may run beside which of those."""
+    """Returns the collectives of a pass in order, its weight gradients, and for each collective those that fit
+    beside."""
     before = standard_dependencies(tasks)
     ancestors: dict[Task, set[Task]] = {}
     for task in tasks:

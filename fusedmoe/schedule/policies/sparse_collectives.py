@@ -1,4 +1,4 @@
-"""Sparse collectives in a plan (Hecate, section 4.2): for how long the link between nodes hides them; plans with them.
+"""Hecate's sparse collectives in a plan (section 4.2): for how long the link between nodes hides them; plans with them.
 
 Experts that are copied for an iteration are gathered before their layer's first dispatch, forward, and backward once
 more where they were released in between, as those of all layers but the last may be. Gradients of the copies are
@@ -18,12 +18,13 @@ from collections.abc import Collection, Iterable, Sequence
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 
 def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
-    """Seconds in which the link between nodes is idle before a layer's first dispatch, since the last combine.
+    """Returns the seconds in which the link between nodes is idle before a layer's first dispatch, since the last
+    combine.
 
     That is the last one that ended until then, of whichever layer and pass; for the first layer forward, since the
     timeline's start. Gradient buckets and sparse collectives that run in between keep the link busy.
@@ -41,14 +42,14 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
 
 
 def idle_after(timeline: Timeline) -> float:
-    """The same from the last combine of all to the optimizer; without one, to the end of the timeline."""
+    """Returns the idle seconds of that link from the last combine of all to the optimizer, or to the timeline's end."""
     since_s = max((span.end_s for span in timeline.on("inter") if span.kind in PIPELINE), default=timeline.start_s)
-    ends_s = min((span.start_s for span in timeline.spans if span.kind == "optimizer"), default=timeline.end_s)
+    ends_s = min((span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER), default=timeline.end_s)
     return _idle_s(timeline, since_s, max(since_s, ends_s))
 
 
 def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ...]:
-    """[L]: how long each sparse collective of a layer may take without making the step longer.
+    """Returns [L]: the seconds that each sparse collective of a layer may take without making the step longer.
 
     A gather forward has the time before its layer's dispatch, a reduce-scatter that before the next dispatch backward,
     or after the last combine of all. `again`: experts are released and gathered once more; what is gathered backward
@@ -64,7 +65,7 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
 
 
 def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
-    """The plan with the sparse collectives of some layers, in the passes that it has of them.
+    """Returns the plan with the sparse collectives of some layers, in the passes that it has of them.
 
     A reduce-scatter follows its layer's last combine, or what the weight gradients of its layer wait for, where these
     run beside the next layer's chunks.
@@ -89,7 +90,7 @@ def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()
 
 
 def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool) -> tuple[Plan, Durations]:
-    """The plan of a step with the sparse collectives of its layers, and what that costs.
+    """Returns the plan of a step with the sparse collectives of its layers, and its costs.
 
     Args:
         seconds_L: of each sparse collective of a layer; a layer with 0 has none.
@@ -104,18 +105,19 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
 
 
 def _ahead(inter: Sequence[Task], first: int) -> int:
-    """Where a gather stands before a layer's first dispatch: ahead of gradient buckets, which nobody waits for."""
+    """Returns the place of a gather before a layer's first dispatch: ahead of gradient buckets, which nothing waits
+    for."""
     place = first
-    while place and inter[place - 1].kind == "gradient-all-reduce":
+    while place and inter[place - 1].kind == TaskKind.GRADIENT_ALL_REDUCE:
         place -= 1
     return place
 
 
 def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
-    """Where the last task stands that what computes a layer's gradients waits for, by whatever way; −1: nowhere."""
+    """Returns the place of the last task that a layer's experts wait for backward, by whatever way; −1: nowhere."""
     number = {task: place for place, task in enumerate(plan.sequence)}
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
-    ahead = [number[task] for task in own if task.kind in ("expert", WEIGHT_GRADIENTS["expert"])]
+    ahead = [number[task] for task in own if task.kind in (TaskKind.EXPERT, WEIGHT_GRADIENTS[TaskKind.EXPERT])]
     found: set[int] = set()
     while ahead:
         place = ahead.pop()
@@ -127,7 +129,7 @@ def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
 
 
 def _idle_s(timeline: Timeline, since_s: float, until_s: float) -> float:
-    """How long the link between nodes has nothing to do in this time."""
+    """Returns the seconds in which the link between nodes has nothing to do in this time."""
     spans = timeline.on("inter")
     cut = [one._replace(start_s=max(one.start_s, since_s), end_s=min(one.end_s, until_s)) for one in spans]
     busy = Timeline(spans=tuple(one for one in cut if one.start_s < one.end_s)).busy_s("inter")
