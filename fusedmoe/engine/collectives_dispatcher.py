@@ -76,7 +76,7 @@ class Collectives(Dispatcher):
         streams: on which chunks overlap on CUDA; None: on one.
     """
 
-    compiles = True
+    compiles = follows_plans = True
 
     topology: Topology
     all_to_all: AllToAll

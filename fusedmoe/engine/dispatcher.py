@@ -96,11 +96,13 @@ class Dispatcher:
     own defines `dispatch` and `combine`, differentiable both, and is given to `MoELayer(dispatch=…)`.
 
     Attributes:
-        compiles: a compiler can take all that `through_experts` does into a graph, as operators.
+        compiles: a compiler can take all that `through_experts` does into a graph, as operators, but for plans.
+        follows_plans: it has rows go in chunks, by plans.
         recorder: takes spans while it is set.
     """
 
     compiles: ClassVar[bool] = False
+    follows_plans: ClassVar[bool] = False
     recorder: Recorder | None = None
 
     def __str__(self) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,7 +15,6 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, own_policy
 from fusedmoe.schedule.simulate import ROUNDING, makespan
@@ -200,40 +198,6 @@ def undisturbed() -> Iterator[None]:
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(False), _disable_current_modes(), hooks:
         yield
-
-
-# Of topologies that are in use; the layers of a model share one.
-_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
-
-
-def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype) -> CostModel:
-    """What this machine takes, from this process, from disk, or measured now. Collective over all ranks."""
-    known = _measured.setdefault(topology, {})
-    key = (device.type, dtype)
-    if key not in known:
-        known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
-    return known[key]
-
-
-# The same for what the parts of layers take, by all that it depends on.
-_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
-
-
-def measured_parts(
-    topology: Topology,
-    device: torch.device,
-    dtype: torch.dtype,
-    what: dict[str, Any],
-    measure: Callable[[], Observed],
-) -> Observed:
-    """What the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
-
-    `what`: all that tells the layer from others, in plain types.
-    """
-    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(what.items())}"
-    if key not in known:
-        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": what}, measure)
-    return known[key]
 
 
 def require_same_plans(topology: Topology, plans: Plans) -> None:
