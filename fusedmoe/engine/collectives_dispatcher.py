@@ -119,7 +119,8 @@ class Collectives(Dispatcher):
         crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             rows_NM = permute(x_SM, layout)
-        rows_RM, handle = self._send(rows_NM, weight_N, crossing.sizes, crossing)
+        sizes = torch.from_numpy(exchange.send_PE), torch.from_numpy(exchange.come_QPE)
+        rows_RM, handle = self._send(rows_NM, weight_N, sizes, crossing)
         return rows_RM, handle._replace(counts_RE=exchange.counts_RE, state=(layout, handle.state))
 
     def _send(

@@ -86,12 +86,11 @@ class LayerPlans:
         return None
 
     def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
-        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks."""
-        return self.to_follow()
+        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks.
 
-    def to_follow(self) -> Assigned | None:
-        """Returns what was assigned, or, where activations are computed again, what the forward pass followed, so that
-        as much is saved."""
+        Where activations are computed again, these are the plans that the forward pass followed, so that as much is
+        saved.
+        """
         if not recomputing():
             self._followed = self.assigned
         return self._followed
