@@ -56,7 +56,7 @@ class Met(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What `combine_by_operators` needs of a dispatch: sizes, rows in all, and whose name operators know."""
+    """A dispatch, as `combine_by_operators` needs it: sizes, rows in all, and whose name operators know."""
 
     send_PE: Tensor
     come_QPE: Tensor

@@ -1,4 +1,4 @@
-"""What all dispatchers share: a base class, the one for a single rank, and what they are given and hand back.
+"""Dispatchers: a base class, the one for a single rank, and what they are given and hand back.
 
 Local          nothing travels                                               here
 Collectives    all-to-alls, all-gathers, reduce-scatters, by plans           `engine/collectives_dispatcher.py`
@@ -55,7 +55,7 @@ class Routed(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What experts, and `combine`, need to know of rows that were dispatched.
+    """Rows that were dispatched, as experts and `combine` need to know them.
 
     Attributes:
         layout: sorts them by local expert.

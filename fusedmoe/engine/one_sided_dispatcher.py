@@ -26,7 +26,7 @@ from fusedmoe.schedule.task import resources_of
 
 
 class KernelTransport(NamedTuple):
-    """How kernels of a layer send and receive by themselves.
+    """A choice of kernels that send and receive by themselves.
 
     Attributes:
         kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.

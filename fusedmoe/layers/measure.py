@@ -66,10 +66,16 @@ def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
     workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
     kind = f"{type(experts).__module__}.{experts.describe()}"
     sizes = [list(parameter.shape) for parameter in experts.parameters()]
-    what = {"shapes": workload.shapes, "experts": kind, "sizes": sizes, "gate": repr(gate), "order": repr(order)}
+    facts: dict[str, Any] = {
+        "shapes": workload.shapes,
+        "experts": kind,
+        "sizes": sizes,
+        "gate": repr(gate),
+        "order": repr(order),
+    }
     fused_kind = plans.fused_kind(like)
     degrees = [degree for degree in FUSED_DEGREES if degree <= plans.limit]
-    what |= {} if fused_kind is None else {"fused": f"{fused_kind} in {degrees}"}
+    facts |= {} if fused_kind is None else {"fused": f"{fused_kind} in {degrees}"}
 
     def observed() -> Observed:
         step = workload.step_costs(costs, [0], plans.kinds)
@@ -89,7 +95,7 @@ def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
         seconds = observe_fused(topology, gate, order, experts, like, fused_kind, through, degrees, enough_s)
         return of_parts | Observed(seconds)
 
-    seen = measured_parts(topology, like.device, like.dtype, {**what, "tokens": len(like)}, observed)
+    seen = measured_parts(topology, like.device, like.dtype, {**facts, "tokens": len(like)}, observed)
     return replace(costs, observed={workload.shapes: seen})
 
 
@@ -120,17 +126,17 @@ def measured_parts(
     topology: Topology,
     device: torch.device,
     dtype: torch.dtype,
-    what: dict[str, Any],
+    facts: dict[str, Any],
     measure: Callable[[], Observed],
 ) -> Observed:
     """Returns what the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
 
     Args:
-        what: all that tells the layer from others, in plain types.
+        facts: all that tells the layer from others, in plain types.
     """
-    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(what.items())}"
+    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
     if key not in known:
-        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": what}, measure)
+        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": facts}, measure)
     return known[key]
 
 
@@ -144,8 +150,8 @@ def observe_layer(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """What the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective over all
-    ranks; the same on all of them.
+    """Measures what the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective
+    over all ranks; the same on all of them.
 
     Nothing of the layer changes: no gradient is kept, and the global generators are as before.
 
@@ -256,13 +262,13 @@ def observe_fused(
         few = min(len(like), _FEW)
         if passes_s(few, 1) is None:  # the first time, kernels are compiled
             return {}
-        found = {1: slowest(passes_s(few, 1) or [])}
-        if few < len(like) and sum(found[1]) < enough_s:
+        seconds_by_degree = {1: slowest(passes_s(few, 1) or [])}
+        if few < len(like) and sum(seconds_by_degree[1]) < enough_s:
             for degree in degrees:
                 rounds = [slowest(passes_s(len(like), degree) or []) for _ in range(1 + _ROUNDS)][1:]
-                found[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
+                seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
         Sample(kind, phase, degree): s
-        for degree, seconds in found.items()
+        for degree, seconds in seconds_by_degree.items()
         for phase, s in zip(PHASES, seconds, strict=True)
     }

@@ -260,7 +260,7 @@ class MoELayer(nn.Module):
     def set_plan(
         self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
     ) -> None:
-        """From now on the layer works by these plans, the same on every rank, whatever its schedule; None: by it again.
+        """Has the layer work by these plans, the same on every rank, whatever its schedule; None: by it again.
 
         Args:
             gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
@@ -270,7 +270,7 @@ class MoELayer(nn.Module):
         self._plans.assign(plans, gradients, beside)
 
     def measured_costs(self, tokens: int) -> CostModel:
-        """What this machine takes, and the parts of this layer for so many tokens of each rank, for plans by cost;
+        """Returns the costs of this machine, and of this layer for so many tokens of each rank, for plans by cost;
         measured now, or before (`fusedmoe.runtime.cache`). Collective over all ranks.
 
         Raises:
@@ -318,7 +318,7 @@ class MoELayer(nn.Module):
 
     @property
     def dropped(self) -> int:
-        """How many slots of the last forward were dropped (on CUDA this waits for the device)."""
+        """The number of slots of the last forward that were dropped (on CUDA this waits for the device)."""
         return self.load.dropped()
 
     def check(self) -> None:

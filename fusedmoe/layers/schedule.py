@@ -1,4 +1,4 @@
-"""When a layer sends and when it computes: `MoELayer(…, schedule=…)`."""
+"""Schedules of a layer: when it sends and when it computes, `MoELayer(…, schedule=…)`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AUTO = "joint"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layer overlaps what it sends with what it computes. Results do not depend on it.
+    """A way to overlap what a layer sends with what it computes. Results do not depend on it.
 
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.layer_policies()`, or "fused": kernels that send and receive by
@@ -173,7 +173,7 @@ def _best_fused(
 
 
 def _elsewhere(name: object) -> str:
-    """What to do with a name that is another part's."""
+    """Says what to do with a name that is another part's."""
     if name in POLICIES and POLICIES[str(name)].whole:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
@@ -206,10 +206,10 @@ def require_same_plans(topology: Topology, plans: Plans) -> None:
     Raises:
         RankError: they have not; the message, the same on all of them, says who has which.
     """
-    what = "comparing plans"
+    operation = "comparing plans"
     own = {topology.rank: f"{plans.forward.fingerprint} forward, {plans.backward.fingerprint} backward"}
     for group in (topology.ep, topology.esp):
-        every = all_gather_object(group, own, what)
+        every = all_gather_object(group, own, operation)
         own = {rank: found for ranks in every for rank, found in ranks.items()}
     holders: dict[str, list[int]] = {}
     for rank, found in sorted(own.items()):
@@ -220,5 +220,5 @@ def require_same_plans(topology: Topology, plans: Plans) -> None:
             f"the ranks plan differently: {found}. Plans follow from the schedule and its costs: give the same on "
             "every rank, and the same versions of this library, NumPy and SciPy"
         )
-        topology.fail(what, message)  # for ranks whose rows do not come here
+        topology.fail(operation, message)  # for ranks whose rows do not come here
         raise RankError(message)

@@ -101,7 +101,7 @@ class ScheduledPlans(LayerPlans):
     def fused_kind(self, x_SM: Tensor) -> str | None:
         if not self.schedule.puts:
             return None
-        here = Capabilities(
+        capabilities = Capabilities(
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
@@ -110,7 +110,7 @@ class ScheduledPlans(LayerPlans):
             device=x_SM.device,
             heap=partial(has_heap, self.topology, x_SM.device),
         )
-        return next((kind for kind in runnable_kinds(here, "itself") if kind in FUSED), None)
+        return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
     def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
         """Returns what a schedule must know; None where it has nothing to choose."""
