@@ -53,7 +53,7 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
     costs, printed = CostModel({name: Line(1e-6, 1e-9) for name in LINES}), []
     with (
         patch.dict(os.environ, FUSEDMOE_CACHE=folder),
-        patch("fusedmoe.layers.planner.measured_costs", lambda *_: costs),
+        patch("fusedmoe.layers.measure.measured_costs", lambda *_: costs),
     ):
         for page in RUNNABLE:
             code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)

@@ -41,7 +41,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     what the layer itself predicts by the costs that it measures for "auto". Collective."""
     off = make_layer(setting, topology, None)
     x_SM = torch.randn(setting.S // _K, setting.M).requires_grad_()
-    model = off._planner.measured(x_SM.detach())
+    model = off.measured_costs(len(x_SM))
     dy_SM = torch.randn(setting.S // _K, setting.M)
     made = {
         "off": off,
@@ -110,7 +110,7 @@ def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule |
 def _plans(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> Plans | None:
     """Those that it follows for such tokens, after one pass; None: it has none."""
     run(layer, x_SM, dy_SM)
-    return next(iter(layer._planner.made.values()), None)
+    return next(iter(layer._plans.made.values()), None)
 
 
 def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, recorder: Recorder | None = None) -> None:

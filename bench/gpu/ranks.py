@@ -23,8 +23,7 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.heaps import local_heaps
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
-from fusedmoe.engine.route import Route
+from fusedmoe.engine.one_sided_experts import Backward, Forward, Route, make_route
 from fusedmoe.kernels.triton.one_sided.put import return_rows
 
 _DEGREE = 2

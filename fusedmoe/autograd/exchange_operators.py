@@ -23,11 +23,9 @@ Rows that are sent may end with padding (`Layout`), which does not travel; rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -50,7 +48,7 @@ _new_number = count()
 
 
 class Way:
-    """Where rows of a layer travel, under a name for as long as somebody holds it.
+    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as somebody holds it.
 
     Ways over the same process groups, by the same algorithm, have the same name, whichever layers and topologies they
     are of. It has no ranks in it, so that ranks that do the same compile the same graphs.
@@ -76,109 +74,110 @@ class Way:
         return Way, (self.topology, self.all_to_all)
 
 
-@dataclass(eq=False)
 class Crossing:
-    """One batch's way to the experts' ranks and back, in eager mode.
+    """One batch's way to the experts' ranks and back, once their ranks have exchanged sizes.
 
-    Operators know it by its name. The graph of its batch keeps it, so that the layer may be gone by the backward pass.
+    In eager mode operators know it by its name. The graph of its batch keeps it, so that the layer may be gone by the
+    backward pass.
 
     Attributes:
+        part: the collectives that rows go by.
+        sharded: experts are split over esp.   travels: there are other ranks.
         hooks: see rows on the wire, forward and backward.   recorder: takes spans of both passes.
-        sizes: `send_PE` and `come_QPE` of the exchange, as operators take them.
+        turned: the ranks have compared that they have a backward pass.
     """
 
-    topology: Topology
-    exchange: Exchange
-    hooks: Sequence[Hooks] = ()
-    recorder: Recorder | None = None
-    turned: bool = field(default=False, init=False)  # the ranks have compared that they have a backward pass
-    name: str = field(init=False)
-    sizes: tuple[Tensor, Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, topology: Topology, part: Part, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
+    ) -> None:
+        self.topology, self.part, self.hooks, self.recorder = topology, part, hooks, recorder
+        self.sharded = topology.esp.size > 1
+        self.travels = self.sharded or topology.ep.size > 1
+        self.turned = False
         self.name = f"crossing {next(_new_number)}"
         _crossings[self.name] = self
-        self.sizes = torch.from_numpy(self.exchange.send_PE), torch.from_numpy(self.exchange.come_QPE)
 
 
-@contextmanager
-def _guarded(way: str, operation: str) -> Iterator[Way]:
-    ways = list(_ways.get(way, ()))
+def _way(name: str, operation: str) -> Way:
+    ways = list(_ways.get(name, ()))
     if not ways:
-        raise ConfigError(f"{operation}: the layer of {way} is gone; keep it until the backward pass has ended")
-    found = next((one for one in ways if one.is_open), ways[0])  # a closed one says so itself
-    with found.topology.guard(f"fusedmoe::{operation}"):
-        yield found
+        raise ConfigError(f"{operation}: the layer of {name} is gone; keep it until the backward pass has ended")
+    return next((way for way in ways if way.is_open), ways[0])  # a closed one says so itself
 
 
-class _Traffic(NamedTuple):
-    """The collectives of one operator: `send` takes rows to all shards of their experts, `bring_back` their results."""
+class _Traffic:
+    """The collectives of one operator, as a context: errors inside are told to the other ranks.
 
-    part: Part
-    sharded: bool
-    hooks: Sequence[Hooks]
-    recorder: Recorder | None
-    phase: Direction
+    `send` takes rows to all shards of their experts, `bring_back` takes their results to the ranks of the tokens.
+    """
+
+    def __init__(self, way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> None:
+        crossing = _crossings.get(way)
+        if crossing is None:  # in a graph
+            layers = _way(way, operation)
+            with layers.topology.guard(f"fusedmoe::{operation}"):
+                sizes = send_PE.numpy(), come_QPE.numpy()
+                part = Part(layers.all_to_all, layers.topology.esp, *sizes, device, "a layer's graph")
+            crossing = Crossing(layers.topology, part)
+        backward = operation.endswith("_backward")
+        # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
+        if backward and not crossing.turned:
+            crossing.part.turn()
+        crossing.turned = operation == "combine_backward"
+        self.operation, self.crossing, self.part = operation, crossing, crossing.part
+        self.phase: Direction = "backward" if backward else "forward"
+
+    def __enter__(self) -> _Traffic:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.crossing.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, rows_NM: Tensor) -> Tensor:
-        with span(self.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
-            context = HookContext(self.phase)
-            rows = carry(self.hooks, "dispatch", self.part.dispatch, rows_NM[: self.part.sent], context)
-        if self.sharded:
-            with span(self.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
-                rows = self.part.all_gather(rows)
-        return rows
+        part, crossing = self.part, self.crossing
+        if len(rows_NM) > part.sent:
+            rows_NM = rows_NM[: part.sent]  # padding does not travel
+        if crossing.hooks or crossing.recorder is not None:
+            with span(crossing.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
+                rows = carry(crossing.hooks, "dispatch", part.dispatch, rows_NM, HookContext(self.phase))
+        else:
+            rows = part.dispatch(rows_NM)
+        if crossing.sharded:
+            with span(crossing.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
+                rows = part.all_gather(rows)
+        # An operator returns memory of its own.
+        return rows if crossing.travels else rows.clone()
 
     def send_weights(self, weight_N: Tensor) -> Tensor:
         weight_R1 = self.part.dispatch(weight_N[: self.part.sent, None])
-        return self.part.all_gather(weight_R1) if self.sharded else weight_R1
+        return self.part.all_gather(weight_R1) if self.crossing.sharded else weight_R1
 
     def bring_back(self, rows_RM: Tensor, rows: int) -> Tensor:
         """Returns what became of the rows that were sent, and zeros for padding: `rows` in all."""
-        if self.sharded:
-            with span(self.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
-                rows_RM = self.part.reduce_scatter(rows_RM)
-        with span(self.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
-            back = carry(self.hooks, "combine", self.part.combine, rows_RM, HookContext(self.phase))
-        return _padded(back, rows)
+        part, crossing = self.part, self.crossing
+        if crossing.sharded:
+            with span(crossing.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
+                rows_RM = part.reduce_scatter(rows_RM)
+        if crossing.hooks or crossing.recorder is not None:
+            with span(crossing.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
+                back = carry(crossing.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
+        else:
+            back = part.combine(rows_RM)
+        if len(back) < rows:
+            return _padded(back, rows)
+        return back if crossing.travels else back.clone()
 
     def bring_weights_back(self, weight_R1: Tensor, rows: int) -> Tensor:
-        weight_R1 = self.part.reduce_scatter(weight_R1) if self.sharded else weight_R1
-        return _padded(self.part.combine(weight_R1), rows)[:, 0]
+        weight_R1 = self.part.reduce_scatter(weight_R1) if self.crossing.sharded else weight_R1
+        back = self.part.combine(weight_R1)
+        return (_padded(back, rows) if len(back) < rows else back)[:, 0]
 
 
 def _padded(back: Tensor, rows: int) -> Tensor:
-    if len(back) == rows:
-        return back
     padded = back.new_zeros((rows, *back.shape[1:]))
     padded[: len(back)] = back
     return padded
-
-
-@contextmanager
-def _traffic(way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> Iterator[_Traffic]:
-    """Yields what an operator sends by; ranks then compare what they call, in a backward pass before its first rows."""
-    phase: Direction = "backward" if operation.endswith("_backward") else "forward"
-    crossing = _crossings.get(way)
-    if crossing is None:
-        with _guarded(way, operation) as found:
-            esp = found.topology.esp
-            part = Part(found.all_to_all, esp, send_PE.numpy(), come_QPE.numpy(), device, "a layer's graph")
-            if phase == "backward":
-                part.turn()
-            yield _Traffic(part, esp.size > 1, (), None, phase)
-        return
-    with crossing.topology.guard(f"fusedmoe::{operation}"):
-        # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
-        if phase == "backward" and not crossing.turned:
-            crossing.exchange.turn()
-        crossing.turned = operation == "combine_backward"
-        yield _Traffic(crossing.exchange, crossing.topology.esp.size > 1, crossing.hooks, crossing.recorder, phase)
-
-
-def _own(moved: Tensor, given: Tensor) -> Tensor:
-    """Gives an operator's result memory of its own: where nothing travels it is what the operator was given."""
-    return moved.clone() if moved.untyped_storage()._cdata == given.untyped_storage()._cdata else moved
 
 
 @operator("meet")
@@ -193,11 +192,12 @@ def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> 
     Raises:
         RankError: of what an exchange refuses.
     """
-    with _guarded(way, "meet") as found:
+    found = _way(way, "meet")
+    with found.topology.guard("fusedmoe::meet"):
         text = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
         refusal = text if bad is not None and int(bad) else None
         made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal)
-        return torch.tensor(made.send_PE), torch.tensor(made.come_QPE)
+    return torch.tensor(made.send_PE), torch.tensor(made.come_QPE)
 
 
 @register_fake(meet)
@@ -214,8 +214,8 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sends rows, and returns those of this rank's experts, the weight of each sorted one (none of None), and their
     layout."""
-    with _traffic(way, "dispatch", send_PE, come_QPE, rows_NM.device) as traffic:
-        rows_RM = _own(traffic.send(rows_NM), rows_NM)
+    with _Traffic(way, "dispatch", send_PE, come_QPE, rows_NM.device) as traffic:
+        rows_RM = traffic.send(rows_NM)
         layout = sort_received(traffic.part.counts_RE, traffic.part.rows)
         weight_R = rows_NM.new_empty(0)
         if weight_N is not None:
@@ -250,8 +250,8 @@ def dispatch_backward(
     way: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns gradients of `rows` rows and of their weights (none of None)."""
-    with _traffic(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as traffic:
-        drows_NM = _own(traffic.bring_back(drows_RM.contiguous(), rows), drows_RM)
+    with _Traffic(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as traffic:
+        drows_NM = traffic.bring_back(drows_RM.contiguous(), rows)
         if dweight_R is None:
             return drows_NM, drows_RM.new_empty(0)
         arrived_R1 = torch.empty_like(dweight_R[:, None]).index_copy_(0, pair_R, dweight_R[:, None].contiguous())
@@ -268,8 +268,8 @@ def _(drows_RM: Tensor, dweight_R: Tensor | None, *others: Any) -> tuple[Tensor,
 @operator("combine")
 def combine(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
     """Returns the results of the rows that were sent, and zeros for padding: `rows` in all."""
-    with _traffic(way, "combine", send_PE, come_QPE, out_RM.device) as traffic:
-        return _own(traffic.bring_back(out_RM.contiguous(), rows), out_RM)
+    with _Traffic(way, "combine", send_PE, come_QPE, out_RM.device) as traffic:
+        return traffic.bring_back(out_RM.contiguous(), rows)
 
 
 @register_fake(combine)
@@ -280,8 +280,8 @@ def _(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) ->
 @operator("combine_backward")
 def combine_backward(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
     """Returns gradients of the `received` results."""
-    with _traffic(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as traffic:
-        return _own(traffic.send(dy_NM.contiguous()), dy_NM)
+    with _Traffic(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as traffic:
+        return traffic.send(dy_NM.contiguous())
 
 
 @register_fake(combine_backward)

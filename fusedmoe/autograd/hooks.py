@@ -15,7 +15,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass
 class HookContext:
-    """What a hook is told.
+    """The pass and the chunk of a tensor that a hook is given.
 
     Attributes:
         direction: "forward" with activations, "backward" with their gradients.

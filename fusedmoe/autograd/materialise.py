@@ -22,7 +22,7 @@ SendBack = Callable[[Sequence[Tensor]], SparseWork]
 
 
 class Returns:
-    """What ties the two ends of one forward together.
+    """A record that ties the two ends of one forward together.
 
     Attributes:
         rows: where an owned expert lies in the parameters.

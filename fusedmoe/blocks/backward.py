@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,6 @@ class BlocksBackward(BlockPass, BackwardPass):
         self, run: Run, split: Split, blocks: list[BlockState], dz: Tensor, daux: Sequence[Tensor | None]
     ) -> None:
         super().__init__(run, split, blocks, dz.shape)
-        self.bodies |= {
-            TaskKind.ATTENTION: self.attention,
-            TaskKind.ATTENTION_WEIGHT_GRADIENT: self.attention_weight_gradient,
-            TaskKind.SPARSE_REDUCE_SCATTER: self.sparse_reduce_scatter,
-        }
         self._daux = daux
         # Gradients of each block's output; the last is also block -1's, the gradient of the input.
         self._dz: list[Tensor | None] = [None] * (len(blocks) + 1)
@@ -56,6 +51,14 @@ class BlocksBackward(BlockPass, BackwardPass):
                 self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
             else:
                 self.block_chunks[number] = self._regrouped_chunks(block)
+
+    def bodies(self) -> dict[str, Callable[[Task], None]]:
+        return {
+            **super().bodies(),
+            TaskKind.ATTENTION: self.attention,
+            TaskKind.ATTENTION_WEIGHT_GRADIENT: self.attention_weight_gradient,
+            TaskKind.SPARSE_REDUCE_SCATTER: self.sparse_reduce_scatter,
+        }
 
     def run(self) -> Tensor:
         """Runs the plan; returns the gradient of the input."""

@@ -7,7 +7,7 @@ between them runs what `engine/run.py` has for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -48,11 +48,6 @@ class BlocksForward(BlockPass, ForwardPass):
         self.keep, self._x, self._refusal = keep, x, refusal
         self._modules = blocks
         super().__init__(run, split, states, x.shape)
-        self.bodies |= {
-            TaskKind.ATTENTION: self.attention,
-            TaskKind.PERMUTE: self.permute,
-            TaskKind.SPARSE_ALL_GATHER: self.sparse_all_gather,
-        }
         self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
         self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
@@ -69,6 +64,14 @@ class BlocksForward(BlockPass, ForwardPass):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
             self._drawn.append(tuple(self._batch(whole.spread(values)) for values in gate.draw(own_SM)))
+
+    def bodies(self) -> dict[str, Callable[[Task], None]]:
+        return {
+            **super().bodies(),
+            TaskKind.ATTENTION: self.attention,
+            TaskKind.PERMUTE: self.permute,
+            TaskKind.SPARSE_ALL_GATHER: self.sparse_all_gather,
+        }
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """Runs the plan; returns the last block's output and each block's auxiliary loss."""

@@ -66,8 +66,9 @@ class ChunkExperts(Protocol):
         ...
 
     def for_backward(self) -> ChunkExperts:
-        """What the backward pass needs. A graph keeps it, and so it holds no module: a layer that keeps a tensor of
-        that graph would never go."""
+        """Returns what the backward pass needs.
+
+        A graph keeps it, and so it holds no module: a layer that keeps a tensor of that graph would never go."""
         ...
 
 

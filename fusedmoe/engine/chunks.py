@@ -37,14 +37,14 @@ def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
 
 
 def inverse(order_N: Tensor) -> Tensor:
-    """Where each row stands in an order."""
+    """Returns the place of each row in an order."""
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
 
 
 def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
-    """The layout of the same rows in another order (its counts and offsets still speak of the old one)."""
+    """Returns the layout of the same rows in another order (its counts and offsets still speak of the old one)."""
     place_N = inverse(order_N)
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
@@ -84,7 +84,7 @@ class RowChunks:
         return torch.empty_like(in_order).index_put_((self.order_R,), in_order)
 
     def rows_of(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
-        """For each chunk here, where its received rows are among all of `others`, as received and as sorted."""
+        """Finds for each chunk here where its received rows are among all of `others`, as received and as sorted."""
         number_R = inverse(others.numbers())
         pairs = zip(others.starts, others.received, strict=True)
         sorted_R = torch.cat([start + layout.row_SK[:, 0] for start, layout in pairs])

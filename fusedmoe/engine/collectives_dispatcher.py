@@ -56,7 +56,7 @@ class Met(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What `combine_by_operators` needs of a dispatch: sizes, rows in all, and whose name operators know."""
+    """A dispatch, as `combine_by_operators` needs it: sizes, rows in all, and whose name operators know."""
 
     send_PE: Tensor
     come_QPE: Tensor
@@ -76,7 +76,7 @@ class Collectives(Dispatcher):
         streams: on which chunks overlap on CUDA; None: on one.
     """
 
-    compiles = True
+    compiles = follows_plans = True
 
     topology: Topology
     all_to_all: AllToAll
@@ -119,7 +119,8 @@ class Collectives(Dispatcher):
         crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             rows_NM = permute(x_SM, layout)
-        rows_RM, handle = self._send(rows_NM, weight_N, crossing.sizes, crossing)
+        sizes = torch.from_numpy(exchange.send_PE), torch.from_numpy(exchange.come_QPE)
+        rows_RM, handle = self._send(rows_NM, weight_N, sizes, crossing)
         return rows_RM, handle._replace(counts_RE=exchange.counts_RE, state=(layout, handle.state))
 
     def _send(

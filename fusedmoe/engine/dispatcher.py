@@ -1,4 +1,4 @@
-"""What all dispatchers share: a base class, the one for a single rank, and what they are given and hand back.
+"""Dispatchers: a base class, the one for a single rank, and what they are given and hand back.
 
 Local          nothing travels                                               here
 Collectives    all-to-alls, all-gathers, reduce-scatters, by plans           `engine/collectives_dispatcher.py`
@@ -55,7 +55,7 @@ class Routed(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What experts, and `combine`, need to know of rows that were dispatched.
+    """Rows that were dispatched, as experts and `combine` need to know them.
 
     Attributes:
         layout: sorts them by local expert.
@@ -96,11 +96,13 @@ class Dispatcher:
     own defines `dispatch` and `combine`, differentiable both, and is given to `MoELayer(dispatch=…)`.
 
     Attributes:
-        compiles: a compiler can take all that `through_experts` does into a graph, as operators.
+        compiles: a compiler can take all that `through_experts` does into a graph, as operators, but for plans.
+        follows_plans: it has rows go in chunks, by plans.
         recorder: takes spans while it is set.
     """
 
     compiles: ClassVar[bool] = False
+    follows_plans: ClassVar[bool] = False
     recorder: Recorder | None = None
 
     def __str__(self) -> str:

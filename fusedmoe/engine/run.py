@@ -98,7 +98,7 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a call needs beside tensors and modules. A graph keeps it.
+    """A call's plans, and all that it needs beside tensors and modules. A graph keeps it.
 
     Attributes:
         stop: told of an exception on this rank while others wait for it.
@@ -142,7 +142,6 @@ class Pass:
     """One pass, forward or backward, by a plan.
 
     Attributes:
-        bodies: does the tasks of each kind.
         experts: of each layer.   chunks: of each layer, as far as they are known.
         totals: gradients of each layer's experts' parameters.
     """
@@ -154,7 +153,10 @@ class Pass:
         self.plan = run.plans.forward if self.phase == "forward" else run.plans.backward
         self.chunks: dict[int | None, dict[int, Chunk]] = {layer: {} for layer in experts}
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
-        self.bodies: dict[str, Callable[[Task], None]] = {
+
+    def bodies(self) -> dict[str, Callable[[Task], None]]:
+        """Returns what does the tasks of each kind. (Not kept: a pass that holds its own methods is freed late.)"""
+        return {
             TaskKind.DISPATCH: self.dispatch,
             TaskKind.ALL_GATHER: self.all_gather,
             TaskKind.EXPERT: self.expert,
@@ -166,7 +168,7 @@ class Pass:
     def execute(self) -> None:
         """Runs all tasks."""
         run = self.settings
-        execute(self.plan, self.bodies, stop=run.stop, streams=run.streams, recorder=run.recorder)
+        execute(self.plan, self.bodies(), stop=run.stop, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
         """Returns the hooks of the task's layer."""
@@ -263,9 +265,8 @@ class BackwardPass(Pass):
 
     phase = "backward"
 
-    def __init__(self, run: Run, experts: Mapping[int | None, ChunkExperts]) -> None:
-        super().__init__(run, experts)
-        self.bodies[TaskKind.WEIGHT_GRADIENT] = self.weight_gradient
+    def bodies(self) -> dict[str, Callable[[Task], None]]:
+        return {**super().bodies(), TaskKind.WEIGHT_GRADIENT: self.weight_gradient}
 
     def weight_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.weight_R

@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.workload import Workload
+
+if TYPE_CHECKING:  # only plans by cost ask for it
+    from fusedmoe.schedule.workload import Workload
 
 __all__ = ["NAMED", "Custom", "Experts", "FeedForward", "Place", "RowExperts", "SwiGLU"]
 
@@ -378,6 +380,8 @@ class FeedForward(Experts):
         return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        from fusedmoe.schedule.workload import Workload
+
         # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
         expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
         assert self.place is not None

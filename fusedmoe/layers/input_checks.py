@@ -1,4 +1,4 @@
-"""What a layer refuses, when it is made and when it is called, on every rank alike, before anything is sent.
+"""Checks of a layer: what it refuses when it is made and when it is called, on all ranks, before anything is sent.
 
 Router logits that are not finite are seen on the device and told on the host, without making the host wait.
 """
@@ -69,8 +69,12 @@ class NonFiniteMonitor:
 
 
 def count_bad(logits_SE: Tensor) -> Tensor:
-    """Counts logits that are NaN or +inf (−inf is an expert ruled out): an int64 scalar."""
-    return logits_SE.numel() - (logits_SE < float("inf")).sum()
+    """Counts logits that are NaN or +inf, and those of tokens that have no expert left: an int64 scalar.
+
+    −inf rules an expert out; where all of a token's are, there is nothing to choose.
+    """
+    chooses_S1 = logits_SE.amax(1, keepdim=True) != -float("inf")
+    return logits_SE.numel() - ((logits_SE < float("inf")) & chooses_S1).sum()
 
 
 def not_finite(*tensors: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ def not_finite(*tensors: Tensor) -> Tensor:
 _BAD_LOGITS = "router logits are NaN or infinite"
 _BAD_LOGITS_CURE = (
     "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
-    "overflowed"
+    "overflowed; a mask must leave each token an expert whose logit is not −inf"
 )
 
 
@@ -123,7 +127,7 @@ class InputChecks:
         return no_tokens(x, model_dim, like), refusal
 
     def of_routing(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
-        """What is wrong with what a gate made of tokens, if anything: its parts, experts that do not exist, logits."""
+        """Says what is wrong with a gate's result, if anything: its parts, experts that do not exist, logits."""
         try:
             check_routing(gate, routing, x_SM)
         except ConfigError as error:
@@ -131,7 +135,7 @@ class InputChecks:
         return self.of_logits(routing)
 
     def of_logits(self, routing: Routing | SoftRouting) -> str | None:
-        """What is wrong with the router's logits, if anything. Where nothing travels on CUDA a later call tells."""
+        """Says what is wrong with router logits, if anything. Where nothing travels on CUDA a later call tells."""
         logits_SE = routing.logits_SE
         if logits_SE is None or self.bad_logits(routing) is not None:
             return None
@@ -139,7 +143,7 @@ class InputChecks:
         return f"{bad} of {logits_SE.numel()} {self._what}. {self._cure}" if bad else None
 
     def of_numbers(self, *tensors: Tensor) -> str | None:
-        """What is wrong with tokens and router weights, if anything, told as by `of_logits`."""
+        """Says what is wrong with tokens and router weights, if anything, told as by `of_logits`."""
         if tensors[0].is_meta:  # without numbers
             return None
         if torch.compiler.is_compiling() or uses_triton(tensors[0]):
@@ -150,7 +154,7 @@ class InputChecks:
         return f"{self._what}. {self._cure}" if bad else None
 
     def of_given(self, *tensors: Tensor) -> Tensor | None:
-        """Whether tokens or router weights are not finite, for an exchange by operators to tell all ranks.
+        """Tells whether tokens or router weights are not finite, for an exchange by operators to tell all ranks.
 
         Raises:
             ConfigError: they are not, and there are no other ranks (on CUDA of a call before).
@@ -163,7 +167,7 @@ class InputChecks:
         return None
 
     def _known(self, bad: Tensor) -> int:
-        """A count of bad numbers, as far as the host is to know it now."""
+        """Returns a count of bad numbers, as far as the host is to know it now."""
         if torch.compiler.is_compiling() and not uses_triton(bad):
             torch._assert_async(bad == 0, f"{self._what}. {self._cure}")
         elif uses_triton(bad) and self._topology.ep.size == self._topology.esp.size == 1:
@@ -173,7 +177,7 @@ class InputChecks:
         return 0
 
     def bad_logits(self, routing: Routing | SoftRouting) -> Tensor | None:
-        """In a graph, for the exchange to tell all ranks: how many logits are not finite, a scalar; else None."""
+        """Counts logits that are not finite, in a graph, for the exchange to tell all ranks: a scalar; else None."""
         travels = self._topology.ep.size * self._topology.esp.size > 1
         if routing.logits_SE is None or not travels or not torch.compiler.is_compiling():
             return None
@@ -222,7 +226,7 @@ class InputChecks:
 def of_input(
     got: str, x: object, model_dim: int, like: Tensor | None, least: int = 1, also: Collection[torch.dtype] = ()
 ) -> str | None:
-    """What is wrong with x, [..., M], if anything.
+    """Says what is wrong with x, [..., M], if anything.
 
     Args:
         got: how the text begins: "MoELayer got input".
@@ -252,7 +256,7 @@ def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
 
 
 def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> None:
-    """What a gate, which may be the user's, made of tokens x_SM.
+    """Checks what a gate, which may be the user's, made of tokens x_SM.
 
     Raises:
         ConfigError: parts of another kind, shape or device; numbers of experts that do not exist. On CUDA, where nobody
@@ -366,7 +370,7 @@ def require_shardings(experts: Experts) -> None:
 
 
 def require_copies(order: Order, gate: Gate) -> None:
-    """What experts that move need of the other parts: rows that go to any copy, and loads that tell experts apart."""
+    """Refuses parts that do not go with experts that move: rows must go to any copy, loads tell experts apart."""
     if isinstance(order, Einsum):
         raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
     if isinstance(gate, SoftMoE):

@@ -1,4 +1,4 @@
-"""What a layer's forwards routed where."""
+"""Counts of a layer's routing: slots that chose each expert, and rows that it got."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNTOLD = 100
 
 
 class Load:
-    """Slots of one layer on this rank.
+    """Counts of one layer's slots on this rank.
 
     Attributes:
         chosen_E: that chose each expert in the last forward, drops included.
@@ -39,7 +39,7 @@ class Load:
         return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
 
     def count(self, routing: Routing | SoftRouting, gate: Gate, training: bool) -> None:
-        """Another forward. In training its load is part of what `tell` tells."""
+        """Counts another forward. In training its load is part of what `tell` tells."""
         experts = len(self.chosen_E)
         self._counts = False
         if isinstance(routing, SoftRouting):
@@ -64,7 +64,7 @@ class Load:
                     )
 
     def keep(self, kept_E: Tensor) -> None:
-        """Of what `count` counted these rows had room."""
+        """Notes the rows, of those that `count` counted, that there was room for."""
         self.kept_E = kept_E
         if self._counts:
             assert self.counters is not None

@@ -1,4 +1,4 @@
-"""What the parts of a layer take: its passes on random tokens, gate and order with them, on all ranks at once."""
+"""Measuring a layer: its passes on random tokens, gate and order with them, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,15 +19,18 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed
+from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.gates.base import Gate
+from fusedmoe.layers.layer_plans import LayerPlans
 from fusedmoe.layers.orders import Order
+from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import observe_steps
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import Observed, Sample
+from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
@@ -40,6 +46,100 @@ FUSED_DEGREES = (1, 2, 4)
 _ROUNDS, _FEW = 5, 64
 
 
+def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
+    """Measures this machine, and the parts of a layer for as many tokens as in `like`, [S, M]. Collective over all
+    ranks; kept for layers like this one.
+
+    Where the experts move, the lines of the machine alone are measured.
+
+    Raises:
+        ConfigError: experts that do not say how much they compute.
+    """
+    topology, gate, order, experts = plans.parts
+    costs = measured_costs(topology, like.device, like.dtype)
+    if plans.moves:
+        return costs
+    # Ranks may have different numbers of tokens; all measure by those of the largest.
+    tokens = max(all_gather_object(topology.world, len(like), "measuring a layer"))
+    like = like.new_empty(max(1, rounded(tokens)), like.shape[1])
+    rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
+    workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
+    kind = f"{type(experts).__module__}.{experts.describe()}"
+    sizes = [list(parameter.shape) for parameter in experts.parameters()]
+    facts: dict[str, Any] = {
+        "shapes": workload.shapes,
+        "experts": kind,
+        "sizes": sizes,
+        "gate": repr(gate),
+        "order": repr(order),
+    }
+    fused_kind = plans.fused_kind(like)
+    degrees = [degree for degree in FUSED_DEGREES if degree <= plans.limit]
+    facts |= {} if fused_kind is None else {"fused": f"{fused_kind} in {degrees}"}
+
+    def observed() -> Observed:
+        step = workload.step_costs(costs, [0], plans.kinds)
+        of_parts = observe_layer(topology, gate, order, experts, like, step)
+        if fused_kind is None:
+            return of_parts
+        # By collectives all of it takes no longer than this.
+        enough_s = sum(s for sample, s in of_parts.seconds.items() if sample.chunks == 1)
+        most = max(len(like), rounded_up(tokens))
+
+        def through(routed: Routed, degree: int) -> Tensor:
+            x_SM, layout, weight_SK, _ = routed
+            assert weight_SK is not None
+            transport = KernelTransport(fused_kind, (degree, degree), most)
+            return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
+
+        seconds = observe_fused(topology, gate, order, experts, like, fused_kind, through, degrees, enough_s)
+        return of_parts | Observed(seconds)
+
+    seen = measured_parts(topology, like.device, like.dtype, {**facts, "tokens": len(like)}, observed)
+    return replace(costs, observed={workload.shapes: seen})
+
+
+def rounded(rows: int) -> int:
+    """Rounds to three binary digits, up: plans are made for few sizes."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return max(1, -(-rows // step) * step)
+
+
+# By topology, as long as it is in use; the layers of a model share one.
+_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
+
+
+def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype) -> CostModel:
+    """Returns what this machine takes, from this process, from disk, or measured now. Collective over all ranks."""
+    known = _measured.setdefault(topology, {})
+    key = (device.type, dtype)
+    if key not in known:
+        known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
+    return known[key]
+
+
+# What the parts of layers take, by all that it depends on.
+_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
+
+
+def measured_parts(
+    topology: Topology,
+    device: torch.device,
+    dtype: torch.dtype,
+    facts: dict[str, Any],
+    measure: Callable[[], Observed],
+) -> Observed:
+    """Returns what the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
+
+    Args:
+        facts: all that tells the layer from others, in plain types.
+    """
+    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
+    if key not in known:
+        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": facts}, measure)
+    return known[key]
+
+
 def observe_layer(
     topology: Topology,
     gate: Gate,
@@ -50,8 +150,8 @@ def observe_layer(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """What the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective over all
-    ranks; the same on all of them.
+    """Measures what the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective
+    over all ranks; the same on all of them.
 
     Nothing of the layer changes: no gradient is kept, and the global generators are as before.
 
@@ -162,13 +262,13 @@ def observe_fused(
         few = min(len(like), _FEW)
         if passes_s(few, 1) is None:  # the first time, kernels are compiled
             return {}
-        found = {1: slowest(passes_s(few, 1) or [])}
-        if few < len(like) and sum(found[1]) < enough_s:
+        seconds_by_degree = {1: slowest(passes_s(few, 1) or [])}
+        if few < len(like) and sum(seconds_by_degree[1]) < enough_s:
             for degree in degrees:
                 rounds = [slowest(passes_s(len(like), degree) or []) for _ in range(1 + _ROUNDS)][1:]
-                found[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
+                seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
         Sample(kind, phase, degree): s
-        for degree, seconds in found.items()
+        for degree, seconds in seconds_by_degree.items()
         for phase, s in zip(PHASES, seconds, strict=True)
     }

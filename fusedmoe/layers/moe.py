@@ -1,10 +1,10 @@
-"""The mixture-of-experts layer."""
+"""The mixture-of-experts layer. `MoELayer`'s docstring is the map of a token's way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +17,22 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed, recomputing
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
+from fusedmoe.layers import input_checks
 from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place, require_own_experts
-from fusedmoe.layers.gates import Gate
-from fusedmoe.layers.gates.base import SoftRouting
-from fusedmoe.layers.input_checks import (
-    InputChecks,
-    agree_on_parts,
-    no_load,
-    no_routing,
-    require_copies,
-    require_parts,
-    require_shardings,
-)
+from fusedmoe.layers.gates.base import Gate, SoftRouting
+from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.mp_tokens import MpInput, MpTokens
 from fusedmoe.layers.orders import Dropless, Order, Sparse
-from fusedmoe.layers.planner import Planner
-from fusedmoe.layers.schedule import Schedule
+from fusedmoe.layers.transport import make_dispatcher, make_plans
 from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder, in_layer, span
-from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.task import Task
+
+if TYPE_CHECKING:  # what only layers with a schedule, or with experts that move, load
+    from fusedmoe.layers.dynamic_experts import DynamicExperts
+    from fusedmoe.layers.schedule import Schedule
+    from fusedmoe.schedule.cost import CostModel
 
 Placements = Literal["ep", "fssdp"]
 
@@ -47,6 +41,21 @@ class MoELayer(nn.Module):
     """A mixture-of-experts layer over DP, MP, EP and ESP (FSMoE §2.2, Fig. 2).
 
         y[s] = Σ over the chosen experts i of s that did not drop it of weight_i(s) · expert_i(x[s])  (+ shared(x[s]))
+
+    The way of a token, all in `forward`; shapes: S tokens of this rank, M model_dim, K choices, N = S·K rows at most:
+
+    1. Input is checked; where MP ranks share tokens, each takes its own.   `input_checks.py`, `mp_tokens.py`
+    2. The gate chooses: x_SM → expert_SK, weight_SK, auxiliary loss.       `gates/base.py`
+    3. The order sorts rows by expert, drops what exceeds the capacity.     `orders.py`, `../kernels/layout.py`
+    4. Ranks tell each other how many rows come, or why not.                `../comm/exchange.py`
+    5. Dispatch: rows go to the ranks of their experts.                     `../engine/collectives_dispatcher.py`
+    6. Experts compute their rows; see also `../kernels/experts.py`.        `expert_networks.py`
+    7. Combine: results go back, and each token's are summed.               `../engine/collectives_dispatcher.py`
+    8. The shared expert's result is added; MP ranks get all results.       `mp_tokens.py`
+
+    Steps 4 to 7 are the dispatcher's (`../engine/dispatcher.py` has a worked example, and the other dispatchers). With
+    a schedule they go in chunks, by a plan, which `../engine/run.py` runs. The backward goes the same way from 8 to 1:
+    what is a combine there and back is a dispatch, and the other way round.
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
     them alone. Given each rank's tokens, results depend neither on where the experts are nor on the dispatch algorithm,
@@ -89,9 +98,9 @@ class MoELayer(nn.Module):
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
         number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
 
-    Saves for backward, parameters aside, for S tokens of this rank, N of whose S·K rows are kept, and R rows that the
-    experts here compute (R = N where nothing travels), with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward
-    experts (H is their `hidden`, g = 2 for a gated activation, else 1), in elements:
+    Saves for backward, parameters aside, for R rows that the experts here compute (R = N where nothing travels), with a
+    `TopK` gate, a `Sparse` or `Dropless` order, feed-forward experts (H is their `hidden`, g = 2 for a gated
+    activation, else 1), in elements:
     - in x's dtype: S·M for x, R·g·H/ESP for the pre-activation, and with EP·ESP > 1 or hooks R·M for the rows received;
     - in float32 (float64 for float64): S·K + R router weights, and E·(S + 1) for the balance loss, if it is on;
     - integers, of 8 bytes at most: 2·S·K + 4·N + 2·S + 4·E or less, and 5·R + 4·E more with EP·ESP > 1 or hooks.
@@ -129,46 +138,52 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         hooks = tuple(hooks)
-        require_parts(gate, experts, shared, order, topology, hooks, placement)
+        input_checks.require_parts(gate, experts, shared, order, topology, hooks, placement)
         self.topology = Topology() if topology is None else topology
-        self.model_dim, self.mp_input = model_dim, mp_input
+        self.model_dim, self.mp_input, self.hooks = model_dim, mp_input, hooks
         self.mp_tokens = MpTokens(self.topology.mp, mp_input)
-        self.hooks = hooks
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
         self.dispatch = str(dispatch)
         settings = {"dispatch": self.dispatch, "mp_input": mp_input, "schedule": repr(schedule), "placement": placement}
         settings["dtype"] = str(dtype or torch.get_default_dtype())
-        agree_on_parts(self.topology, model_dim, gate, experts, shared, self.order, hooks, settings)
-        moves = placement == "fssdp" and self.topology.ep.size > 1
-        place = (first_place if moves else even_place)(gate.experts, self.topology)
+        input_checks.agree_on_parts(self.topology, model_dim, gate, experts, shared, self.order, hooks, settings)
         self.gate, self.experts, self.shared = gate, experts, shared
-        gate.setup(model_dim, device=device, dtype=dtype)
-        experts.setup(model_dim, place, device=device, dtype=dtype)
-        if shared is not None:
-            shared.setup(model_dim, Place(), device=device, dtype=dtype)
-            shared.shardings = {}
-        if self.topology.ep.size * self.topology.esp.size > 1:
-            require_shardings(experts)
-        experts.numbers = tuple(place.numbers)
-        for name, _ in experts.named_parameters():
-            experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.placed: DynamicExperts | None = None
-        if moves:
-            require_copies(self.order, gate)
-            self.placed = DynamicExperts(experts, gate.experts, self.topology)
+        gate.setup(model_dim, device=device, dtype=dtype)
+        self._set_up_experts(placement == "fssdp" and self.topology.ep.size > 1, device, dtype)
         self.recorder: Recorder | None = None
         self.number: int | None = None
-        named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
-        self._planner = Planner(self.topology, experts, named, gate, self.order)
-        self.parts = self._planner.kinds
-        self.dispatcher = (
-            dispatch if isinstance(dispatch, Dispatcher) else self._planner.dispatcher(dispatch, hooks, self.placed)
-        )
-        self.checks = InputChecks(self.topology)
+        moves, parts = self.placed is not None, LayerParts(self.topology, gate, self.order, experts)
+        self._plans = make_plans(schedule, parts, moves, bool(hooks))
+        self.parts = self._plans.kinds
+        self.dispatcher = make_dispatcher(dispatch, self._plans, hooks, self.placed)
+        self.checks = input_checks.InputChecks(self.topology)
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self._in_reentrant_checkpoint = False
         self.register_load_state_dict_pre_hook(require_own_experts)
+
+    def _set_up_experts(self, moves: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Makes this rank's parameters of the experts, and of the shared one."""
+        if moves:
+            from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
+
+            place = first_place(self.gate.experts, self.topology)
+        else:
+            place = even_place(self.gate.experts, self.topology)
+        experts, shared = self.experts, self.shared
+        experts.setup(self.model_dim, place, device=device, dtype=dtype)
+        if shared is not None:
+            shared.setup(self.model_dim, Place(), device=device, dtype=dtype)
+            shared.shardings = {}
+        if self.topology.ep.size * self.topology.esp.size > 1:
+            input_checks.require_shardings(experts)
+        experts.numbers = tuple(place.numbers)
+        for name, _ in experts.named_parameters():
+            experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
+        if moves:
+            input_checks.require_copies(self.order, self.gate)
+            self.placed = DynamicExperts(experts, self.gate.experts, self.topology)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
@@ -188,10 +203,9 @@ class MoELayer(nn.Module):
 
     @property
     def _compiles(self) -> bool:
-        """Whether a compiler can take the layer in: all that it does are operators, one after the other."""
-        return (
-            self.dispatcher.compiles and self._planner.plans_nothing and not self.hooks and self.topology.mp.size == 1
-        )
+        """Tells whether a compiler can take the layer in: all that it does are operators, one after the other."""
+        in_chunks = self.dispatcher.follows_plans and not self._plans.plans_nothing
+        return self.dispatcher.compiles and not (in_chunks or self.hooks or self.topology.mp.size > 1)
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
@@ -210,12 +224,12 @@ class MoELayer(nn.Module):
             routing = self.mp_tokens.call(self.gate, x_SM)
             refusal = refusal or self.checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
-                routing = no_routing(x_SM)  # this rank sends nothing but why
+                routing = input_checks.no_routing(x_SM)  # this rank sends nothing but why
             self.load.count(routing, self.gate, self.training)
         if self.topology.ep.size == self.topology.esp.size == 1:
             self.checks.refuse(refusal)
         if self.placed is not None and isinstance(routing, SoftRouting):
-            raise no_load(self.gate)
+            raise input_checks.no_load(self.gate)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
         with span(recorder, "permute", kind="permute", phase="forward"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
@@ -246,25 +260,27 @@ class MoELayer(nn.Module):
     def set_plan(
         self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
     ) -> None:
-        """From now on the layer works by these plans, the same on every rank, whatever its schedule; None: by it again.
+        """Has the layer work by these plans, the same on every rank, whatever its schedule; None: by it again.
 
         Args:
             gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
         Raises:
             ConfigError: plans with other tasks than this layer can run, or without some of its parts.
         """
-        self._planner.assign(plans, gradients, beside)
+        self._plans.assign(plans, gradients, beside)
 
     def measured_costs(self, tokens: int) -> CostModel:
-        """What this machine takes, and the parts of this layer for so many tokens of each rank, for plans by cost;
+        """Returns the costs of this machine, and of this layer for so many tokens of each rank, for plans by cost;
         measured now, or before (`fusedmoe.runtime.cache`). Collective over all ranks.
 
         Raises:
             ConfigError: experts that do not say how much they compute.
         """
-        first = next(self.parameters())
+        from fusedmoe.layers.measure import measure_layer
+
+        first, plans = next(self.parameters()), self._plans
         with self.topology.guard("MoELayer.measured_costs"):
-            return self._planner.measured(first.new_empty(tokens, self.model_dim))
+            return measure_layer(plans, first.new_empty(tokens, self.model_dim))
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
@@ -302,7 +318,7 @@ class MoELayer(nn.Module):
 
     @property
     def dropped(self) -> int:
-        """How many slots of the last forward were dropped (on CUDA this waits for the device)."""
+        """The number of slots of the last forward that were dropped (on CUDA this waits for the device)."""
         return self.load.dropped()
 
     def check(self) -> None:
@@ -316,10 +332,9 @@ class MoELayer(nn.Module):
             self.checks.tell_logits(wait=True)
 
     def extra_repr(self) -> str:
-        schedule = "off" if self._planner.schedule is None else str(self._planner.schedule)
         return (
-            f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
-            f"{self.topology}"
+            f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, "
+            f"schedule={str(self._plans)!r}, {self.topology}"
         )
 
 

@@ -33,7 +33,7 @@ class MpTokens:
         self.joint = group.size > 1 and mp_input != "split"
 
     def counts(self, tokens: int) -> list[int]:
-        """How many of the tokens that this rank is given each rank routes: those of the first, and so on."""
+        """Counts the tokens, of those that this rank is given, that each rank routes: those of the first, and so on."""
         return split_counts(tokens, self.group) if self.joint else [tokens]
 
     def take(self, x_SM: Tensor, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
@@ -47,14 +47,14 @@ class MpTokens:
         return join_rows(y_SM, self.group, counts, recorder) if self.joint else y_SM
 
     def call(self, module: nn.Module, *inputs: Any) -> Any:
-        """A module whose parameters all ranks have, on what is of the tokens that this rank routes."""
+        """Calls a module whose parameters all ranks have on the tokens that this rank routes."""
         if not self.joint:
             return module(*inputs)
         parameters = {name: self.whole_gradient(parameter) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
     def whole_gradient(self, parameter: Tensor) -> Tensor:
-        """Each rank gets the whole gradient, as of all that is replicated over MP."""
+        """Gives each rank the whole gradient, as of all that is replicated over MP."""
         return sum_gradient(parameter, self.group) if self.joint else parameter
 
     def aux(self, aux: Tensor) -> Tensor:

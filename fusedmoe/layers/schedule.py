@@ -1,13 +1,12 @@
-"""When a layer sends and when it computes: `MoELayer(…, schedule=…)`."""
+"""Schedules of a layer: when it sends and when it computes, `MoELayer(…, schedule=…)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,7 +15,6 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, own_policy
 from fusedmoe.schedule.simulate import ROUNDING, makespan
@@ -35,7 +33,7 @@ _AUTO = "joint"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layer overlaps what it sends with what it computes. Results do not depend on it.
+    """A way to overlap what a layer sends with what it computes. Results do not depend on it.
 
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.layer_policies()`, or "fused": kernels that send and receive by
@@ -175,7 +173,7 @@ def _best_fused(
 
 
 def _elsewhere(name: object) -> str:
-    """What to do with a name that is another part's."""
+    """Says what to do with a name that is another part's."""
     if name in POLICIES and POLICIES[str(name)].whole:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
@@ -202,50 +200,16 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-# Of topologies that are in use; the layers of a model share one.
-_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
-
-
-def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype) -> CostModel:
-    """What this machine takes, from this process, from disk, or measured now. Collective over all ranks."""
-    known = _measured.setdefault(topology, {})
-    key = (device.type, dtype)
-    if key not in known:
-        known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
-    return known[key]
-
-
-# The same for what the parts of layers take, by all that it depends on.
-_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
-
-
-def measured_parts(
-    topology: Topology,
-    device: torch.device,
-    dtype: torch.dtype,
-    what: dict[str, Any],
-    measure: Callable[[], Observed],
-) -> Observed:
-    """What the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
-
-    `what`: all that tells the layer from others, in plain types.
-    """
-    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(what.items())}"
-    if key not in known:
-        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": what}, measure)
-    return known[key]
-
-
 def require_same_plans(topology: Topology, plans: Plans) -> None:
     """Checks that the ranks whose rows meet have the same plans. Collective over ep and esp.
 
     Raises:
         RankError: they have not; the message, the same on all of them, says who has which.
     """
-    what = "comparing plans"
+    operation = "comparing plans"
     own = {topology.rank: f"{plans.forward.fingerprint} forward, {plans.backward.fingerprint} backward"}
     for group in (topology.ep, topology.esp):
-        every = all_gather_object(group, own, what)
+        every = all_gather_object(group, own, operation)
         own = {rank: found for ranks in every for rank, found in ranks.items()}
     holders: dict[str, list[int]] = {}
     for rank, found in sorted(own.items()):
@@ -256,5 +220,5 @@ def require_same_plans(topology: Topology, plans: Plans) -> None:
             f"the ranks plan differently: {found}. Plans follow from the schedule and its costs: give the same on "
             "every rank, and the same versions of this library, NumPy and SciPy"
         )
-        topology.fail(what, message)  # for ranks whose rows do not come here
+        topology.fail(operation, message)  # for ranks whose rows do not come here
         raise RankError(message)

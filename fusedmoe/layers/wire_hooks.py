@@ -75,7 +75,7 @@ class WireFp8(Hooks):
 
 
 def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """What a layer gets of its input. The gradient of the input passes the hooks at the layer's end."""
+    """Returns what a layer gets of its input. The gradient of the input passes the hooks at the layer's end."""
     if not hooks:
         return x
     x = _tap(hooks, x, "before_moe_end", chunk, chunks)
@@ -83,7 +83,7 @@ def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) ->
 
 
 def leave(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """What a layer gives of its output. The gradient of the output passes the hooks at the layer's start."""
+    """Returns what a layer gives of its output. The gradient of the output passes the hooks at the layer's start."""
     if not hooks:
         return y
     y = run_hooks(hooks, "before_moe_end", y, HookContext("forward", chunk, chunks))

@@ -21,8 +21,8 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
+from fusedmoe.layers.measure import measured_costs
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,

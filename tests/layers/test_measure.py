@@ -145,12 +145,12 @@ def planned(rank: int, world: int, folder: str) -> list[Any]:
     model_costs = step_plan_module.model_costs
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
-        patch.setattr("fusedmoe.layers.planner.measured_costs", lambda *where: MODEL)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *where: MODEL)
         patch.setattr(step_plan_module, "model_costs", lambda *of: (given.append(of[2]), model_costs(*of))[1])
         work = Workload(1, TOKENS, M, M, E, k=K, ep=2)
         plans = [plan_step(torch.nn.ModuleList(layers), topology, "sequential", None, work)[0] for _ in range(2)]
         # The second time they are known, and so they are to a layer alike.
-        patch.setattr("fusedmoe.layers.planner.observe_layer", None)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", None)
         layer_of(topology, Clock()).measured_costs(TOKENS)
     assert given[0] == given[1] and given[0].observed.keys() == {work.shapes}
     return [plan.fingerprint for plan in plans]

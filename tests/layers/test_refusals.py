@@ -115,6 +115,27 @@ def test_input(x: Tensor, match: str) -> None:
     layer(torch.randn(3, M))  # nothing is broken by a refusal
 
 
+class Masked(fusedmoe.gates.TopK):
+    """Rules experts out."""
+
+    def __init__(self, mask_SE: Tensor) -> None:
+        super().__init__(E, 1)
+        self.mask_SE = mask_SE
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return tuple(score.masked_fill(self.mask_SE, -torch.inf) for score in super().score(x_SM, *drawn))
+
+
+def test_a_mask_leaves_each_token_an_expert() -> None:
+    mask_SE = torch.zeros(3, E, dtype=torch.bool)
+    mask_SE[:, 0] = mask_SE[1] = True
+    layer = MoELayer(M, Masked(mask_SE), SwiGLU(H))
+    with pytest.raises(ConfigError, match=rf"{E} of {3 * E} router logits .* a mask must leave each token an expert"):
+        layer(torch.randn(3, M))
+    mask_SE[1, 2] = False
+    assert layer(torch.randn(3, M)).isfinite().all() and not layer.load_E[0]
+
+
 def test_a_layer_on_another_device() -> None:
     with pytest.raises(ConfigError, match="input on cpu but its experts are on meta"):
         make(device="meta")(torch.randn(3, M))

@@ -18,8 +18,8 @@ import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers import planner as planner_module
-from fusedmoe.layers import schedule as schedule_module
+from fusedmoe.layers import measure as measure_module
+from fusedmoe.layers import scheduled_plans
 from fusedmoe.layers.expert_networks import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
@@ -180,7 +180,7 @@ def by_costs(rank: int, world: int) -> tuple[Any, Any]:
         costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", costs=costs))
         step(layer, rank, torch.float64)
-        (plans,) = layer._planner.made.values()
+        (plans,) = layer._plans.made.values()
         found.append((max(plans.forward.degrees.values()), max(plans.backward.degrees.values())))
         found.append(plans.forward.fingerprint)
     return tuple(found)
@@ -210,7 +210,7 @@ def by_own_policy(rank: int, world: int) -> None:
             found = step(layer, rank, torch.float64)
             for name, right in plain.items():
                 torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
-            (plans,) = layer._planner.made.values()
+            (plans,) = layer._plans.made.values()
             assert {**plans.forward.degrees, **plans.backward.degrees} == {("forward", 0): 3, ("backward", 0): 2}
     finally:
         del POLICIES["mine"]
@@ -275,20 +275,20 @@ def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
 def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs_of(topology, torch.float64)
-    measured = planner_module.Planner.measured
+    measured = scheduled_plans.ScheduledPlans.measured
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.runtime.cache.profile", None)  # measured once is enough
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         for name in names:
             layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)
-            costs = measured(layer._planner, torch.empty(6, M, dtype=torch.float64))
-            patch.setattr(planner_module.Planner, "measured", lambda self, like, known=costs: known)
+            costs = measured(layer._plans, torch.empty(6, M, dtype=torch.float64))
+            patch.setattr(scheduled_plans.ScheduledPlans, "measured", lambda self, like, known=costs: known)
             found = step(layer, rank, torch.float64)
             for part, right in plain.items():
                 torch.testing.assert_close(found[part], right, rtol=1e-10, atol=1e-10, msg=f"{name}: {part}")
-            (plans,) = layer._planner.made.values()
+            (plans,) = layer._plans.made.values()
             given = Schedule("joint" if name == "auto" else name, costs=costs)
-            (workload,) = layer._planner.made
+            (workload,) = layer._plans.made
             assert plans == given.plans(layer.parts, workload)
             layer.eval()
             with torch.no_grad():
@@ -309,14 +309,14 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
     topology = Topology.from_sizes(2)
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_module, "measured_costs", None)
-        patch.setattr(planner_module.Planner, "measured", lambda self, like: slow)
+        patch.setattr(measure_module, "measured_costs", None)
+        patch.setattr(scheduled_plans.ScheduledPlans, "measured", lambda self, like: slow)
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
         found = step(layer, rank, torch.float64)
     for name, right in plain.items():
         torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
-    (plans,) = layer._planner.made.values()
+    (plans,) = layer._plans.made.values()
     return max(plans.forward.degrees.values()), max(plans.backward.degrees.values())
 
 
@@ -337,8 +337,8 @@ def measured_once(rank: int, world: int) -> list[Any]:
         return Profile(slow), None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_module, "cached_profile", measure)
-        patch.setattr(planner_module, "require_same_plans", lambda topology, plans: compared.append(plans))
+        patch.setattr(measure_module, "cached_profile", measure)
+        patch.setattr(scheduled_plans, "require_same_plans", lambda topology, plans: compared.append(plans))
         for dtype in (torch.float64, torch.float32):
             for _ in range(2):
                 layer = build("topk", "sparse", "swiglu", topology, dtype, schedule="fsmoe")
@@ -375,13 +375,13 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
     theirs = gradients(plain, lambda layer, x: layer(x))
     whole = partial(checkpoint, use_reentrant=False)
     calls = (whole, partial(whole, context_fn=save_communication), partial(checkpoint, use_reentrant=True))
-    observe, measured = planner_module.observe_layer, []
+    observe, measured = measure_module.observe_layer, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_module, "cached_profile", lambda *_, **__: (Profile(slow), None))
-        patch.setattr(planner_module, "observe_layer", lambda *given: (measured.append(0), observe(*given))[1])
+        patch.setattr(measure_module, "cached_profile", lambda *_, **__: (Profile(slow), None))
+        patch.setattr(measure_module, "observe_layer", lambda *given: (measured.append(0), observe(*given))[1])
         for number, call in enumerate(calls):
             patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
-            patch.setattr(schedule_module, "_parts", WeakKeyDictionary())
+            patch.setattr(measure_module, "_parts", WeakKeyDictionary())
             layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
             same(layer, call)
             same(layer, call)
@@ -402,7 +402,7 @@ def differing(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, 2, ranks_per_node=2, timeout_s=60.0)
     layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
     if rank in (1, 3):
-        layer._planner.schedule = Schedule("fsmoe", (2, 4))
+        layer._plans.schedule = Schedule("fsmoe", (2, 4))
     step(layer, rank, torch.float64)
 
 
@@ -430,11 +430,11 @@ def modules(rank: int, world: int) -> None:
         found.append(step(layer, rank, torch.float64))
     for name, right in found[0].items():
         torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
-    (plans,) = layer._planner.made.values()
+    (plans,) = layer._plans.made.values()
     assert plans.forward.degrees["forward", 0] == plans.backward.degrees["backward", 0] > 1
-    (workload,) = layer._planner.made
-    assert layer._planner.schedule is not None
-    free = layer._planner.schedule.plans(layer.parts, workload)
+    (workload,) = layer._plans.made
+    assert layer._plans.schedule is not None
+    free = layer._plans.schedule.plans(layer.parts, workload)
     assert free.forward == plans.forward and free.backward.degrees["backward", 0] != plans.forward.degrees["forward", 0]
 
 
@@ -503,7 +503,7 @@ def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says:
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
 def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: str | Schedule) -> None:
     """Nor does it measure anything, with hooks or without."""
-    monkeypatch.setattr(planner_module, "measured_costs", None)
+    monkeypatch.setattr(measure_module, "measured_costs", None)
     for hooks in ([], [fusedmoe.Hooks()]):
         found = []
         for options in ({}, {"schedule": schedule}):

@@ -15,7 +15,7 @@ from fusedmoe.comm.one_sided import heaps
 from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.layers import planner
+from fusedmoe.layers import measure
 from fusedmoe.layers.measure import observe_fused
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
@@ -129,10 +129,10 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv(cache.CACHE, folder)
         patch.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
-        patch.setattr(planner, "observe_fused", observe)
+        patch.setattr(measure, "observe_fused", observe)
         layers["auto"].recorder = recorder
         own = train(layers["auto"], rank, 2)
-        (costs,) = layers["auto"]._planner._costs.values()
+        (costs,) = layers["auto"]._plans._costs.values()
     (seen,) = costs.observed.values()
     (measured,) = found
     assert costs.fused is not None and 0 < costs.fused.signal_s["inter"] < 1 and costs.fused.tile_rows == TOKEN_TILE

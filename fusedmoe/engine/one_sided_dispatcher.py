@@ -1,32 +1,32 @@
-"""The dispatchers that a layer chooses from: kernels that send and receive by themselves, and experts that move."""
+"""The dispatcher of kernels that put rows into other ranks' memory by themselves, and the choice of it.
+
+The kernels' side, forward and backward, is `engine/one_sided_experts.py`, which needs Triton and is loaded with the
+first batch that goes this way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts, Totals
-from fusedmoe.engine.collectives_dispatcher import Collectives, Met
-from fusedmoe.engine.dispatcher import LocalExperts, Routed, recomputing, refuse
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, refuse
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.task import resources_of
 
 
 class KernelTransport(NamedTuple):
-    """How kernels of a layer send and receive by themselves.
+    """A choice of kernels that send and receive by themselves.
 
     Attributes:
         kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
@@ -62,51 +62,8 @@ class OneSided(Collectives):
         return fused_experts(x_SM, weight_SK, layout, self.topology, experts.in_chunks(x_SM), transport, self.recorder)
 
 
-class Moving(Collectives):
-    """Experts are where a placement says, and so rows go to the places of their copies."""
-
-    compiles = False
-
-    def __init__(self, placed: DynamicExperts, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._placed = placed
-
-    def meet(self, routed: Routed) -> Met:
-        placed = self._placed
-        placed.come_in_turn(recomputing(), self.recorder)
-        with span(self.recorder, "permute", kind="permute", phase="forward"):
-            layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
-        refusal = routed.refusal or placed.refusal()
-        return super().meet(routed._replace(layout=layout, refusal=refusal))
-
-    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
-        return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
-
-    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        met, placed = self.meet(routed), self._placed
-
-        def use(own: Experts, send: SendBack | None) -> Tensor:
-            copies = None
-            if placed.travel == "in turns" and send is not None:
-                copies = _InTurns(placed, send, list(own.parameters()))
-            return self.cross(routed.x_SM, met, own, copies)
-
-        return placed.call(use, recomputing())
-
-
-class _InTurns:
-    """The copies of a layer's experts in one forward, and the gradients of `tables` in its backward."""
-
-    def __init__(self, placed: DynamicExperts, send: SendBack, tables: Sequence[Tensor]) -> None:
-        self.wait = placed.wait
-        self._send, self._tables = send, tables
-
-    def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
-        send_totals(self._send, self._tables, made, totals)
-
-
 def has_heap(topology: Topology, device: torch.device) -> bool:
-    """Whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
+    """Tells whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
     from fusedmoe.comm.one_sided.heaps import find_backend
 
     group = _group(topology)
@@ -116,7 +73,7 @@ def has_heap(topology: Topology, device: torch.device) -> bool:
 def choose_transport(
     topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans]
 ) -> KernelTransport | None:
-    """By a fused operation, where plans take it; None: by collectives. Collective over the ranks that have the experts.
+    """Chooses a fused operation, where plans take it; None: collectives. Collective over the ranks with the experts.
 
     Args:
         plans_for: the plans for so many tokens on a rank.
@@ -140,7 +97,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
 ) -> Tensor:
-    """`fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
+    """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 
     Raises:
         ConfigError: more tokens than any rank had when the transport was chosen, rounded up.
@@ -165,7 +122,7 @@ def fused_experts(
         raise
 
 
-# Of topologies that are in use: one layer works at a time, and its exchanges follow those of the layer before.
+# By topology, as long as it is in use: one layer works at a time, and its exchanges follow those of the layer before.
 _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
@@ -193,5 +150,5 @@ def _group(topology: Topology) -> Group | None:
 
 
 def rounded_up(tokens: int) -> int:
-    """With a fourth to spare: batches need not all be as long as the first."""
+    """Adds a fourth to spare: batches need not all be as long as the first."""
     return -(-5 * max(1, tokens) // 64) * 16

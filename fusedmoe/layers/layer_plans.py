@@ -1,0 +1,96 @@
+"""The plans that a layer works by where it has no schedule of its own: those it was assigned, or none.
+
+A layer with a schedule has `layers/scheduled_plans.py` in its place, which is loaded for it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import LocalExperts, recomputing
+from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.gates.base import Gate
+from fusedmoe.layers.orders import Order
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule.task import Task
+
+if TYPE_CHECKING:
+    from fusedmoe.engine.one_sided_dispatcher import KernelTransport
+
+
+class LayerParts(NamedTuple):
+    """The parts of a layer that plans, and what they cost, depend on."""
+
+    topology: Topology
+    gate: Gate
+    order: Order
+    experts: Experts
+
+
+class LayerPlans:
+    """Finds the plans of one layer.
+
+    Args:
+        moves: its experts do.
+    Attributes:
+        kinds: the kinds of tasks that plans by collectives have.
+        assigned: plans to follow, whatever the schedule; they do not go with copies.
+    """
+
+    #: Kernels may send and receive by themselves, in so many chunks at most.
+    puts, limit = False, 1
+
+    def __init__(self, parts: LayerParts, moves: bool = False) -> None:
+        self.topology, self.parts, self.moves = parts.topology, parts, moves
+        topology = parts.topology
+        self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
+        self.assigned: Assigned | None = None
+        self._followed: Assigned | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"assigned": None, "_followed": None}
+
+    def __str__(self) -> str:
+        return "off"
+
+    @property
+    def plans_nothing(self) -> bool:
+        """Tells whether one thing goes after the other in any case."""
+        return self.assigned is None
+
+    def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
+        """Has the layer follow these plans; see `MoELayer.set_plan`."""
+        if plans is None:
+            self.assigned = None
+            return
+        for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
+            own = f"MoELayer.set_plan: the {phase} plan"
+            require_runnable(plan, (*self.kinds, *(["gradient-all-reduce"] if gradients is not None else [])), own)
+            lacks = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
+            if lacks:
+                raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
+        self.assigned = Assigned(plans, gradients, beside)
+
+    def fused_kind(self, x_SM: Tensor) -> str | None:
+        """Returns the fused operation that takes rows like these; None: none can. Collective where one might."""
+        return None
+
+    def transport(self, x_SM: Tensor) -> KernelTransport | None:
+        """Returns how kernels send and receive by themselves; None where collectives do."""
+        return None
+
+    def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
+        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks.
+
+        Where activations are computed again, these are the plans that the forward pass followed, so that as much is
+        saved.
+        """
+        if not recomputing():
+            self._followed = self.assigned
+        return self._followed
