@@ -2,8 +2,12 @@
 
 Where experts do not move, an expert's number says on which rank it is, and rows go there. Here a rank has a table of
 the experts that it holds, first those that it owns, then replicas, and what dispatch takes for experts are places in
-these tables: rank 0's rows, rank 1's rows, …, as many for each as the rank with the most has. A rank's rows for one
+these tables: those of rank 0, of rank 1, …, as many for each as the rank with the most has. A rank's rows for one
 expert are split over the places of its copies; dispatch, experts and combine do not know of it.
+
+Worked example: rank 0 owns experts 0 and 1, rank 1 owns 2 and has a replica of 0. The tables are [0, 1] and [2, 0], so
+places 0, 1, 2, 3 hold experts 0, 1, 2, 0. Rows of rank 0 for expert 0 go to places 0 and 3 (`price.dispatch` splits
+them), and after the backward pass the replica's gradient goes from rank 1 to rank 0, which adds it to its own.
 """
 
 from __future__ import annotations
@@ -151,8 +155,7 @@ class DynamicExperts:
         self._hold()
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
-        """Changes owners. Parameters of what this rank owns now, [owned, ...], are given by name; gradients are
-        dropped."""
+        """Changes owners; `tensors` has the parameters of what this rank owns now. Gradients are dropped."""
         self._drop()  # nothing may still be on its way into the old memory
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
@@ -285,7 +288,7 @@ class DynamicExperts:
             return
         assert self.sparse is not None
         during = None
-        if self.travel != "by tasks":
+        if self.travel != "by tasks":  # else the executor records the task
             during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             work = self.sparse.gather(transfers, self._rows, self._tables(), during)
@@ -489,11 +492,9 @@ def first_place(experts: int, topology: Topology) -> Place:
 
 
 def _nodes(topology: Topology) -> Nodes:
-    """Returns the nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is
-    a node."""
+    """Nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
-    even = all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    if even and len(node_W) == per_node * len(set(node_W)):
-        return Nodes(len(node_W), per_node)
-    return Nodes(len(node_W), 1)
+    even = len(node_W) == per_node * len(set(node_W))
+    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
+    return Nodes(len(node_W), per_node if even else 1)
