@@ -22,8 +22,8 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.load import TERMS, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
-from fusedmoe.layers.routing_counters import TERMS, RoutingCounters
 from fusedmoe.runtime.recorder import Recorder
 
 __all__ = ["Collector", "JsonLines", "Metrics", "RoutingCounters", "Sink", "TensorBoard", "Watched"]

@@ -30,9 +30,9 @@ from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
-from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import replace, table, unstacked_of
+from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
@@ -327,24 +327,7 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
-        # Places are numbered rank by rank, as many for each as the fullest table has: `width`.
-        width = max(1, *map(len, self._held_W))
-        row_EV = np.zeros_like(sent_EV)
-        for rank, held in enumerate(self._held_W):
-            row_EV[list(held), rank] = np.arange(len(held))
-        place_EV = row_EV + width * np.arange(self.group.size)
-        place_N = torch.from_numpy(np.repeat(place_EV.reshape(-1), sent_EV.reshape(-1))).to(counts_E.device)
-        counts_P = torch.bincount(place_N, minlength=width * self.group.size)
-        # From the order by expert to that by place: rows of one place keep their order.
-        from_N = torch.argsort(place_N, stable=True)
-        to_N = torch.empty_like(from_N)
-        to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
-        row_SK = layout.row_SK
-        if len(to_N):
-            row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
-        assert layout.source_N is not None
-        source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
-        return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
+        return by_place(layout, sent_EV, self._held_W)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sums the tokens of all ranks that have parts of the same experts, which decide as one."""
