@@ -85,6 +85,7 @@ class DynamicExperts:
                 f"{', '.join(unstacked) or 'no experts'}. Use FeedForward or SwiGLU, or stack the parameters and say "
                 "so: self.shardings[name] = {'ep': 0}."
             )
+        # A buffer (running statistics, say) would be changed on a replica, and its owner would not know.
         if any(True for _ in experts.buffers()):
             raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
@@ -161,7 +162,7 @@ class DynamicExperts:
             replace(parameter, tensors[name])
         self.placement = sharding
         self._hold()
-        self._returns, self._aliases = None, ()
+        self._returns, self._aliases = None, ()  # they know the rows of the owners before
 
     def rest(self) -> None:
         """Leaves experts with their owners, without replicas and without what brings them."""
@@ -358,6 +359,7 @@ class DynamicExperts:
         # The next layer's replicas travel while this one computes.
         if self.rematerialises and after is not None and not turns:
             after.fetch()
+        # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:

@@ -30,6 +30,7 @@ def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequen
         sent_EV: rows of each expert that go to each rank.
         held_W: the experts in each rank's table.
     """
+    # Ranks agree on the number of places without asking: all have the tables of all.
     width = max(1, *map(len, held_W))
     row_EV = np.zeros_like(sent_EV)
     for rank, held in enumerate(held_W):
@@ -60,6 +61,7 @@ def table(parameter: nn.Parameter, rows: int) -> Tensor:
         parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
     shape = (rows, *parameter.shape[1:])
     needed = torch.Size(shape).numel() * parameter.element_size()
+    # Rows that are there stay where they are: replicas come behind the owned ones.
     if storage.nbytes() < needed:
         storage.resize_(needed)
     stride = torch.empty(shape, device="meta").stride()

@@ -53,6 +53,7 @@ class Load:
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
+        # A recomputation counts nothing: the first forward of these tokens did.
         self._counts = self.counters is not None and training and not recomputing()
         if self._counts:
             assert self.counters is not None
@@ -92,6 +93,7 @@ class Load:
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
     """[E] int64: slots that chose each expert; no host synchronisation."""
     chosen = expert_SK.reshape(-1)
+    # Empty slots, -1, go to a column of their own, which is cut off: no selection, whose size a host would wait for.
     chosen = torch.where(chosen < 0, experts, chosen)
     return chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
 
