@@ -1,11 +1,9 @@
 """Whole models in micro-batches: attention, experts and what travels between them, across layers (FlowMoE, Lancet).
 
-A batch is cut along its samples, or along its positions (`blocks/cuts.py`). Each dense micro-batch goes through a
-block's dense part and gate by itself (`blocks/moe_block.py`); its rows travel with those of the other micro-batches of
-their chunk. The backward is written out, task by task, from what the forward stored: the graphs of dense parts and
-gates, and of each chunk received rows and pre-activations (`blocks/forward.py`, `blocks/backward.py`). What a row meets
-on its way is what it would meet in the whole batch: the gate chooses token by token, and rows that exceed an expert's
-capacity are those that would in the whole batch (Lancet §5.1).
+A batch is cut along its samples, or along its positions; `blocks/__init__.py` has its way step by step. The backward
+is written out, task by task, from what the forward stored: the graphs of dense parts and gates, and of each chunk
+received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
+chooses token by token, and rows that exceed an expert's capacity are those that would in the whole batch (Lancet §5.1).
 """
 
 from __future__ import annotations
