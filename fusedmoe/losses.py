@@ -61,6 +61,7 @@ def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int
     """
     B, E = score_BE.shape
     length = tokens // B
+    # Σ/length is the mean, count/(length·k) the share; the mean over B sequences is the last division.
     return (score_BE * count_BE).sum() * (E / max(B * length * length * k, 1))
 
 
@@ -104,4 +105,5 @@ def z_loss_of_sums(logsumexp_S: Tensor) -> Tensor:
 def _cv_squared(total_E: Tensor) -> Tensor:
     if total_E.shape[0] == 1:  # the unbiased variance of one number is undefined
         return total_E.sum() * 0
+    # The floor only matters where nothing was routed; then the loss is zero, not NaN.
     return total_E.var() / (total_E.mean().square() + _MEAN_FLOOR)

@@ -22,8 +22,8 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.load import TERMS, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
-from fusedmoe.layers.routing_counters import TERMS, RoutingCounters
 from fusedmoe.runtime.recorder import Recorder
 
 __all__ = ["Collector", "JsonLines", "Metrics", "RoutingCounters", "Sink", "TensorBoard", "Watched"]
@@ -101,6 +101,7 @@ class Collector:
         sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype).to(device)])
         every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
         self._since_s = now_s
+        # Counting goes on in the same memory, which graphs may hold.
         for layer in self._layers.values():
             layer.counters.sums.zero_()
         return self._named(every_sum, per_layer, per_expert)
@@ -237,6 +238,7 @@ class ExposedSampler:
             return
         # One pass of each module is enough: a recorder costs what it measures.
         if module not in self._seen and not recomputing():
+            # Removed in `_end`, so that the other forwards of the module run without a recorder.
             self._seen.add(module)
             module.recorder = self._recorder
 
@@ -247,6 +249,7 @@ class ExposedSampler:
 
 def _watch(layer: MoELayer) -> Watched:
     device = next(layer.parameters()).device
+    # Under a placement experts change ranks between two collections: rows by rank would mix placements.
     ranks = layer.topology.ep.size if layer.placed is None else 1
     return Watched(RoutingCounters(layer.gate.experts, device), ranks)
 
@@ -303,6 +306,7 @@ class JsonLines:
         self._path = Path(path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        # Opened anew each time: a line that is written is not kept in a buffer of this process.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 

@@ -57,8 +57,8 @@ def degrees_of(plans: Plans, block: int) -> BlockDegrees:
     """Reads the degrees of one block off the plans of both passes."""
     counts = [Counter(task.kind for task in plan if task.layer == block) for plan in (plans.forward, plans.backward)]
     dense_forward, dense_backward = (count["attention"] or 1 for count in counts)
+    # All parts of a block's pipeline have as many chunks, but which parts there are depends on the ranks.
     rows_forward, rows_backward = (max(count[kind] for kind in PIPELINE) or 1 for count in counts)
-    # Dispatch, expert and combine of a block have as many chunks; ranks in one place have no dispatch.
     weights = counts[1][WEIGHT_GRADIENTS["attention"]]
     return BlockDegrees(
         (dense_forward, dense_backward),
@@ -90,6 +90,7 @@ class BlockCuts:
     row_chunks: dict[str, list[range]]
 
 
+# A training run has a few plans and batch sizes, and asks for the same cuts in every step.
 @lru_cache(maxsize=256)
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
     """Cuts a batch that has `size` elements along `axis`, for these degrees of dense parts and rows."""
@@ -118,6 +119,7 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
 
 def _ends(counts: Iterable[int]) -> list[Fraction]:
     """Lists where equal chunks begin, so many at a time, and the end, as fractions of a batch."""
+    # Fractions, since 1/3 of one count must be equal to 2/6 of another.
     return sorted({Fraction(i, count) for count in counts for i in range(count + 1)})
 
 

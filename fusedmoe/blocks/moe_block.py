@@ -55,7 +55,7 @@ class DenseResult(NamedTuple):
 
 
 class MoEBlock:
-    """One block.
+    """One block, a dense part and its `MoELayer`, as the passes call it: by micro-batches between exchanges.
 
     Args:
         dense, layer: its parts.

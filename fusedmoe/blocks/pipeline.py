@@ -1,11 +1,9 @@
 """Whole models in micro-batches: attention, experts and what travels between them, across layers (FlowMoE, Lancet).
 
-A batch is cut along its samples, or along its positions (`blocks/cuts.py`). Each dense micro-batch goes through a
-block's dense part and gate by itself (`blocks/moe_block.py`); its rows travel with those of the other micro-batches of
-their chunk. The backward is written out, task by task, from what the forward stored: the graphs of dense parts and
-gates, and of each chunk received rows and pre-activations (`blocks/forward.py`, `blocks/backward.py`). What a row meets
-on its way is what it would meet in the whole batch: the gate chooses token by token, and rows that exceed an expert's
-capacity are those that would in the whole batch (Lancet §5.1).
+A batch is cut along its samples, or along its positions; `blocks/__init__.py` has its way step by step. The backward
+is written out, task by task, from what the forward stored: the graphs of dense parts and gates, and of each chunk
+received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
+chooses token by token, and rows that exceed an expert's capacity are those that would in the whole batch (Lancet §5.1).
 """
 
 from __future__ import annotations
@@ -186,6 +184,7 @@ class PipelinedBlocks(nn.Module):
         if not recomputing():
             self._followed = self._assigned
         followed = self._followed  # a recomputation saves as much as the forward pass only by the same plans
+        # Without plans each layer works by its own, one block after the other.
         if followed is None:
             for block in self._blocks:
                 x = block.whole(x, self.recorder)
@@ -207,6 +206,7 @@ class PipelinedBlocks(nn.Module):
                 x = self._no_samples(x, refusal)
             z, aux = self._in_micro_batches(x, followed, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
+                # As after the layer's own forward, so that a model's loss need not know of the pipeline.
                 loss = layer.mp_tokens.aux(loss)
                 layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
         return z.view(x.shape)
@@ -268,6 +268,7 @@ class PipelinedBlocks(nn.Module):
                 f"pipeline: the {phase} plan has fused operations, which leave micro-batches nothing to overlap with: "
                 "use MoELayer(schedule='fused') without a pipeline, or a plan by collectives"
             )
+        # What these ranks can run depends on their groups: without ESP there is no all-gather, say.
         copies = any(layer.placed is not None for layer in self._layers())
         here = Capabilities(self.topology.ep.size, self.topology.esp.size, copies=copies)
         require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")

@@ -42,6 +42,7 @@ class Split(NamedTuple):
     def samples(self, x: Tensor) -> Tensor:
         """Returns a micro-batch as a block takes it. A batch that is cut along its second axis, but not in positions,
         has its samples along both."""
+        # [rank, samples of each] is how `PipelinedBlocks` cuts tokens that an MP group has in common.
         return x.flatten(0, 1) if self.axis == 1 and not self.in_order else x
 
 
@@ -126,6 +127,7 @@ class BlockChunk(Chunk):
     received: Received
 
 
+# Micro-batches are entries of dictionaries, so that what is used up can be deleted while others are still to come.
 @dataclass(eq=False)
 class BlockState:
     """One block in both passes.
@@ -169,8 +171,10 @@ class BlockPass(Pass):
     """
 
     def __init__(self, run: Run, split: Split, blocks: list[BlockState], shape: torch.Size) -> None:
+        # Layers of the plan are the blocks, numbered in order.
         super().__init__(run, {number: block.experts for number, block in enumerate(blocks)})
         self.split, self.blocks, self.shape = split, blocks, shape
+        # The same dictionaries, of chunks that have more than the engine knows of.
         self.block_chunks: dict[int, dict[int, BlockChunk]] = self.chunks  # type: ignore[assignment]
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
@@ -178,4 +182,5 @@ class BlockPass(Pass):
 
     def weight_of(self, chunk: Chunk) -> Tensor:
         assert chunk.weights is not None
+        # Weights have come with their rows, as they travelled; experts want them in the order of sorted rows.
         return self.use(chunk.weights)[:, 0][chunk.layout.pair_N]

@@ -2,8 +2,12 @@
 
 Where experts do not move, an expert's number says on which rank it is, and rows go there. Here a rank has a table of
 the experts that it holds, first those that it owns, then replicas, and what dispatch takes for experts are places in
-these tables: rank 0's rows, rank 1's rows, …, as many for each as the rank with the most has. A rank's rows for one
+these tables: those of rank 0, of rank 1, …, as many for each as the rank with the most has. A rank's rows for one
 expert are split over the places of its copies; dispatch, experts and combine do not know of it.
+
+Worked example: rank 0 owns experts 0 and 1, rank 1 owns 2 and has a replica of 0. The tables are [0, 1] and [2, 0], so
+places 0, 1, 2, 3 hold experts 0, 1, 2, 0. Rows of rank 0 for expert 0 go to places 0 and 3 (`price.dispatch` splits
+them), and after the backward pass the replica's gradient goes from rank 1 to rank 0, which adds it to its own.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
-from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import replace, table, unstacked_of
+from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
@@ -81,6 +85,7 @@ class DynamicExperts:
                 f"{', '.join(unstacked) or 'no experts'}. Use FeedForward or SwiGLU, or stack the parameters and say "
                 "so: self.shardings[name] = {'ep': 0}."
             )
+        # A buffer (running statistics, say) would be changed on a replica, and its owner would not know.
         if any(True for _ in experts.buffers()):
             raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
@@ -151,14 +156,13 @@ class DynamicExperts:
         self._hold()
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
-        """Changes owners. Parameters of what this rank owns now, [owned, ...], are given by name; gradients are
-        dropped."""
+        """Changes owners; `tensors` has the parameters of what this rank owns now. Gradients are dropped."""
         self._drop()  # nothing may still be on its way into the old memory
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
         self.placement = sharding
         self._hold()
-        self._returns, self._aliases = None, ()
+        self._returns, self._aliases = None, ()  # they know the rows of the owners before
 
     def rest(self) -> None:
         """Leaves experts with their owners, without replicas and without what brings them."""
@@ -285,7 +289,7 @@ class DynamicExperts:
             return
         assert self.sparse is not None
         during = None
-        if self.travel != "by tasks":
+        if self.travel != "by tasks":  # else the executor records the task
             during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             work = self.sparse.gather(transfers, self._rows, self._tables(), during)
@@ -324,24 +328,7 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
-        # Places are numbered rank by rank, as many for each as the fullest table has: `width`.
-        width = max(1, *map(len, self._held_W))
-        row_EV = np.zeros_like(sent_EV)
-        for rank, held in enumerate(self._held_W):
-            row_EV[list(held), rank] = np.arange(len(held))
-        place_EV = row_EV + width * np.arange(self.group.size)
-        place_N = torch.from_numpy(np.repeat(place_EV.reshape(-1), sent_EV.reshape(-1))).to(counts_E.device)
-        counts_P = torch.bincount(place_N, minlength=width * self.group.size)
-        # From the order by expert to that by place: rows of one place keep their order.
-        from_N = torch.argsort(place_N, stable=True)
-        to_N = torch.empty_like(from_N)
-        to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
-        row_SK = layout.row_SK
-        if len(to_N):
-            row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
-        assert layout.source_N is not None
-        source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
-        return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
+        return by_place(layout, sent_EV, self._held_W)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sums the tokens of all ranks that have parts of the same experts, which decide as one."""
@@ -372,6 +359,7 @@ class DynamicExperts:
         # The next layer's replicas travel while this one computes.
         if self.rematerialises and after is not None and not turns:
             after.fetch()
+        # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:
@@ -489,11 +477,9 @@ def first_place(experts: int, topology: Topology) -> Place:
 
 
 def _nodes(topology: Topology) -> Nodes:
-    """Returns the nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is
-    a node."""
+    """Nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
-    even = all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    if even and len(node_W) == per_node * len(set(node_W)):
-        return Nodes(len(node_W), per_node)
-    return Nodes(len(node_W), 1)
+    even = len(node_W) == per_node * len(set(node_W))
+    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
+    return Nodes(len(node_W), per_node if even else 1)

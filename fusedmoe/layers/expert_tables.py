@@ -1,12 +1,53 @@
-"""Parameters of experts that move: memory with room for copies behind those that a rank owns, and new shapes."""
+"""Tables of experts that move: which rows go to which place in them, and their memory.
+
+A rank's table has the experts that it owns, and copies of others behind them (`layers/dynamic_experts.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts
+
+
+def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:
+    """Sorts rows that are sorted by expert by the places in tables that they go to.
+
+    Places are numbered rank by rank, as many for each rank as the longest table has. Worked example: tables [0, 1] and
+    [2, 0], sent_EV = [[2, 1], [0, 0], [0, 4]]: of three rows of expert 0 the first two go to place 0, on rank 0, and
+    the third to place 3, on rank 1; the four of expert 2 go to place 2. So the rows 0 1 2 | 3 4 5 6 become
+    0 1 | – | 3 4 5 6 | 2.
+
+    Args:
+        layout: of this rank's rows, without slack.
+        sent_EV: rows of each expert that go to each rank.
+        held_W: the experts in each rank's table.
+    """
+    # Ranks agree on the number of places without asking: all have the tables of all.
+    width = max(1, *map(len, held_W))
+    row_EV = np.zeros_like(sent_EV)
+    for rank, held in enumerate(held_W):
+        row_EV[list(held), rank] = np.arange(len(held))
+    place_EV = row_EV + width * np.arange(len(held_W))
+    place_N = torch.from_numpy(np.repeat(place_EV.reshape(-1), sent_EV.reshape(-1))).to(layout.counts_E.device)
+    counts_P = torch.bincount(place_N, minlength=width * len(held_W))
+    # From the order by expert to that by place: rows of one place keep their order.
+    from_N = torch.argsort(place_N, stable=True)
+    to_N = torch.empty_like(from_N)
+    to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
+    row_SK = layout.row_SK
+    if len(to_N):
+        row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
+    assert layout.source_N is not None
+    source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
+    return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
 
 def table(parameter: nn.Parameter, rows: int) -> Tensor:
@@ -20,6 +61,7 @@ def table(parameter: nn.Parameter, rows: int) -> Tensor:
         parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
     shape = (rows, *parameter.shape[1:])
     needed = torch.Size(shape).numel() * parameter.element_size()
+    # Rows that are there stay where they are: replicas come behind the owned ones.
     if storage.nbytes() < needed:
         storage.resize_(needed)
     stride = torch.empty(shape, device="meta").stride()

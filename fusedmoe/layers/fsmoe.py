@@ -24,6 +24,7 @@ from fusedmoe.layers.gates import Gate, TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Order, Sparse
 
+# The paper's "simple" order sorts rows and drops those beyond the capacity.
 SimpleOrder = Sparse
 
 
@@ -113,6 +114,7 @@ class CallbackBase(Hooks):
 
 def _called(hook: Callable[[HookArgs], None], tensor: Tensor, context: HookContext) -> Tensor:
     """Calls a hook of the paper's kind; returns the tensor that it leaves in place."""
+    # The paper's hooks return nothing: they change what their argument holds.
     args = HookArgs(tensor, context)
     hook(args)
     return args.tensor

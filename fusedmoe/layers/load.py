@@ -1,4 +1,7 @@
-"""Counts of a layer's routing: slots that chose each expert, and rows that it got."""
+"""Loads of experts: counts of what a layer's forwards routed where, and sums of them for metrics.
+
+Nothing here waits for the device but `tell` and `dropped`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,22 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
-from fusedmoe.layers.routing_counters import RoutingCounters
+from fusedmoe.losses import balance_loss_of_sums
 
 # Training forwards without `tell`, after which a gate that waits for it says so: more than a step accumulates.
 _UNTOLD = 100
 
+#: What is added up beside the numbers of experts: tokens, and over them the gate's losses; tokens with logits, and
+#: over them entropy, squared logsumexp and balance loss. Losses are those of the tokens' forwards.
+TERMS = ("tokens", "aux_loss", "scored", "entropy", "z_loss", "balance_loss")
+
 
 class Load:
-    """Counts of one layer's slots on this rank.
+    """Load of one layer's experts, on this rank.
 
     Attributes:
-        chosen_E: that chose each expert in the last forward, drops included.
-        kept_E: rows that each expert got of them.
+        chosen_E: slots that chose each expert in the last forward, drops included.
+        kept_E: rows that each expert got of them: the rest were dropped.
         counters: adds up what the training forwards were like, for `fusedmoe.metrics`; None: nobody asks.
     """
 
@@ -46,6 +53,7 @@ class Load:
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
+        # A recomputation counts nothing: the first forward of these tokens did.
         self._counts = self.counters is not None and training and not recomputing()
         if self._counts:
             assert self.counters is not None
@@ -64,7 +72,7 @@ class Load:
                     )
 
     def keep(self, kept_E: Tensor) -> None:
-        """Notes the rows, of those that `count` counted, that there was room for."""
+        """Keeps how many of the slots that `count` counted got a row, for each expert."""
         self.kept_E = kept_E
         if self._counts:
             assert self.counters is not None
@@ -85,5 +93,55 @@ class Load:
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
     """[E] int64: slots that chose each expert; no host synchronisation."""
     chosen = expert_SK.reshape(-1)
+    # Empty slots, -1, go to a column of their own, which is cut off: no selection, whose size a host would wait for.
     chosen = torch.where(chosen < 0, experts, chosen)
     return chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+
+
+class RoutingCounters:
+    """Sums over the training forwards of one layer on this rank. Nothing here waits for the device.
+
+    A forward costs a softmax over its logits, [S, E] in float32 for a moment, and some additions.
+
+    Attributes:
+        sums: [2·E + 6] float64: choices of each expert, how many of them got a row, and `TERMS`.
+    """
+
+    def __init__(self, experts: int, device: torch.device | str = "cpu") -> None:
+        self.experts = experts
+        self.sums = torch.zeros(2 * experts + len(TERMS), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def choices(
+        self, expert_SK: Tensor, chosen_E: Tensor, logits_SE: Tensor | None = None, aux_loss: Tensor | None = None
+    ) -> None:
+        """Adds the choices of another forward.
+
+        Args:
+            expert_SK: [S, K] of which the shape counts.   chosen_E: choices of each expert, drops included.
+            logits_SE: of the router, if it has any.   aux_loss: the gate's weighted losses, a scalar.
+        """
+        if self.sums.device != chosen_E.device:  # the layer was moved
+            self.sums = self.sums.to(chosen_E.device)
+        S, K = expert_SK.shape
+        chosen, _, tokens, aux, of_scores = self._parts()
+        chosen.add_(chosen_E)
+        tokens.add_(S)
+        if aux_loss is not None:
+            aux.add_(S * aux_loss)
+        if logits_SE is None:
+            return
+        # All of these are sums over tokens, so that ranks and forwards of any size add up to means.
+        logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
+        prob_SE = logits_SE.softmax(1)
+        balance = balance_loss_of_sums(prob_SE.sum(0).unsqueeze(0), chosen_E.unsqueeze(0), S, K)
+        z = logits_SE.logsumexp(1).square().sum()
+        of_scores.add_(torch.stack([torch.full_like(z, S), torch.special.entr(prob_SE).sum(), z, S * balance]))
+
+    @torch.no_grad()
+    def rows(self, kept_E: Tensor) -> None:
+        """Adds the choices of a forward that got a row, of each expert."""
+        self._parts()[1].add_(kept_E)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.sums.split([self.experts, self.experts, 1, 1, len(TERMS) - 2])

@@ -84,6 +84,7 @@ class Order:
 
     def restore(self, y_SM: Tensor, ordered: Ordered) -> Tensor:
         """Makes tokens' results of those of `ordered.x_SM`; differentiable."""
+        # Rows that are copies of tokens have been summed for each token on the experts' side, or by the dispatcher.
         return y_SM if ordered.combine_SN is None else ordered.combine_SN.to(y_SM.dtype) @ y_SM
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:

@@ -74,6 +74,7 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
         # `named_modules` goes depth first, so that the layers around a module are the last ones seen.
         while not path.startswith(layers[-1][0]):
             layers.pop()
+        # A layer may have other expert ranks than the model around it, or none.
         if (ranks := getattr(module, "expert_ranks", None)) is not None:
             layers.append((path, ranks))
         for own_name, axes in getattr(module, "shardings", {}).items():

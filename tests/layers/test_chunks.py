@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
+from fusedmoe.autograd.order import order
+from fusedmoe.blocks.cuts import cut
 from fusedmoe.engine.chunks import Kept, chunk_order, inverse
+from fusedmoe.layers.expert_tables import by_place
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,3 +34,35 @@ def test_kept_rows_in_any_order(parts: list[int]) -> None:
     for count in (0, 1, 20):
         index = torch.randint(len(whole), (count,), generator=draw) if len(whole) else torch.empty(0, dtype=torch.long)
         assert_close(kept.rows(index), whole[index], rtol=0, atol=0)
+
+
+def test_the_worked_example_of_cuts() -> None:
+    """As in `blocks/cuts.py`: 6 samples, rows in 2 chunks forward and 3 backward, dense parts in one."""
+    cuts = cut((1, 1), (2, 3), 0, 6)
+    samples = [list(range(6)[at[0]]) for at in cuts.rows_at]
+    assert samples == [[0, 1], [2], [3], [4, 5]]
+    assert [list(chunk) for chunk in cuts.row_chunks["forward"]] == [[0, 1], [2, 3]]
+    assert [list(chunk) for chunk in cuts.row_chunks["backward"]] == [[3], [1, 2], [0]]
+    assert cuts.dense_chunks["forward"] == cuts.dense_chunks["backward"] == [range(1)]
+    assert cuts.rows_in_dense_at == cuts.rows_at and cuts.dense_of == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 12])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_every_element_is_in_one_micro_batch(size: int, axis: int) -> None:
+    cuts = cut((2, 4), (3, 2), axis, size)
+    whole = torch.arange(2 * size).view(size, 2) if axis == 0 else torch.arange(2 * size).view(2, size)
+    for ats in (cuts.dense_at, cuts.rows_at):
+        assert torch.equal(torch.cat([whole[at] for at in ats], axis), whole)
+    for p, place in enumerate(cuts.dense_of):
+        assert p in cuts.rows_of[place]
+        assert torch.equal(whole[cuts.dense_at[place]][cuts.rows_in_dense_at[p]], whole[cuts.rows_at[p]])
+
+
+def test_the_worked_example_of_places() -> None:
+    """As in `by_place`: three rows of expert 0, of which the third goes to its replica, and four of expert 2."""
+    layout = order(torch.tensor([[0], [0], [0], [2], [2], [2], [2]]), 3).exact()
+    placed = by_place(layout, np.array([[2, 1], [0, 0], [0, 4]]), [[0, 1], [2, 0]])
+    assert placed.counts == [2, 0, 4, 1]
+    assert placed.source_N is not None and placed.source_N.tolist() == [0, 1, 3, 4, 5, 6, 2]
+    assert placed.row_SK[:, 0].tolist() == [0, 1, 6, 2, 3, 4, 5]

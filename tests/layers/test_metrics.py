@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
-from fusedmoe.layers.routing_counters import RoutingCounters
+from fusedmoe.layers.load import RoutingCounters
 from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, on_a_made_up_gpu

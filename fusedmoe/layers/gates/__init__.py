@@ -9,6 +9,7 @@ from fusedmoe.layers.gates.sigmoid import DeepSeekV3, Sigmoid
 from fusedmoe.layers.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE
 from fusedmoe.layers.gates.whole_batch import ExpertChoice, SoftMoE
 
+# By the names that settings and the command use; a new gate gets its line here.
 GATES: dict[str, type[Gate]] = {
     "topk": TopK,
     "switch": Switch,

@@ -139,6 +139,7 @@ class Gate(nn.Module):
         self.experts = experts
         self.k = k
         self.capacity_factor = capacity_factor
+        # A coefficient of 0 is as good as none: the loss is not computed.
         self.aux = {name: float(coefficient) for name, coefficient in aux.items() if coefficient != 0}
         self.model_dim: int | None = None
 
@@ -276,6 +277,7 @@ def fill_normal(parameter: Tensor, std: float) -> None:
     if parameter.is_meta:
         return
     with torch.no_grad():
+        # Drawn in float32 whatever the parameter's dtype, so that bfloat16 has the rounded numbers of float32.
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)
 
 

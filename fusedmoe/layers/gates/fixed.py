@@ -88,6 +88,7 @@ class Random(Gate):
     splits: ClassVar[bool] = True
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        # The k highest of E uniform numbers are a uniform subset, without a loop over tokens.
         return (torch.rand(len(x_SM), self.experts, dtype=torch.float32, device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:

@@ -86,6 +86,7 @@ class DeepSeekV3(RouterGate):
         check_count(self, "groups_kept", groups_kept)
         self.require(experts % groups == 0, f"{experts} experts do not divide into {groups} groups")
         self.require(groups_kept <= groups, f"groups_kept = {groups_kept} is more than its {groups} groups")
+        # Fewer would leave a token with the same expert twice, or with one outside its groups.
         reachable = groups_kept * (experts // groups)
         self.require(k <= reachable, f"k = {k} is more than the {reachable} experts of {groups_kept} groups")
         self.require(0 <= bias_rate < torch.inf, f"bias_rate must be at least 0, got {bias_rate}")

@@ -105,8 +105,8 @@ class TopK(RouterGate):
 class Switch(TopK):
     """One expert per token, weighted by its probability (Fedus et al. 2022, Switch Transformer).
 
-    In training x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element, so that the router explores; p
-    = softmax(x·Wᵀ); the expert is argmax p, its weight p.
+    In training x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element, so that the router explores;
+    then p = softmax(x·Wᵀ), the expert is argmax p, and its weight p.
 
     Random: the jitter, in training only (S·M draws; it and the jittered input are kept for backward).
     Parameters: `weight_EM` [E, M]. Losses: "balance" (the paper's), "z".
@@ -115,6 +115,7 @@ class Switch(TopK):
         jitter: 0 ≤ jitter < 1; 0 turns it off.
     """
 
+    # No "importance_load": that loss is defined by noise on the logits, and Switch's is on x.
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
 
     def __init__(
@@ -165,6 +166,7 @@ class BatchPrioritised(TopK):
         super().__init__(experts, k, capacity_factor, normalize=normalize, noise=noise, aux=aux)
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
+        # A route of its own, and so a gate that cannot be split: who is dropped depends on all tokens of the rank.
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
         # Weights that are not normalised begin with the highest probability already.
@@ -204,6 +206,7 @@ class GShard(RouterGate):
 
     def reset_parameters(self) -> None:
         fill_normal(self.weight_EM, INIT_STD)
+        # softplus(0) = ln 2 everywhere: all experts explore alike until the router has learned otherwise.
         nn.init.zeros_(self.noise_weight_EM)
 
     @property
@@ -271,6 +274,7 @@ class XMoE(TopK):
         temperature: τ at the start, at least 0.01.
     """
 
+    # As in the paper there is no noise, which "importance_load" would need.
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
     proj_PM: nn.Parameter
     expert_EP: nn.Parameter
@@ -325,7 +329,7 @@ def noisy_load_importance(
     All tensors [S, E]; `noise_std` a number or a tensor. With k = E every expert is always chosen: the load is even.
     """
     E = clean_SE.shape[1]
-    if k == E:
+    if k == E:  # there is no other expert whose logit could be the threshold
         return load_importance_loss(gate_SE, clean_SE.detach(), clean_SE.detach(), 1.0)
     # The threshold leaves the expert out: for one that was chosen it is the first that was not, else the k-th.
     best_SK = top_experts(noisy_SE, k + 1)

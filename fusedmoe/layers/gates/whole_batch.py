@@ -43,6 +43,7 @@ class ExpertChoice(Gate):
     ) -> None:
         super().__init__(experts, k, capacity_factor, aux=aux)
         self.require(capacity_factor is not None, "capacity_factor sets how many tokens an expert picks: give one")
+        # None to the rest of the library: what an expert picks is within its capacity already.
         self.factor = capacity_factor
         self.capacity_factor = None
 
@@ -94,6 +95,7 @@ class SoftMoE(Gate):
     def __init__(
         self, experts: int, slots: int = 1, *, normalize: bool = True, aux: Mapping[str, float] | None = None
     ) -> None:
+        # k = E: every expert has a share in every token.
         super().__init__(experts, experts, None, aux=aux)
         check_count(self, "slots", slots)
         self.slots = slots
