@@ -30,6 +30,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import is_all_to_all, is_assertion, wait_once
 from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.operator_costs import OperatorCosts
+from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
 
 
@@ -44,8 +45,8 @@ class GraphBackend:
         own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
             batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
             the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
-            behind the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
-            (`fusedmoe.graph.place_proofs`). False: nowhere.
+            behind the layer. The host waits for the counts of each micro-batch's rows. The first run of each graph
+            checks it (`fusedmoe.graph.own_places`): it takes about as long as two steps.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured by all ranks at the same time, once for each machine,
@@ -56,7 +57,8 @@ class GraphBackend:
         irregular: None, or counts of the rows that were to travel and of those that did.
     Raises:
         ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
-        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed.
+        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed. When it runs for
+            the first time: places are not one token's own, though `own_places` says so (on one rank `ConfigError`).
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class GraphBackend:
         parts: int = 8,
         groups: int = 5,
         reach: int | None = None,
-        own_places: bool | None = None,
+        own_places: bool = False,
         irregular: bool = False,
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
@@ -90,29 +92,41 @@ class GraphBackend:
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
         failed: list[BaseException] = []
+        check: OwnPlacesCheck | None = None
+        saved: list[str] = []
 
         def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "forward", [])
+            nonlocal check
+            saved[:] = map(str, _outputs(graph_module.graph))
+            run, check = self._compiled(graph_module, "forward", [])
+            return run
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             # What fails while the forward pass is compiled PyTorch keeps to itself, and comes again when a gradient is
             # asked for. The ranks have ended by then, and would say no more than that.
             if failed:
                 raise failed[0]
+            captured = CapturedBackward(graph_module.graph, saved)
             try:
-                return self._compiled(graph_module, "backward", is_parameter)
+                run, _ = self._compiled(graph_module, "backward", is_parameter)
+                if check is not None:
+                    check.use_backward(captured, run)
+                return run
             except BaseException as error:
                 failed.append(error)
                 raise
 
         def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "inference", [])
+            return self._compiled(graph_module, "inference", [])[0]
 
         compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
         return compiled
 
-    def _compiled(self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]) -> Callable[..., Any]:
+    def _compiled(
+        self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
+    ) -> tuple[Callable[..., Any], OwnPlacesCheck | None]:
+        """Returns the pass as it runs, and the check that its first run makes, if any."""
         began = time.monotonic()
         if phase == "backward":
             # What the forward pass has asserted holds, and what served these assertions only is dead.
@@ -123,14 +137,18 @@ class GraphBackend:
         module.graph.eliminate_dead_code()
         if any(is_all_to_all(node) for node in module.graph.nodes):
             gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
-            report = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
+            report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
             report.planning_s = time.monotonic() - began
             self.reports.append(report)
             if self.irregular is not None:
                 self.irregular.put_into(module.graph)
+            run = _runnable(module)
+            if check is not None:
+                run = check.first_then(run)
             if report.ranges:
-                return _explained(_runnable(module), max(one.parts for one in report.ranges))
-        return _runnable(module)
+                run = _explained(run, max(one.parts for one in report.ranges))
+            return run, check
+        return _runnable(module), None
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -138,10 +156,15 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Call
     return GraphBackend()(gm, example_inputs)
 
 
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    outputs = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(outputs, (list, tuple))
+    return outputs
+
+
 def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     """The results of a backward pass that are gradients of parameters and nothing else."""
-    results = next(iter(reversed(graph.nodes))).args[0]
-    assert isinstance(results, (list, tuple))
+    results = _outputs(graph)
     # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
     # are needed at the end only.
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)

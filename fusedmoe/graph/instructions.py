@@ -7,6 +7,7 @@ instructions are integers whose bit i stands for instruction i: a pass of thousa
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -68,6 +69,14 @@ def is_assertion(node: fx.Node) -> bool:
     return _space(node) == "aten" and name_of(node) in ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
 
 
+def describe(node: fx.Node) -> str:
+    """Returns the name of a node, its operator, its place in the graph and the line of the model that it comes from."""
+    place, count = list(node.graph.nodes).index(node), len(node.graph.nodes)
+    lines = re.findall(r'File "(.+)", line (\d+), in', node.stack_trace or "")
+    line = f", {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    return f"{node.name} ({node.target}, node {place} of {count}{line})"
+
+
 def group_of(start: fx.Node) -> Any:
     """The process group of a collective: its name, or itself."""
     return argument_of(start, "group_name") or argument_of(start, "group")
@@ -115,6 +124,8 @@ def wait_once(graph: fx.Graph) -> None:
     gradient of their own become those without: both passes are written out here.
     """
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
+    # No node that uses a tensor moves, and so the first of them stays the first.
+    places = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if _space(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
             node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
@@ -127,7 +138,6 @@ def wait_once(graph: fx.Graph) -> None:
                 came = graph.call_function(wait, (node,))
             came.meta = {**node.meta}
             node.replace_all_uses_with(came, lambda user, came=came: user is not came)
-            places = {one: place for place, one in enumerate(graph.nodes)}
             min(came.users, key=places.__getitem__).prepend(came)
         elif is_wait(node) and _has_come(node.all_input_nodes[0]):
             node.replace_all_uses_with(node.all_input_nodes[0])

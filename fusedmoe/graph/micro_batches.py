@@ -27,7 +27,7 @@ from fusedmoe.graph.instructions import (
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.part_rows import check_places
-from fusedmoe.graph.range_split import Crossings, KnownWays, RangeSplit, infer
+from fusedmoe.graph.range_split import KnownWays, RangeSplit, infer
 from fusedmoe.graph.splitting import (
     Call,
     cut,
@@ -108,7 +108,7 @@ def chosen_ranges(
     count: int,
     reach: int | None,
     show: Callable[[int, int], object],
-    rows: Crossings = False,
+    rows: bool = False,
     known: KnownSplits | None = None,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
@@ -425,7 +425,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
                         before = pieces[node][-1] if part else None
                         pieces[node].append(run_part(call, node, way, parts, partial(value, part), before))
                     if way.crosses and isinstance(way.axis, Rows) and part == parts - 1:
-                        graph.call_function(check_places, tuple(pieces[node]))
+                        graph.call_function(check_places(node), tuple(pieces[node]))
             if stage == 0:
                 move(loose)
         wholes: dict[fx.Node, fx.Node] = {}

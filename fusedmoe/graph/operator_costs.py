@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,23 +208,29 @@ def point_sizes(largest: float) -> list[int]:
     return sizes
 
 
-def measure_points(group: Any, device: torch.device, sizes: list[int]) -> list[float]:
-    """Seconds of all-to-alls of these sizes, of the slowest rank. Collective over the group."""
+def measure_points(
+    group: Any, device: torch.device, sizes: Sequence[int], wait: Callable[[dist.Work], None]
+) -> list[float]:
+    """Returns the seconds of all-to-alls of these sizes on the slowest rank. Collective over the group.
+
+    Args:
+        sizes: in bytes.
+        wait: waits for a collective, within bounds (`GraphRanks.wait`).
+    """
     count = dist.get_world_size(group)
-    found = []
+    medians_s = []
     for size in sizes:
-        width = -(-size // count)
-        data = torch.zeros(count * width, dtype=torch.uint8, device=device)
+        data = torch.zeros(count * -(-size // count), dtype=torch.uint8, device=device)
         out = torch.empty_like(data)
 
         def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
-            dist.all_to_all_single(out, data, group=group)
+            wait(dist.all_to_all_single(out, data, group=group, async_op=True))
 
         run()
-        found.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
-    slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return [float(seconds) for seconds in slowest]
+        medians_s.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
+    slowest = torch.tensor(medians_s, dtype=torch.float64, device=device)
+    wait(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True))
+    return slowest.tolist()
 
 
 def load_numbers(path: Path) -> dict[str, float]:

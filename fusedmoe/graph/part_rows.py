@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted, shape_of
-from fusedmoe.graph.instructions import argument_of, group_of, is_all_to_all, is_wait, name_of
+from fusedmoe.graph.instructions import argument_of, describe, group_of, is_all_to_all, is_wait, name_of
 from fusedmoe.graph.irregular import StartedAllToAll, start_some
 
 _OF_COLUMNS = frozenset({"slice", "split", "split_with_sizes"})
@@ -44,10 +44,22 @@ class _Given(NamedTuple):
 Operation = Callable[..., Any]
 
 
-def operation_of(node: fx.Node, way: OperatorSplit) -> Operation:
+#: What is done where a place is not one token's own.
+Refuse = Callable[[str], object]
+
+
+def refuse(message: str) -> None:
+    """Raises `ConfigError`."""
+    raise ConfigError(
+        f"captured graph, rank {dist.get_rank()}: {message}, although each place was to be one token's own, as "
+        "own_places=True says: leave own_places out of the GraphBackend, on every rank"
+    )
+
+
+def operation_of(node: fx.Node, way: OperatorSplit, refuse: Refuse = refuse) -> Operation:
     """One part of an instruction that rows go into or come out of: a function of the parts of its inputs, in order."""
     if way.crosses:
-        return _take(node) if isinstance(way.axis, Rows) else _give(node)
+        return _take(node, refuse) if isinstance(way.axis, Rows) else _give(node, refuse)
     assert isinstance(way.axis, Rows)
     if is_all_to_all(node):
         return _start(node, way.axis)
@@ -67,24 +79,26 @@ def operation_of(node: fx.Node, way: OperatorSplit) -> Operation:
     return _each(node, way.axis)
 
 
-def _take(node: fx.Node) -> Operation:
+def _take(node: fx.Node, refuse: Refuse) -> Operation:
     """A product over some tokens: the rows that they have."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
+    text = describe(node)
 
     def take_rows(*given: Tensor) -> PartRows:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
-            raise _refused(f"a place of {node.name} has several tokens")
+            refuse(f"a place of {text} has several tokens")
         place_N = taken_P.nonzero()[:, 0]
         return PartRows(tokens_PS[place_N] @ x_SF, place_N)
 
     return take_rows
 
 
-def _give(node: fx.Node) -> Operation:
+def _give(node: fx.Node, refuse: Refuse) -> Operation:
     """A product over the places: some tokens of their rows."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
+    text = describe(node)
     dims = len(shape_of(node) or ())
 
     def give_rows(*given: Any) -> Tensor:
@@ -95,25 +109,23 @@ def _give(node: fx.Node) -> Operation:
         if more_S.any():
             spoiled_S = ~weight_SP.isfinite().all(1)  # NaN times any row is NaN
             if (more_S & ~spoiled_S).any():
-                raise _refused(f"in {node.name} a token reads a place that it has not filled")
+                refuse(f"in {text} a token reads a place that it has not filled")
             out_SF = out_SF.masked_fill(spoiled_S[:, None], math.nan)
         return out_SF if dims == 2 else out_SF[None]
 
     return give_rows
 
 
-def check_places(*parts: PartRows) -> None:
-    """Raises `ConfigError` where two parts have one place."""
-    place_N = torch.cat([rows.place_N for rows in parts])
-    if len(place_N.unique()) < len(place_N):
-        raise _refused("tokens of two micro-batches are in one place")
+def check_places(node: fx.Node, refuse: Refuse = refuse) -> Operation:
+    """A function that refuses rows of two parts in one place."""
+    text = describe(node)
 
+    def one_place_each(*parts: PartRows) -> None:
+        place_N = torch.cat([rows.place_N for rows in parts])
+        if len(place_N.unique()) < len(place_N):
+            refuse(f"tokens of two micro-batches are in one place of {text}")
 
-def _refused(what: str) -> ConfigError:
-    return ConfigError(
-        f"captured graph, rank {dist.get_rank()}: {what}, although each place was to be one token's own, as "
-        "own_places=True says or the graph had seemed to prove: give the backend own_places=False, on every rank"
-    )
+    return one_place_each
 
 
 def _start(node: fx.Node, rows: Rows) -> Operation:

@@ -6,9 +6,6 @@ What the first rank has decided is kept on disk.
 All ranks measure operators, at the same time, as they compute in a step: those of one machine share its memory, and one
 that computes while the others wait is faster. An operator counts as long as it takes on the slowest rank, for which
 all others wait at the next all-to-all.
-
-The ranks that run a graph meet at the job's store. Nothing is sent over the process groups of the graph: a rank that
-captures a graph which others do not is told so, and does not disturb what these send meanwhile.
 """
 
 from __future__ import annotations
@@ -17,20 +14,19 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import RankError
 from fusedmoe.files import cache_dir, read_kept
+from fusedmoe.graph.graph_ranks import GraphRanks, resolve
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
 from fusedmoe.graph.micro_batches import InstructionRange, KnownSplits, Pipelined, chosen_ranges, rewrite
 from fusedmoe.graph.operator_costs import (
@@ -44,77 +40,12 @@ from fusedmoe.graph.operator_costs import (
     point_sizes,
     start_s,
 )
-from fusedmoe.graph.place_proofs import proven
+from fusedmoe.graph.own_places import OwnPlacesCheck, own_places_check
 from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
 
-_OPERATION = "planning a captured graph"
-_CURE = (
-    "every rank must compile the same graphs in the same order: where sizes differ between ranks or change, mark these "
-    "dimensions as dynamic on all of them"
-)
-
 Show = Callable[[int, int], object]
-T = TypeVar("T")
-
-
-class GraphRanks:
-    """The ranks that run a graph together, and what they tell each other.
-
-    Args:
-        groups: the process groups of the graph's collectives, or their names.
-        timeout_s: how long a rank waits for the others.
-    Attributes:
-        ranks: of the job; `leader`: whether this rank decides.
-    """
-
-    def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
-        self.handles = [resolve(group) for group in groups]
-        members = [tuple(dist.get_process_group_ranks(handle)) for handle in self.handles]
-        together = sorted({rank for ranks in members for rank in ranks})
-        # Groups that cross each other can touch all ranks, step by step.
-        whole = any(set(ranks) == set(together) for ranks in members)
-        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
-        self._rank = dist.get_rank() if groups else 0
-        self.leader = not groups or self._rank == self.ranks[0]
-        self._timeout_s = timeout_s
-        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
-
-    def all(self, text: str) -> list[str]:
-        """What each rank brings, in the order of `ranks`."""
-        if self._board is None:
-            return [text]
-        return self._board.meet(self.ranks, text, self._timeout_s, operation=_OPERATION, cure=_CURE)
-
-    def require_same(self, what: str) -> None:
-        """Raises `RankError`, on every rank, where they do not all bring the same."""
-        digests = self.all(hashlib.sha256(what.encode()).hexdigest()[:16])
-        odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
-        if odd:
-            raise RankError(
-                f"{_OPERATION}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
-                "rank take another way through the model"
-            )
-
-    def from_first(self, decide: Callable[[], str]) -> str:
-        """What the first rank decides. An exception there ends all ranks."""
-        return self.all(self.guarded(decide) if self.leader else "")[0]
-
-    def guarded(self, run: Callable[[], T]) -> T:
-        """What `run` returns. An exception in it ends all ranks, at the next meeting."""
-        try:
-            return run()
-        except BaseException as error:
-            if self._board is not None:
-                self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
-            raise
-
-
-def resolve(group: Any) -> Any:
-    """The process group of that name; a process group is itself."""
-    find: Any = dist.distributed_c10d._resolve_process_group
-    return find(group) if isinstance(group, str) else group
 
 
 @dataclass
@@ -205,7 +136,7 @@ class PlanSettings:
     parts: int
     groups: int
     reach: int | None
-    own_places: bool | None
+    own_places: bool
     timeout_s: float
 
 
@@ -216,13 +147,15 @@ def planned(
     settings: PlanSettings,
     given: OperatorCosts | None,
     results: int | None = None,
-) -> PassReport:
+) -> tuple[PassReport, OwnPlacesCheck | None]:
     """Plans a pass that has all-to-alls and rewrites its graph. Collective over the ranks of the graph's groups.
+
+    Returns the report and, where tokens go through layers in chunks, the check that must run first.
 
     Args:
         gradients: results of the graph that are gradients of parameters.
         given: costs that are not to be measured.
-        results: how many of the graph's results are not for the backward pass, the first ones; None: all of them.
+        results: how many of the graph's results, the first ones, are not kept for the backward pass; None: all.
     """
     graph = module.graph
     of = Instructions(graph)
@@ -240,7 +173,7 @@ def planned(
         points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
         costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
-        facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes, "results": results}
+        facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         kept = graph_ranks.from_first(lambda: read_kept(path) or "")
@@ -263,9 +196,7 @@ def planned(
                 + sum(seconds(node) for unit in beside.get(start, ()) for node in old.of(bare.units[unit]))
                 for start, due_s in bare.due_s.items()
             }
-            decide = partial(
-                _decided, of, seconds, hidden_s, costs, settings if alike else None, phase, results, show, {}
-            )
+            decide = partial(_decided, of, seconds, hidden_s, costs, settings if alike else None, phase, show, {})
             _measure_together(graph_ranks, costs, decide)
             plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
             if path is not None and graph_ranks.leader:
@@ -273,12 +204,14 @@ def planned(
                 costs.save()
                 write(path, json.dumps(plan), "what was planned")
     report = _report(old, of, phase, plan, bare.units, beside)
-    for one in plan["ranges"]:
-        rewrite(graph, of, InstructionRange(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
+    chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
+    check = own_places_check(module, of, chosen, results, graph_ranks)
+    for instruction_range in chosen:
+        rewrite(graph, of, instruction_range)
     graph.lint()
     report.cached = bool(kept)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
-    return report
+    return report, check
 
 
 def _nothing(*_: Any) -> float:
@@ -330,18 +263,16 @@ def _decided(
     costs: OperatorCosts,
     split: PlanSettings | None,
     phase: str,
-    results: int | None,
     show: Show,
     known: KnownSplits,
 ) -> dict[str, Any]:
     """The ranges of a pass in order, and what all takes, as what JSON can hold.
 
     `hidden_s`: of each collective, the seconds of what runs beside it. `split`: how ranges are split; None: not at all.
-    `results`: as for `proven`. `known`: as for `chosen_ranges`.
+    `known`: as for `chosen_ranges`.
     """
     ranges = []
     if split is not None and split.parts > 1:
-        rows = proven(of.nodes[0].graph, results) if split.own_places is None else split.own_places
         ranges = chosen_ranges(
             of,
             seconds,
@@ -351,7 +282,7 @@ def _decided(
             split.groups,
             split.reach,
             show,
-            rows if phase != "backward" else False,
+            split.own_places and phase != "backward",
             known,
         )
     collectives = {}
@@ -429,7 +360,7 @@ def _points(
     missing = [size for size in sizes if str(size) not in known]
     if missing:
         with as_at_run_time():
-            found = measure_points(handle, device, missing)
+            found = measure_points(handle, device, missing, graph_ranks.wait)
         known |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.leader:
             write(path, json.dumps(known), "what all-to-alls take")

@@ -39,8 +39,6 @@ class SplitKey(NamedTuple):
     crosses: bool
 
 
-#: Whether tokens may go in parts through products that put them into places and read them back; or through which.
-Crossings = bool | frozenset[fx.Node]
 Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
@@ -66,16 +64,14 @@ class KnownWays:
         return self._from[key]
 
 
-def ways_in(nodes: Sequence[fx.Node], parts: int, rows: Crossings, known: KnownWays) -> Ways:
+def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool, known: KnownWays) -> Ways:
     """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
-    inside, by_rows = set(nodes), bool(rows)
+    inside = set(nodes)
     ways: Ways = {}
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
     def note(node: fx.Node, way: OperatorSplit | None) -> None:
         if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
-            return
-        if way.crosses and not isinstance(rows, bool) and node not in rows:
             return
         # Rows are cut off nothing: what has them is of the range.
         if all(one in inside for one, wanted in way.inputs.items() if isinstance(wanted, Rows)):
@@ -84,19 +80,19 @@ def ways_in(nodes: Sequence[fx.Node], parts: int, rows: Crossings, known: KnownW
 
     for node in nodes:
         if is_all_to_all(node):
-            for axis in first_axes(node, parts, by_rows):
+            for axis in first_axes(node, parts, rows):
                 note(node, known.way_of(node, axis, False, parts))
     while ends:
         node, way = ends.pop()
         for one, wanted in way.inputs.items():
             if wanted is not None:
-                for crosses in (False, True)[: 1 + by_rows]:
+                for crosses in (False, True)[: 1 + rows]:
                     note(one, known.way_of(one, wanted, crosses, parts))
         for user in node.users:
             if user.target is operator.getitem:
                 note(user, known.way_of(user, way.axis, False, parts))
             elif user in inside:
-                for found in known.outputs_from(user, node, way.axis, parts, by_rows):
+                for found in known.outputs_from(user, node, way.axis, parts, rows):
                     note(user, found)
     return ways
 
@@ -106,14 +102,14 @@ def infer(
     parts: int,
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
-    rows: Crossings = False,
+    rows: bool = False,
     known: KnownWays | None = None,
 ) -> RangeSplit | None:
     """How to split a range into so many parts; None where some all-to-all of it cannot be split.
 
     Args:
         ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
-        rows: whether parts may be rows; or the products at which they may begin and end.
+        rows: whether parts may be rows.
         known: ways that other ranges of the graph have been split in, and from now on those of this one.
     Raises:
         ConfigError: OR-Tools is not installed.

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend, PassReport, operator_costs
+from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.irregular import IrregularAllToAlls
-from fusedmoe.graph.planning import GraphRanks
 from fusedmoe.runtime.cache import CACHE, write
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, train
@@ -225,8 +226,8 @@ def test_sizes_that_values_decide(world: None) -> None:
     assert [report.phase for report in backend.reports] == ["forward", "backward"]
 
 
-def test_rows_that_a_dynamic_size_counts_prove_nothing(world: None) -> None:
-    """Dropless, a product between both ways: without a size there is nothing to prove, and the graph is as captured."""
+def test_rows_that_a_dynamic_size_counts_are_not_split(world: None) -> None:
+    """Dropless, a product between both ways: without a size nothing is split, and nothing is checked."""
 
     def call(x_NM: Tensor, w_MM: Tensor) -> Tensor:
         size = [x_NM.shape[0]]
@@ -235,7 +236,7 @@ def test_rows_that_a_dynamic_size_counts_prove_nothing(world: None) -> None:
 
     given = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (12, 8)]
     torch._dynamo.mark_dynamic(given[0], 0)
-    backend = GraphBackend(costs=Steady())
+    backend = GraphBackend(costs=Steady(), own_places=True)
     compiled = torch.compile(call, backend=backend, fullgraph=True)
     for run in (torch.no_grad, torch.enable_grad):
         with run():
@@ -287,7 +288,7 @@ def test_waits_of_the_author(world: None, wait: Callable[[Tensor], Tensor]) -> N
 
     shapes = (S, M), (M, E), (E, M, M)
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    for own_places, irregular in ((None, False), (False, True)):
+    for own_places, irregular in ((True, False), (False, True)):
         torch._dynamo.reset()
         backend = GraphBackend(parts=2, groups=1, costs=Steady(), own_places=own_places, irregular=irregular)
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
@@ -303,10 +304,10 @@ def test_the_first_error_of_a_backward_pass(world: None, monkeypatch: pytest.Mon
     """PyTorch compiles a backward pass beside its forward pass, keeps an error to itself, and comes again."""
     messages = iter(("what this rank found", "what followed"))
 
-    def fails(module: object, phase: str, *_: object) -> PassReport:
+    def fails(module: object, phase: str, *_: object) -> tuple[PassReport, None]:
         if phase == "backward":
             raise RankError(next(messages))
-        return PassReport(phase, 0)
+        return PassReport(phase, 0), None
 
     monkeypatch.setattr("fusedmoe.graph.compiler.planned", fails)
     x = torch.randn(4, 8, requires_grad=True)
@@ -436,6 +437,21 @@ def alone(rank: int, world: int) -> str:
     with pytest.raises(RankError) as caught:
         GraphRanks([dist.group.WORLD], 1.0).require_same("a graph")
     return str(caught.value)
+
+
+def measuring_alone(rank: int, world: int) -> str:
+    if rank == 1:
+        time.sleep(2.0)  # its connections stay
+        return ""
+    graph_ranks = GraphRanks([dist.group.WORLD], 1.0)
+    with pytest.raises(RankError) as caught:
+        operator_costs.measure_points(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None:
+    text, _ = cluster.run(2, measuring_alone)
+    assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text
 
 
 def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:

@@ -23,7 +23,7 @@ from fusedmoe.graph.range_split import RangeSplit, infer
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.cluster import Cluster
-from tests.graph.models import Model, Steady, train
+from tests.graph.models import FreeCopies, Model, train
 
 S, E, C, M, H = 12, 4, 6, 5, 8
 RANKS = 2  # of which each has two experts, were there more than this process
@@ -142,7 +142,7 @@ def test_places_that_are_not_one_tokens_own_are_refused(world: None, other: int,
     put_in_parts(module, 2)
     inputs[0].zero_()
     inputs[0][0] = inputs[0][other] = 1.0
-    with pytest.raises(ConfigError, match=f"rank 0: .*{said}.*own_places=False"):
+    with pytest.raises(ConfigError, match=f"rank 0: .*{said}.*own_places=True"):
         module(*inputs)
 
 
@@ -156,7 +156,7 @@ def test_a_token_that_reads_anothers_place_is_refused(world: None) -> None:
     module = make_fx(call, tracing_mode="fake")(*inputs)
     put_in_parts(module, 2)
     torch.testing.assert_close(module(*inputs), call(*inputs), rtol=1e-12, atol=1e-12)
-    inputs[1] = inputs[1].roll(1, 0)
+    inputs[1] = inputs[1].roll(S // 2, 0)  # of the other micro-batch
     with pytest.raises(ConfigError, match="reads a place that it has not filled"):
         module(*inputs)
 
@@ -191,17 +191,7 @@ def test_where_rows_are_after_a_reshape() -> None:
     assert same_rows((4, 6, 5), Rows((0, 1), 1), (4, 30)) is None
 
 
-class FreeCopies(Steady):
-    """What puts parts together takes no time, so that micro-batches go on as far as they can."""
-
-    def operator_s(self, target: object, args: tuple[object, ...], kwargs: object) -> float:
-        copies = ("clone", "cat", "slice", "reshape", "view", "permute", "_to_copy")
-        return 0.0 if any(f".{name}." in str(target) for name in copies) else super().operator_s(target, args, kwargs)
-
-
-def trained(
-    rank: int, world: int, chooses: str, k: int, factor: float, own_places: bool | None
-) -> tuple[float, list[str]]:
+def trained(rank: int, world: int, chooses: str, k: int, factor: float, own_places: bool) -> tuple[float, list[str]]:
     """The largest difference of any loss, gradient or parameter over 5 steps, and the instructions."""
     torch._dynamo.reset()
     model = Model(k, 1, factor=factor, chooses=chooses).double()
@@ -225,8 +215,8 @@ def trained(
     ],
 )
 def test_training_is_what_it_was(cluster: Cluster, ranks: int, chooses: str, k: int, factor: float) -> None:
-    """Nobody promises anything: the graph proves it."""
-    for worst, order in cluster.run(ranks, trained, chooses, k, factor, None):
+    """The first step, which checks the promise, gives the same results, too."""
+    for worst, order in cluster.run(ranks, trained, chooses, k, factor, True):
         assert worst < 1e-10
         assert sum("give_rows" in name for name in order) == 2
         # Behind the layer micro-batches go on.
