@@ -1,6 +1,6 @@
-"""How operators can be split: for each the axes of its inputs that give it in parts along an axis of its result.
+"""How operators can be split: for each the axes of its inputs that give it in chunks along an axis of its result.
 
-    a result in parts along                        needs in parts
+    a result in chunks along                        needs in chunks
     any axis of an elementwise operator            the same axis of its inputs; what is broadcast stays whole
     view, reshape, squeeze, unsqueeze              the axis where the same elements lie
     permute, transpose, t, expand, select, unbind  the axis that it was
@@ -10,25 +10,25 @@
       all, var, prod
     softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
       gather, scatter, split, slice, cat, stack
-    cumsum along its own axis                      the same, one part after the other
+    cumsum along its own axis                      the same, one chunk after the other
     native_layer_norm                              the same, if it is not normalised; weights stay whole
     embedding, index_select, index (the first)     the indices, or the table's other axes
     batch or heads of attention (CPU)              the same of queries, keys and values
     all-to-all, and its wait                       the same, if it is not the first: that is of the ranks
 
-What is not in the table, and what draws random numbers or changes memory, is not split. All parts are equally large.
+What is not in the table, and what draws random numbers or changes memory, is not split. All chunks are equally large.
 
 Besides axes there are rows (`Rows`, Lancet's irregular axis). A product over the tokens that puts each token in a place
-of its own gives, of a part of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
-and the product that reads them back gives that part of the tokens again:
+of its own gives, of a chunk of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
+and the product that reads them back gives that chunk of the tokens again:
 
-    a result of which a part has some rows         needs
-    mm, bmm over the tokens                        the tokens of both factors in parts
+    a result of which a chunk has some rows         needs
+    mm, bmm over the tokens                        the tokens of both factors in chunks
     elementwise; view, permute; all-to-all         the same rows
     mm, addmm, bmm, baddbmm of rows and weights    the same rows of the first factor
     split, slice, chunk of what rows hold          the same rows
-    and in parts along the tokens:
-    mm, bmm over the places                        rows of the second factor, tokens of the first in parts
+    and in chunks along the tokens:
+    mm, bmm over the places                        rows of the second factor, tokens of the first in chunks
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _OUTERS = 6
 
 
 class Axis(NamedTuple):
-    """Dimension `dim` seen as [outer, parts, inner]; part j is [:, j, :]. `outer` is 1 where parts are consecutive.
+    """Dimension `dim` seen as [outer, chunks, inner]; chunk j is [:, j, :]. `outer` is 1 where chunks are consecutive.
 
-    Where a reshape joins an axis with others (capacity with ranks, say), its parts are no longer consecutive in the
+    Where a reshape joins an axis with others (capacity with ranks, say), its chunks are no longer consecutive in the
     joined dimension, but still elements that belong together.
     """
 
@@ -70,7 +70,7 @@ class Axis(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Parts are rows. Which of them a part has it knows itself, at run time; no two parts have the same.
+    """Chunks are rows. Which of them a chunk has it knows itself, at run time; no two chunks have the same.
 
     `dims` count them, in order, without dimensions of size 1; what the others count a row holds. `trips`: the
     all-to-alls that they have gone through, there and back.
@@ -83,8 +83,8 @@ class Rows(NamedTuple):
 class OperatorSplit(NamedTuple):
     """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
 
-    `crosses`: it is a product that makes rows of parts of the tokens, or parts of the tokens of rows. `carries`: a part
-    needs the part before it, as of a running sum.
+    `crosses`: it is a product that makes rows of a chunk of the tokens, or a chunk of the tokens of its rows.
+    `carries`: a chunk needs the chunk before it, as in a running sum.
     """
 
     axis: Axis | Rows
@@ -108,22 +108,22 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-def fits(shape: Sequence[int], axis: Axis | Rows, parts: int) -> bool:
+def fits(shape: Sequence[int], axis: Axis | Rows, chunks: int) -> bool:
     if isinstance(axis, Rows):
         return bool(axis.dims) and 0 not in shape and all(shape[dim] > 1 for dim in axis.dims)
-    return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * parts) == 0
+    return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * chunks) == 0
 
 
-def part_shape(shape: Sequence[int], axis: Axis, parts: int) -> list[int]:
-    return [size // parts if dim == axis.dim else size for dim, size in enumerate(shape)]
+def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
+    return [size // chunks if dim == axis.dim else size for dim, size in enumerate(shape)]
 
 
-def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], parts: int) -> Axis | None:
-    """The axis of a reshape to `other` whose parts hold the same elements; None where there is none."""
+def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
+    """The axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
-        if prefix and before % prefix == 0 and fits(other, Axis(dim, before // prefix), parts):
+        if prefix and before % prefix == 0 and fits(other, Axis(dim, before // prefix), chunks):
             return Axis(dim, before // prefix)
     return None
 
@@ -147,7 +147,7 @@ def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | 
     return Rows(tuple(found), rows.trips)
 
 
-def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Rows]:
+def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
     """The axes along which an all-to-all can be split, but for those that start within a joined dimension; and, if
     asked for, `rows` of it."""
     shape = shape_of(node)
@@ -158,22 +158,22 @@ def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Row
         counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
         found += [Rows(dims, trips) for dims in dict.fromkeys(counting) if dims for trips in (1, 2)]
     for dim in range(1, len(shape)):
-        outers = [outer for outer in range(1, shape[dim] // parts + 1) if fits(shape, Axis(dim, outer), parts)]
+        outers = [outer for outer in range(1, shape[dim] // chunks + 1) if fits(shape, Axis(dim, outer), chunks)]
         found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
     return found
 
 
 def outputs_from(
-    node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool = False
+    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool = False
 ) -> list[OperatorSplit]:
-    """The ways to split `node` in which its input `given` is in parts along `axis`; with `rows` also into rows."""
+    """The ways to split `node` in which its input `given` is in chunks along `axis`; with `rows` also into rows."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
     name = name_of(node)
     candidates: list[tuple[Axis | Rows, bool]] = []
     if name in RESHAPES:
-        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, parts)
+        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, chunks)
         candidates = [] if found is None else [(found, False)]
     elif isinstance(axis, Rows):
         moved = permuted(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
@@ -185,30 +185,30 @@ def outputs_from(
         candidates = [(Axis(dim, axis.outer), False) for dim in range(len(shape))]
         if rows and name in PRODUCTS:
             candidates.append((Rows(_leading(shape), 0), True))
-    ways = [way for way in (way_of(node, *one, parts=parts) for one in candidates) if way is not None]
+    ways = [way for way in (way_of(node, *one, chunks=chunks) for one in candidates) if way is not None]
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: int) -> OperatorSplit | None:
-    """The way to split `node` that gives its (first) result in parts along `axis`; None where there is none."""
+def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: int) -> OperatorSplit | None:
+    """The way to split `node` that gives its (first) result in chunks along `axis`; None where there is none."""
     shape = shape_of(node)
-    if shape is None or not fits(shape, axis, parts) or is_random(node) or mutates(node):
+    if shape is None or not fits(shape, axis, chunks) or is_random(node) or mutates(node):
         return None
     if node.target is operator.getitem:
-        return None if crosses else _element(node, axis, parts)
+        return None if crosses else _element(node, axis, chunks)
     if not isinstance(node.target, torch._ops.OpOverload) or any(shape_of(one) is None for one in node.all_input_nodes):
         return None
     if crosses:
         found = _crossed(node, axis, shape)
     else:
-        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, parts)
+        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
     if found is None:
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
     for one, wanted in found:
         own = shape_of(one)
         assert own is not None
-        if one in inputs and inputs[one] != wanted or wanted is not None and not fits(own, wanted, parts):
+        if one in inputs and inputs[one] != wanted or wanted is not None and not fits(own, wanted, chunks):
             return None
         inputs[one] = wanted
     for one in node.all_input_nodes:
@@ -216,29 +216,29 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: in
     if not any(wanted is not None for wanted in inputs.values()):
         return None
     value = node.meta["val"]
-    if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
+    if isinstance(value, (tuple, list)) and not all(_has(one, axis, chunks) for one in value):
         return None
     carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
     return OperatorSplit(axis, inputs, crosses, carries)
 
 
-def _element(node: fx.Node, axis: Axis | Rows, parts: int) -> OperatorSplit | None:
+def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if way_of(source, axis, parts=parts) is None else OperatorSplit(axis, {source: axis})
+    return None if way_of(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
 
 
-def _has(value: Any, axis: Axis | Rows, parts: int) -> bool:
-    """Whether a result of several can be in parts along that axis; one that is not there can."""
-    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, parts)
+def _has(value: Any, axis: Axis | Rows, chunks: int) -> bool:
+    """Whether a result of several can be in chunks along that axis; one that is not there can."""
+    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, chunks)
 
 
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]
 
 
-def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> Inputs | None:
+def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
     name, args = name_of(node), node.args
     tensors = node.all_input_nodes
     first = args[0] if args else None
@@ -249,7 +249,7 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
     source = shape_of(first)
     assert source is not None
     if name in RESHAPES:
-        found = relocate(shape, axis, source, parts)
+        found = relocate(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
         return [(one, _broadcast(shape_of(one), shape, axis)) for one in tensors]
@@ -341,7 +341,7 @@ def _leading(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) -> Axis | None:
-    """The axis of an operand that is broadcast to `shape`: None where it has the same for all parts."""
+    """The axis of an operand that is broadcast to `shape`: None where it has the same for all chunks."""
     assert own is not None
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)

@@ -2,7 +2,7 @@
 
     model = torch.compile(model, backend=fusedmoe.graph.backend)
 
-    own = fusedmoe.graph.GraphBackend(parts=4)
+    own = fusedmoe.graph.GraphBackend(chunks=4)
     model = torch.compile(model, backend=own)
     ...                                     # a training step
     for report in own.reports:
@@ -27,8 +27,8 @@ import torch
 from torch import fx, nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.graph.chunk_rows import IrregularAllToAlls
 from fusedmoe.graph.instructions import is_all_to_all, is_assertion, wait_once
-from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
@@ -38,7 +38,7 @@ class GraphBackend:
     """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
 
     Args:
-        parts: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
+        chunks: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
@@ -64,7 +64,7 @@ class GraphBackend:
     def __init__(
         self,
         *,
-        parts: int = 8,
+        chunks: int = 8,
         groups: int = 5,
         reach: int | None = None,
         own_places: bool = False,
@@ -72,13 +72,13 @@ class GraphBackend:
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
     ) -> None:
-        if min(parts, groups, reach or 1) < 1 or timeout_s <= 0:
+        if min(chunks, groups, reach or 1) < 1 or timeout_s <= 0:
             raise ConfigError(
-                f"graph backend: parts = {parts}, groups = {groups} and reach = {reach} must be at least 1, and "
+                f"graph backend: chunks = {chunks}, groups = {groups} and reach = {reach} must be at least 1, and "
                 f"timeout_s = {timeout_s} above 0"
             )
         self.__name__ = "fusedmoe"
-        self.settings = PlanSettings(parts, groups, reach, own_places, timeout_s)
+        self.settings = PlanSettings(chunks, groups, reach, own_places, timeout_s)
         self.irregular = IrregularAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
@@ -146,7 +146,7 @@ class GraphBackend:
             if check is not None:
                 run = check.first_then(run)
             if report.ranges:
-                run = _explained(run, max(one.parts for one in report.ranges))
+                run = _explained(run, max(one.chunks for one in report.ranges))
             return run, check
         return _runnable(module), None
 
@@ -179,19 +179,19 @@ def _results(phase: str) -> int | None:
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
-def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
+def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
     """What runs a pass with ranges in micro-batches, and says what to do where these need too much memory.
 
-    A rank cannot go back to fewer parts by itself: the others already send it theirs.
+    A rank cannot go back to fewer chunks by itself: the others already send it theirs.
     """
 
     def call(args: list[Any]) -> Any:
         try:
             return run(args)
         except torch.OutOfMemoryError as error:
-            fewer = f"parts={parts // 2}" if parts > 2 else "parts=1, which splits nothing"
+            fewer = f"chunks={chunks // 2}" if chunks > 2 else "chunks=1, which splits nothing"
             raise torch.OutOfMemoryError(
-                f"{error}\nThis pass runs in up to {parts} micro-batches, which are all in memory where they are put "
+                f"{error}\nThis pass runs in up to {chunks} micro-batches, which are all in memory where they are put "
                 f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
             ) from error
 

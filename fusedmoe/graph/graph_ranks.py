@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure.board import LOOK_S, Board, Verdict
+from fusedmoe.comm.failure.board import Board, Verdict
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.threads import LOOK_S
 
 _PLANNING = "planning a captured graph"
 _CURE = (

@@ -1,21 +1,16 @@
-"""Ranges of a pass in micro-batches (Lancet §5): which, how they run, and what they take.
-
-The parts of a range run stage by stage: what can be computed without another all-to-all, of one part after the other;
-each part's all-to-all starts as soon as its stage has been computed, and runs beside the following parts.
-"""
+"""The choice of ranges of a pass that run in chunks, by predicted seconds (Lancet §5)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of, way_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of
 from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
@@ -26,19 +21,17 @@ from fusedmoe.graph.instructions import (
     mutates,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
-from fusedmoe.graph.part_rows import check_places
-from fusedmoe.graph.range_split import KnownWays, RangeSplit, infer
-from fusedmoe.graph.splitting import (
-    Call,
+from fusedmoe.graph.range_split import InstructionRange, KnownWays, RangeSplit, infer
+from fusedmoe.graph.rewriting import (
+    chunk_like,
     cut,
     fake_call,
     join,
-    join_rows,
-    node_call,
-    part_like,
+    joined_nodes,
     rebuilt,
-    rows_node,
-    run_part,
+    run_chunk,
+    runs_before,
+    stages_of,
 )
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
@@ -51,14 +44,14 @@ _aten = torch.ops.aten
 
 @dataclass
 class Pipelined:
-    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in parts, the others as a whole.
+    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in chunks, the others as a whole.
 
     `seconds`: predicted, of all of them; `whole_s`: unsplit.
     """
 
     first: str
     last: str
-    parts: int
+    chunks: int
     split: int
     count: int
     all_to_alls: int
@@ -66,36 +59,8 @@ class Pipelined:
     whole_s: float
 
 
-class InstructionRange(NamedTuple):
-    """Instructions `start` to `stop` (without it) in so many parts.
-
-    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
-    `before`: the places of those that run before.
-    """
-
-    start: int
-    stop: int
-    parts: int
-    axes: tuple[tuple[int, Sequence[Any], bool], ...]
-    before: tuple[int, ...]
-
-    def split(self, of: Instructions) -> RangeSplit:
-        """How the instructions are split, as they stand in the graph now."""
-        nodes = of.nodes[self.start : self.stop]
-        ways = {}
-        for place, fields, crosses in self.axes:
-            first, second = fields
-            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
-            way = way_of(nodes[place], axis, crosses, parts=self.parts)
-            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
-            ways[nodes[place]] = way
-        early = tuple(nodes[place] for place in self.before)
-        taken = {*ways, *early}
-        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
-
-
 #: How ranges are split, None where they cannot be, and the instructions of the first such range; by what they are
-#: (`split_key`) and parts.
+#: (`split_key`) and chunks.
 KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
@@ -104,7 +69,7 @@ def chosen_ranges(
     node_s: Callable[[fx.Node], float],
     hidden_s: Callable[[int], float],
     costs: OperatorCosts,
-    most_parts: int,
+    most_chunks: int,
     count: int,
     reach: int | None,
     show: Callable[[int, int], object],
@@ -115,16 +80,16 @@ def chosen_ranges(
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
+        most_chunks, count, reach: `chunks`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
         rows: as for `infer`.
         known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
     known = {} if known is None else known
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
-    degrees = [2**power for power in range(1, most_parts.bit_length())]
+    degrees = [2**power for power in range(1, most_chunks.bit_length())]
     found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
-    pieces: dict[Any, CostedPart] = {}
+    costed: dict[Any, CostedChunk] = {}
     said: dict[fx.Node, str] = {}
     ways = KnownWays()
     whole_s = []
@@ -138,36 +103,36 @@ def chosen_ranges(
     taken: dict[tuple[str, int], float] = {}
     asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
-    def seconds(first: int, last: int, parts: int) -> float:
+    def seconds(first: int, last: int, chunks: int) -> float:
         nonlocal asked
         asked += 1
         show(asked, total)
-        if parts == 1:
+        if chunks == 1:
             return whole_s[first]
         start, stop = groups[first][0], groups[last - 1][1]
         nodes = of.nodes[start:stop]
         if not any(map(is_all_to_all, nodes)):
             return float("inf")
-        key = (split_key(nodes, said), parts)
+        key = (split_key(nodes, said), chunks)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            known[key] = infer(nodes, parts, node_s, in_order(of, start, stop), rows, ways), nodes
+            known[key] = infer(nodes, chunks, node_s, in_order(of, start, stop), rows, ways), nodes
         split, example = known[key]
         if split is None:
             return float("inf")
         if key not in taken:
-            taken[key] = pipeline_s(example, split, parts, node_s, costs, pieces)
+            taken[key] = pipeline_s(example, split, chunks, node_s, costs, costed)
         places = {node: place for place, node in enumerate(example)}
         axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
         early = tuple(places[node] for node in split.before)
-        found[first, last, parts] = InstructionRange(start, stop, parts, axes, early), Pipelined(
-            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
+        found[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
+            nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
         return taken[key]
 
     ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
-    return [found[one] for one in ranges if one.parts > 1]
+    return [found[best] for best in ranges if best.parts > 1]
 
 
 def grouped(of: Instructions, node_s: Callable[[fx.Node], float], count: int) -> tuple[list[tuple[int, int]], int]:
@@ -238,39 +203,8 @@ def _described(value: Any) -> Any:
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
-    """How many all-to-alls each split instruction has behind it."""
-    stages: dict[fx.Node, int] = {}
-    for node in split.split:
-        behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
-        stages[node] = behind + (is_wait(node) and is_all_to_all(node.all_input_nodes[0]))
-    return stages
-
-
-def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
-    early = set(split.before)
-    needed: set[fx.Node] = set()
-    ends = [one for node in split.split for one in node.all_input_nodes]
-    # What stays in order stays before, and so does all that may read what is changed then.
-    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
-    ends += split.before[: last + 1]
-    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
-    while ends:
-        node = ends.pop()
-        if node in early and node not in needed:
-            needed.add(node)
-            ends += node.all_input_nodes
-    return [node for node in split.before if node in needed], [node for node in split.before if node not in needed]
-
-
-def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
-    """The split instructions whose whole results are needed."""
-    return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
-
-
-class CostedPart(NamedTuple):
-    """One part of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
+class CostedChunk(NamedTuple):
+    """One chunk of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
 
     value: Any
     seconds: float
@@ -279,14 +213,14 @@ class CostedPart(NamedTuple):
 def pipeline_s(
     nodes: Sequence[fx.Node],
     split: RangeSplit,
-    parts: int,
+    chunks: int,
     node_s: Callable[[fx.Node], float],
     costs: OperatorCosts,
-    known: dict[Any, CostedPart],
+    known: dict[Any, CostedChunk],
 ) -> float:
-    """P(i, n, k): the seconds of a range in parts, by the simulator.
+    """P(i, n, k): the seconds of a range in chunks, by the simulator.
 
-    `known`: parts of instructions in other ranges, and from now on those of this one.
+    `known`: chunks of instructions in other ranges, and from now on those of this one.
     """
     mode = next(one.meta["val"] for one in nodes if isinstance(one.meta.get("val"), torch.Tensor)).fake_mode
     plain = fake_call(mode)
@@ -310,45 +244,45 @@ def pipeline_s(
         if axis is None:
             return one.meta["val"]
         assert isinstance(axis, Axis), "rows are cut off nothing"
-        return cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+        return cut(call, one.meta["val"], shape_of(one) or (), axis, 0, chunks)
 
-    def costed(node: fx.Node, way: OperatorSplit) -> CostedPart:
+    def costed(node: fx.Node, way: OperatorSplit) -> CostedChunk:
         nonlocal taken_s
-        if way.by_rows:  # as many in each part, as far as one can tell
-            return CostedPart(part_like(node, way.axis, parts), node_s(node) / parts)
+        if way.by_rows:  # as many in each chunk, as far as one can tell
+            return CostedChunk(chunk_like(node, way.axis, chunks), node_s(node) / chunks)
         taken_s = 0.0
-        part = run_part(call, node, way, parts, value)
+        chunk = run_chunk(call, node, way, chunks, value)
         if way.carries:
-            call(_aten.add.Tensor, (part, part), {})
-        return CostedPart(part, taken_s)
+            call(_aten.add.Tensor, (chunk, chunk), {})
+        return CostedChunk(chunk, taken_s)
 
-    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedPart:
+    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedChunk:
         nonlocal taken_s
         taken_s = 0.0
         if isinstance(axis, Rows):
             call(_aten.clone.default, (node.meta["val"],), {})
         else:
-            join(call, [values[node]] * parts, node.meta["val"], axis)
-        return CostedPart(None, taken_s)
+            join(call, [values[node]] * chunks, node.meta["val"], axis)
+        return CostedChunk(None, taken_s)
 
     for node, way in split.split.items():
-        key = (node, way.axis, way.crosses, parts, tuple(one in values for one in node.all_input_nodes))
+        key = (node, way.axis, way.crosses, chunks, tuple(one in values for one in node.all_input_nodes))
         if key not in known:
             known[key] = costed(node, way)
         values[node] = known[key].value
         compute[stages[node]] += known[key].seconds
         if is_all_to_all(node):
-            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / parts)
+            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
     around_s = sum(map(node_s, split.after))
     for node in joined_nodes(nodes, split):
         if rebuilt(node, split.split) is None:
             axis = split.split[node].axis
-            if (node, axis, parts) not in known:
-                known[node, axis, parts] = costed_whole(node, axis)
-            around_s += known[node, axis, parts].seconds
+            if (node, axis, chunks) not in known:
+                known[node, axis, chunks] = costed_whole(node, axis)
+            around_s += known[node, axis, chunks].seconds
     needed, loose = runs_before(split)
     around_s += sum(map(node_s, needed))
-    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), parts)
+    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), chunks)
     return around_s + makespan(plan, Durations(seconds))
 
 
@@ -361,102 +295,27 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def stage_plan(
-    compute: dict[int, float], comm: dict[int, float], loose_s: float, parts: int
+    compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
 ) -> tuple[Plan, dict[Task, float]]:
-    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each part of stage s."""
+    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each chunk of stage s."""
     order: dict[str, list[Task]] = {"compute": [], "inter": []}
     after: dict[Task, tuple[Task, ...]] = {}
     seconds: dict[Task, float] = {}
-    before: list[Task | None] = [None] * parts
+    before: list[Task | None] = [None] * chunks
     for stage in range(max([*compute, *comm], default=0) + 1):
-        for part in range(parts):
+        for chunk in range(chunks):
             for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
                 if stage not in given:
                     continue
                 # A layer of the plan for each stage, so that no rule of layers applies.
-                task = Task(kind, part, 2 * stage + (kind == "dispatch"))
+                task = Task(kind, chunk, 2 * stage + (kind == "dispatch"))
                 order[where].append(task)
-                last = before[part]
+                last = before[chunk]
                 after[task] = () if last is None else (last,)
                 seconds[task] = given[stage]
-                before[part] = task
+                before[chunk] = task
         if stage == 0:
             task = Task("gate", None, 2 * len(compute) + 2)
             order["compute"].append(task)
             after[task], seconds[task] = (), loose_s
     return Plan.from_orders(order, after), seconds
-
-
-def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None:
-    """Puts a range in parts into the graph."""
-    nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
-    anchor = nodes[-1].next
-    needed, loose = runs_before(split)
-    stages = stages_of(split)
-    call = node_call(graph)
-
-    def move(some: Sequence[fx.Node]) -> None:
-        for node in some:
-            anchor.prepend(node)
-
-    pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
-    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
-
-    def value(part: int, one: fx.Node, axis: Axis | Rows | None) -> fx.Node:
-        if one in pieces:
-            return pieces[one][part]
-        if axis is None:
-            return one
-        assert isinstance(axis, Axis), "rows are cut off nothing"
-        if (one, axis, part) not in cuts:
-            cuts[one, axis, part] = cut(call, one, shape_of(one) or (), axis, part, parts)
-        return cuts[one, axis, part]
-
-    move(needed)
-    with graph.inserting_before(anchor):
-        for stage in range(max(stages.values()) + 1):
-            for part in range(parts):
-                for node, way in split.split.items():
-                    if stages[node] != stage:
-                        continue
-                    if way.by_rows:
-                        pieces[node].append(rows_node(graph, node, way, parts, partial(value, part)))
-                    else:
-                        before = pieces[node][-1] if part else None
-                        pieces[node].append(run_part(call, node, way, parts, partial(value, part), before))
-                    if way.crosses and isinstance(way.axis, Rows) and part == parts - 1:
-                        graph.call_function(check_places(node), tuple(pieces[node]))
-            if stage == 0:
-                move(loose)
-        wholes: dict[fx.Node, fx.Node] = {}
-        for node in joined_nodes(nodes, split):
-            _whole(graph, call, node, split, pieces, wholes)
-    move(split.after)
-    for node, whole in wholes.items():
-        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in pieces)
-    for node in reversed(split.split):
-        graph.erase_node(node)
-
-
-def _whole(
-    graph: fx.Graph,
-    call: Call,
-    node: fx.Node,
-    split: RangeSplit,
-    pieces: dict[fx.Node, list[fx.Node]],
-    wholes: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
-    if node not in wholes:
-        source = rebuilt(node, split.split)
-        if source is not None:
-            under = _whole(graph, call, source, split, pieces, wholes)
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
-            wholes[node] = call(node.target, args, kwargs)
-        else:
-            axis = split.split[node].axis
-            if isinstance(axis, Rows):
-                wholes[node] = join_rows(graph, node, axis, pieces[node])
-            else:
-                wholes[node] = join(call, pieces[node], node.meta["val"], axis)
-    return wholes[node]

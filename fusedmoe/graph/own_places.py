@@ -29,12 +29,11 @@ import torch
 from torch import Tensor, fx
 
 from fusedmoe.graph.axes import Axis, Rows, shape_of
+from fusedmoe.graph.chunk_rows import ChunkRows, Operation, check_places, operation_of, whole_of
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import Instructions, describe, is_view, name_of
-from fusedmoe.graph.micro_batches import InstructionRange
-from fusedmoe.graph.part_rows import Operation, PartRows, check_places, operation_of, whole_of
-from fusedmoe.graph.range_split import RangeSplit
-from fusedmoe.graph.splitting import cut, node_call
+from fusedmoe.graph.range_split import InstructionRange, RangeSplit
+from fusedmoe.graph.rewriting import cut, node_call
 
 _OPERATION = "the first run with own_places=True"
 _CURE = (
@@ -55,7 +54,7 @@ def own_places_check(
     for instructions in ranges:
         split = instructions.split(of)
         if any(way.by_rows for way in split.split.values()):
-            by_rows.append((of.nodes[instructions.stop - 1], split, instructions.parts))
+            by_rows.append((of.nodes[instructions.stop - 1], split, instructions.chunks))
     return OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
 
 
@@ -245,7 +244,7 @@ def _zeros_in_empty_places(node: fx.Node, rows: Rows) -> Operation:
     """A function of all rows, and of those of each chunk: these rows, and zeros in places that no chunk has."""
     whole = whole_of(node, rows)
 
-    def zeros_in_empty_places(captured: Tensor, *chunks: PartRows) -> Tensor:
+    def zeros_in_empty_places(captured: Tensor, *chunks: ChunkRows) -> Tensor:
         taken = whole(*(chunk._replace(values_NF=torch.ones_like(chunk.values_NF)) for chunk in chunks))
         return torch.where(taken != 0, captured, torch.zeros_like(captured))
 

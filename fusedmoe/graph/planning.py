@@ -28,7 +28,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.files import cache_dir, read_kept
 from fusedmoe.graph.graph_ranks import GraphRanks, resolve
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.micro_batches import InstructionRange, KnownSplits, Pipelined, chosen_ranges, rewrite
+from fusedmoe.graph.micro_batches import KnownSplits, Pipelined, chosen_ranges
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
@@ -41,6 +41,8 @@ from fusedmoe.graph.operator_costs import (
     start_s,
 )
 from fusedmoe.graph.own_places import OwnPlacesCheck, own_places_check
+from fusedmoe.graph.range_split import InstructionRange
+from fusedmoe.graph.rewriting import rewrite
 from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
@@ -54,7 +56,7 @@ class Collective:
 
     Attributes:
         name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
-        beside_s: predicted, of the computation between its start and its wait; weight gradients are part of it.
+        beside_s: predicted, of the computation between its start and its wait; weight gradients are chunk of it.
         weights: of each, the names of its instructions, joined by " + ".
     """
 
@@ -112,7 +114,7 @@ class PassReport:
             lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
         for of in self.ranges:
             lines.append(
-                f"  {of.first} … {of.last} in {of.parts} parts: {of.split} of {of.count} instructions split, "
+                f"  {of.first} … {of.last} in {of.chunks} chunks: {of.split} of {of.count} instructions split, "
                 f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
             )
         if self.leftover:
@@ -133,7 +135,7 @@ def _ms(seconds: float) -> str:
 class PlanSettings:
     """How passes are planned; see `GraphBackend`."""
 
-    parts: int
+    chunks: int
     groups: int
     reach: int | None
     own_places: bool
@@ -272,13 +274,13 @@ def _decided(
     `known`: as for `chosen_ranges`.
     """
     ranges = []
-    if split is not None and split.parts > 1:
+    if split is not None and split.chunks > 1:
         ranges = chosen_ranges(
             of,
             seconds,
             lambda start: hidden_s.get(start, 0.0),
             costs,
-            split.parts,
+            split.chunks,
             split.groups,
             split.reach,
             show,

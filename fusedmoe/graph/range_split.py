@@ -1,8 +1,8 @@
 """How a range of instructions is split: which axis each of its tensors is split along (Lancet §5.2).
 
 That is a constraint problem for OR-Tools CP-SAT. Every instruction of a range is split in one way, or runs as a whole,
-before all that is split or after it. One tensor has one axis, or its parts are rows. What is split takes parts of what
-ran before, or parts along the same axis of what is split; what it needs whole has run before. All all-to-alls are
+before all that is split or after it. One tensor has one axis, or its chunks are rows. What is split takes chunks of
+what ran before, or chunks along the same axis of what is split; what it needs whole has run before. All all-to-alls are
 split; besides these as much computation as possible, by its seconds.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
-from fusedmoe.graph.instructions import is_all_to_all, is_start, is_wait
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_start, is_wait
 from fusedmoe.schedule.policies.lancet_plans import solved
 
 # Of the solver's work (`fusedmoe.schedule.lancet`).
@@ -25,11 +25,39 @@ _TICKS, _SCATTERED = 10_000, 256
 
 
 class RangeSplit(NamedTuple):
-    """How a range is split: what runs before, what in parts, what after; the way of each that is in parts."""
+    """How a range is split: what runs before, what in chunks, what after; the way of each that is in chunks."""
 
     before: tuple[fx.Node, ...]
     split: dict[fx.Node, OperatorSplit]
     after: tuple[fx.Node, ...]
+
+
+class InstructionRange(NamedTuple):
+    """Instructions `start` to `stop` (without it) in so many chunks.
+
+    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
+    `before`: the places of those that run before.
+    """
+
+    start: int
+    stop: int
+    chunks: int
+    axes: tuple[tuple[int, Sequence[Any], bool], ...]
+    before: tuple[int, ...]
+
+    def split(self, of: Instructions) -> RangeSplit:
+        """How the instructions are split, as they stand in the graph now."""
+        nodes = of.nodes[self.start : self.stop]
+        ways = {}
+        for place, fields, crosses in self.axes:
+            first, second = fields
+            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
+            way = way_of(nodes[place], axis, crosses, chunks=self.chunks)
+            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
+            ways[nodes[place]] = way
+        early = tuple(nodes[place] for place in self.before)
+        taken = {*ways, *early}
+        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
 class SplitKey(NamedTuple):
@@ -49,22 +77,22 @@ class KnownWays:
         self._of: dict[Any, OperatorSplit | None] = {}
         self._from: dict[Any, list[OperatorSplit]] = {}
 
-    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, parts: int) -> OperatorSplit | None:
-        key = (node, axis, crosses, parts)
+    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, chunks: int) -> OperatorSplit | None:
+        key = (node, axis, crosses, chunks)
         if key not in self._of:
-            self._of[key] = way_of(node, axis, crosses, parts=parts)
+            self._of[key] = way_of(node, axis, crosses, chunks=chunks)
         return self._of[key]
 
     def outputs_from(
-        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool
+        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool
     ) -> list[OperatorSplit]:
-        key = (node, given, axis, parts, rows)
+        key = (node, given, axis, chunks, rows)
         if key not in self._from:
-            self._from[key] = outputs_from(node, given, axis, parts, rows)
+            self._from[key] = outputs_from(node, given, axis, chunks, rows)
         return self._from[key]
 
 
-def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool, known: KnownWays) -> Ways:
+def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
     """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
     inside = set(nodes)
     ways: Ways = {}
@@ -80,48 +108,48 @@ def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool, known: KnownWays) 
 
     for node in nodes:
         if is_all_to_all(node):
-            for axis in first_axes(node, parts, rows):
-                note(node, known.way_of(node, axis, False, parts))
+            for axis in first_axes(node, chunks, rows):
+                note(node, known.way_of(node, axis, False, chunks))
     while ends:
         node, way = ends.pop()
         for one, wanted in way.inputs.items():
             if wanted is not None:
                 for crosses in (False, True)[: 1 + rows]:
-                    note(one, known.way_of(one, wanted, crosses, parts))
+                    note(one, known.way_of(one, wanted, crosses, chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, known.way_of(user, way.axis, False, parts))
+                note(user, known.way_of(user, way.axis, False, chunks))
             elif user in inside:
-                for found in known.outputs_from(user, node, way.axis, parts, rows):
+                for found in known.outputs_from(user, node, way.axis, chunks, rows):
                     note(user, found)
     return ways
 
 
 def infer(
     nodes: Sequence[fx.Node],
-    parts: int,
+    chunks: int,
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
     rows: bool = False,
     known: KnownWays | None = None,
 ) -> RangeSplit | None:
-    """How to split a range into so many parts; None where some all-to-all of it cannot be split.
+    """How to split a range into so many chunks; None where some all-to-all of it cannot be split.
 
     Args:
         ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
-        rows: whether parts may be rows.
+        rows: whether chunks may be rows.
         known: ways that other ranges of the graph have been split in, and from now on those of this one.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    ways = ways_in(nodes, parts, rows, known or KnownWays())
+    ways = ways_in(nodes, chunks, rows, known or KnownWays())
     if not all(node in ways for node in nodes if is_all_to_all(node)):
         return None
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ConfigError(
-            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend parts=1"
+            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
         ) from None
     model = cp_model.CpModel()
     inside = set(nodes)
@@ -150,7 +178,7 @@ def infer(
             for key, way in ways.get(node, {}).items():
                 wanted = way.inputs[one]
                 allowed = [] if wanted is None else along(one, wanted)
-                # Parts are cut off tensors only, not off several at a time, and along axes only.
+                # Chunks are cut off tensors only, not off several at a time, and along axes only.
                 whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[one]]
                 model.add_bool_or([chosen[node, key].negated(), *allowed, *whole])
             # Several results are put together one by one, and rows on the wire not at all.
@@ -171,14 +199,14 @@ def infer(
         follows(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    # Of ways that split the same, the one whose parts are consecutive: others cost copies, and rows most.
+    # Of ways that split the same, the one whose chunks are consecutive: others cost copies, and rows most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
     model.maximize(sum((worth[node] - _copies(key.axis)) * one for (node, key), one in chosen.items()))
     solver = solved(model, _LIMIT)
     if solver is None:
         return None
     taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
-    # What needs no part may run beside what does, and so fill the time in which rows are on the wire.
+    # What needs no chunk may run beside what does, and so fill the time in which rows are on the wire.
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in ordered:
         before[nodes[second]].append(nodes[first])

@@ -104,7 +104,7 @@ class Steady:
 
 
 class FreeCopies(Steady):
-    """What puts parts together takes no time, so that micro-batches go on as far as they can."""
+    """What puts chunks together takes no time, so that micro-batches go on as far as they can."""
 
     def operator_s(self, target: object, args: tuple[object, ...], kwargs: object) -> float:
         copies = ("clone", "cat", "slice", "reshape", "view", "permute", "_to_copy")

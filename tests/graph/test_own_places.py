@@ -95,7 +95,7 @@ def biased(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
 def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, grad: bool = True) -> list[str]:
     """Runs three steps, compiled and as it is; returns the operators of the forward pass."""
     layer = Layer(gate, experts).to(dtype)
-    backend = GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=True)
+    backend = GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     for _ in range(3):
         x_SM = torch.randn(S, M, dtype=dtype)
@@ -139,7 +139,7 @@ def test_inference_is_checked_too(world: None) -> None:
 def test_places_that_are_not_own_are_refused_by_name(world: None, gate: Gate, said: str, dtype: torch.dtype) -> None:
     """Each time until the model is another one."""
     layer = Layer(gate, biased).to(dtype)
-    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=True))
+    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
     for _ in range(2):
         with pytest.raises(ConfigError, match=rf"rank 0: .*{said}.*leave own_places out of the GraphBackend"):
             compiled(torch.randn(S, M, dtype=dtype))
@@ -162,7 +162,7 @@ def test_rows_that_others_read_are_refused_where_empty_places_have_numbers(world
     for experts, right in ((biased, False), (lambda rows, _: rows.relu(), True)):
         torch._dynamo.reset()
         layer = Seen(switch, experts)
-        compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=True))
+        compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
         if right:
             for _ in range(2):
                 torch.testing.assert_close(compiled(x_SM), layer(x_SM))
@@ -180,7 +180,7 @@ def divided(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
 def test_gradients_that_need_what_empty_places_hold_are_refused(world: None) -> None:
     """Before the second step, of whose backward pass they would be; the first is as captured."""
     layer = Layer(switch, divided).double()
-    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=True))
+    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
     x_SM = torch.randn(S, M, dtype=torch.float64)
     weights = list(layer.parameters())
     for _ in range(2):
@@ -203,7 +203,7 @@ def on_two_ranks(rank: int, world: int) -> list[str]:
 
     layer = Layer(shares_if_told, lambda rows, _: rows.relu())
     compiled = torch.compile(
-        layer, backend=GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=True, timeout_s=60)
+        layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True, timeout_s=60)
     )
     x_SM = torch.randn(S, M)
     bias_E = layer.gate.bias.detach()

@@ -1,7 +1,8 @@
-"""Rows of a part of the tokens: what operators do with them, and how all parts' make the whole.
+"""Rows of a buffer that travel by themselves: those of a chunk of the tokens, or those that are not 0 (Lancet §5.1).
 
-Such a part is a few rows of a tensor, with the place of each. Rows that no token has are in no part; where the whole
-is needed, for the backward pass say, they are zeros.
+A chunk has a few rows of a tensor, with the place of each (`ChunkRows`). `operation_of` returns what an operator does
+with them, `whole_of` how the rows of all chunks make the tensor. Rows that no token has are in no chunk; where the
+tensor is needed, for the backward pass say, they are zeros.
 """
 
 from __future__ import annotations
@@ -18,12 +19,91 @@ from torch.utils._pytree import tree_map
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted, shape_of
 from fusedmoe.graph.instructions import argument_of, describe, group_of, is_all_to_all, is_wait, name_of
-from fusedmoe.graph.irregular import StartedAllToAll, start_some
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_all_to_all = torch.ops._c10d_functional.all_to_all_single
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+class StartedAllToAll(NamedTuple):
+    """An all-to-all that has started: the rows that come, and the place of each in the buffer. `sent`: how many go."""
+
+    came_NM: Tensor
+    place_N: Tensor
+    sent: int
+
+    def rows(self) -> Tensor:
+        """The rows, once they are here."""
+        came_NM: Tensor = _wait(self.came_NM)
+        return came_NM
+
+
+def start_some(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
+    """Sends rows of a buffer of P places, of which each rank gets an equal share. The host learns how many rows come.
+
+    Args:
+        rows_NM: the rows that are sent, in the order of their places.
+        sends_P: bool, the places that have one.
+    """
+    share = [len(sends_P) // ranks] * ranks
+    comes_P = _wait(_all_to_all(sends_P.to(torch.uint8), share, share, group)).bool()
+    counts = torch.stack([comes_P.reshape(ranks, -1).sum(-1), sends_P.reshape(ranks, -1).sum(-1)]).tolist()
+    return StartedAllToAll(_all_to_all(rows_NM, *counts, group), comes_P.nonzero().squeeze(-1), sum(counts[1]))
+
+
+class UnderWay(NamedTuple):
+    """What `IrregularAllToAlls` has started, and the shape of the buffer."""
+
+    started: StartedAllToAll
+    shape: torch.Size
+
+
+class IrregularAllToAlls:
+    """Irregular all-to-alls of captured passes, and how many of their rows travelled.
+
+    Attributes:
+        rows: of all buffers that were sent. `sent`: those of them that travelled.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.sent = 0
+
+    def put_into(self, graph: fx.Graph) -> None:
+        """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
+        for node in graph.nodes:
+            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
+                continue
+            shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
+            sent = argument_of(node, "input")
+            value = sent.meta["val"]
+            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
+                continue
+            wait = next(iter(node.users))
+            ranks = len(argument_of(node, "input_split_sizes"))
+            node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
+            wait.target = self.wait
+
+    def start(self, x: Tensor, ranks: int, group: object) -> UnderWay:
+        """Sends an equal share of the first dimension to each rank."""
+        x_NM = x.flatten(0, -2).contiguous()
+        sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
+        started = start_some(x_NM[sends_N], sends_N, ranks, group)
+        self.rows += len(x_NM)
+        self.sent += started.sent
+        return UnderWay(started, x.shape)
+
+    def wait(self, underway: UnderWay) -> Tensor:
+        started, shape = underway
+        came_NM = started.rows()
+        out = came_NM.new_zeros(shape)
+        out.flatten(0, -2).index_copy_(0, started.place_N, came_NM)
+        return out
+
 
 _OF_COLUMNS = frozenset({"slice", "split", "split_with_sizes"})
 
 
-class PartRows(NamedTuple):
+class ChunkRows(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
@@ -57,7 +137,7 @@ def refuse(message: str) -> None:
 
 
 def operation_of(node: fx.Node, way: OperatorSplit, refuse: Refuse = refuse) -> Operation:
-    """One part of an instruction that rows go into or come out of: a function of the parts of its inputs, in order."""
+    """Returns an instruction that rows go into or come out of as a function of chunks of its inputs, in order."""
     if way.crosses:
         return _take(node, refuse) if isinstance(way.axis, Rows) else _give(node, refuse)
     assert isinstance(way.axis, Rows)
@@ -84,13 +164,13 @@ def _take(node: fx.Node, refuse: Refuse) -> Operation:
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
-    def take_rows(*given: Tensor) -> PartRows:
+    def take_rows(*given: Tensor) -> ChunkRows:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
             refuse(f"a place of {text} has several tokens")
         place_N = taken_P.nonzero()[:, 0]
-        return PartRows(tokens_PS[place_N] @ x_SF, place_N)
+        return ChunkRows(tokens_PS[place_N] @ x_SF, place_N)
 
     return take_rows
 
@@ -117,11 +197,11 @@ def _give(node: fx.Node, refuse: Refuse) -> Operation:
 
 
 def check_places(node: fx.Node, refuse: Refuse = refuse) -> Operation:
-    """A function that refuses rows of two parts in one place."""
+    """A function that refuses rows of two chunks in one place."""
     text = describe(node)
 
-    def one_place_each(*parts: PartRows) -> None:
-        place_N = torch.cat([rows.place_N for rows in parts])
+    def one_place_each(*chunks: ChunkRows) -> None:
+        place_N = torch.cat([rows.place_N for rows in chunks])
         if len(place_N.unique()) < len(place_N):
             refuse(f"tokens of two micro-batches are in one place of {text}")
 
@@ -132,21 +212,21 @@ def _start(node: fx.Node, rows: Rows) -> Operation:
     ranks, group = len(argument_of(node, "input_split_sizes")), group_of(node)
     places = math.prod(_sizes(node, rows))
 
-    def start_rows(part: PartRows) -> StartedAllToAll:
-        place_N, order_N = part.place_N.sort()
+    def start_rows(chunk: ChunkRows) -> StartedAllToAll:
+        place_N, order_N = chunk.place_N.sort()
         sends_P = place_N.new_zeros(places, dtype=torch.bool)
         sends_P[place_N] = True
-        return start_some(part.values_NF[order_N], sends_P, ranks, group)
+        return start_some(chunk.values_NF[order_N], sends_P, ranks, group)
 
     return start_rows
 
 
-def _arrive(started: StartedAllToAll) -> PartRows:
-    return PartRows(started.rows(), started.place_N)
+def _arrive(started: StartedAllToAll) -> ChunkRows:
+    return ChunkRows(started.rows(), started.place_N)
 
 
-def _stay(part: PartRows) -> PartRows:
-    return part
+def _stay(chunk: ChunkRows) -> ChunkRows:
+    return chunk
 
 
 def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
@@ -158,11 +238,11 @@ def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
     order = [moved[dim] for dim in after.dims]
 
-    def permute_rows(part: PartRows) -> PartRows:
+    def permute_rows(chunk: ChunkRows) -> ChunkRows:
         if order == [*before.dims]:
-            return part
-        index = dict(zip(before.dims, _unravel(part.place_N, [*sizes.values()]), strict=True))
-        return part._replace(place_N=_ravel([index[dim] for dim in order], [sizes[dim] for dim in order]))
+            return chunk
+        index = dict(zip(before.dims, _unravel(chunk.place_N, [*sizes.values()]), strict=True))
+        return chunk._replace(place_N=_ravel([index[dim] for dim in order], [sizes[dim] for dim in order]))
 
     return permute_rows
 
@@ -173,19 +253,19 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
     shape, place = shape_of(node), _Places(node, rows)
     assert shape is not None
 
-    def multiply_rows(*given: Any) -> PartRows:
-        part, right = given[numbers[-2]], given[numbers[-1]]
+    def multiply_rows(*given: Any) -> ChunkRows:
+        chunk, right = given[numbers[-2]], given[numbers[-1]]
         if right.dim() == 2 or len(right) == 1:
-            part = part._replace(values_NF=part.values_NF @ right.flatten(0, -2))
+            chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
         else:
-            batch_N, order_N = (part.place_N // shape[1]).sort(stable=True)
+            batch_N, order_N = (chunk.place_N // shape[1]).sort(stable=True)
             counts = batch_N.bincount(minlength=len(right)).tolist()
-            pieces = part.values_NF[order_N].split(counts)
-            out = torch.cat([piece @ matrix for piece, matrix in zip(pieces, right, strict=True)])
-            part = PartRows(out, part.place_N[order_N])
+            rows_of_matrices = chunk.values_NF[order_N].split(counts)
+            out = torch.cat([rows @ matrix for rows, matrix in zip(rows_of_matrices, right, strict=True)])
+            chunk = ChunkRows(out, chunk.place_N[order_N])
         if len(numbers) < 3:
-            return part
-        return part._replace(values_NF=part.values_NF + place.of(given[numbers[0]], part.place_N))
+            return chunk
+        return chunk._replace(values_NF=chunk.values_NF + place.of(given[numbers[0]], chunk.place_N))
 
     return multiply_rows
 
@@ -197,13 +277,13 @@ def _columns(node: fx.Node) -> Operation:
     kwargs = {key: value for key, value in node.kwargs.items() if key != "dim"}
     target: Any = node.target
 
-    def take_columns(part: PartRows) -> Any:
+    def take_columns(chunk: ChunkRows) -> Any:
         args = [*rest]
         args.insert(place - 1, 1)
-        found = target(part.values_NF, *args, **kwargs)
+        found = target(chunk.values_NF, *args, **kwargs)
         if isinstance(found, Tensor):
-            return part._replace(values_NF=found)
-        return [part._replace(values_NF=one) for one in found]
+            return chunk._replace(values_NF=found)
+        return [chunk._replace(values_NF=one) for one in found]
 
     return take_columns
 
@@ -211,8 +291,8 @@ def _columns(node: fx.Node) -> Operation:
 def _element(node: fx.Node) -> Operation:
     number: Any = node.args[1]
 
-    def element_of(parts: Sequence[PartRows]) -> PartRows:
-        return parts[number]
+    def element_of(chunks: Sequence[ChunkRows]) -> ChunkRows:
+        return chunks[number]
 
     return element_of
 
@@ -223,12 +303,12 @@ def _each(node: fx.Node, rows: Rows) -> Operation:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: _Given(inputs.index(one)))
     assert callable(target)
 
-    def each_row(*given: Any) -> PartRows:
-        parts = [one for one in given if isinstance(one, PartRows)]
-        place_N = parts[0].place_N
+    def each_row(*given: Any) -> ChunkRows:
+        chunks = [one for one in given if isinstance(one, ChunkRows)]
+        place_N = chunks[0].place_N
         values = []
         for one in given:
-            if isinstance(one, PartRows):
+            if isinstance(one, ChunkRows):
                 values.append(_in_order(one, place_N))
             else:
                 values.append(places.of(one, place_N))
@@ -237,17 +317,17 @@ def _each(node: fx.Node, rows: Rows) -> Operation:
             return values[leaf.number] if isinstance(leaf, _Given) else leaf
 
         own_args, own_kwargs = tree_map(put, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _Given))
-        return PartRows(target(*own_args, **own_kwargs), place_N)
+        return ChunkRows(target(*own_args, **own_kwargs), place_N)
 
     return each_row
 
 
-def _in_order(part: PartRows, place_N: Tensor) -> Tensor:
+def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
     """Their values in the order of these places."""
-    if part.place_N is place_N or torch.equal(part.place_N, place_N):
-        return part.values_NF
-    found = part.values_NF.new_empty(part.values_NF.shape)
-    found[place_N.argsort()] = part.values_NF[part.place_N.argsort()]
+    if chunk.place_N is place_N or torch.equal(chunk.place_N, place_N):
+        return chunk.values_NF
+    found = chunk.values_NF.new_empty(chunk.values_NF.shape)
+    found[place_N.argsort()] = chunk.values_NF[chunk.place_N.argsort()]
     return found
 
 
@@ -267,18 +347,18 @@ class _Places:
 
 
 def whole_of(node: fx.Node, rows: Rows) -> Operation:
-    """All parts of a split instruction as the tensor that it is, with its strides."""
+    """All chunks of a split instruction as the tensor that it is, with its strides."""
     like, places = node.meta["val"], _sizes(node, rows)
     shape, strides = tuple(like.shape), like.stride()
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]
     sizes = [shape[dim] for dim in held]
 
-    def whole_rows(*parts: PartRows) -> Tensor:
-        first = parts[0].values_NF
+    def whole_rows(*chunks: ChunkRows) -> Tensor:
+        first = chunks[0].values_NF
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
         ordered = whole.permute([*rows.dims, *held])
-        for part in parts:
-            ordered[tuple(_unravel(part.place_N, places))] = part.values_NF.reshape(-1, *sizes)
+        for chunk in chunks:
+            ordered[tuple(_unravel(chunk.place_N, places))] = chunk.values_NF.reshape(-1, *sizes)
         return whole
 
     return whole_rows
