@@ -32,6 +32,7 @@ PLAIN: tuple[str, ...] = (
     "dispatchers.py",
     "experts.py",
     "gates.py",
+    "graph",
     "hf.py",
     "hooks.py",
     "integrations",

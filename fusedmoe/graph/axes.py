@@ -1,4 +1,4 @@
-"""How operators can be split: for each the axes of its inputs that give it in chunks along an axis of its result.
+"""Axes along which operators can be split: those of the inputs that give chunks along an axis of the result.
 
     a result in chunks along                        needs in chunks
     any axis of an elementwise operator            the same axis of its inputs; what is broadcast stays whole
@@ -94,12 +94,12 @@ class OperatorSplit(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows go in or out."""
+        """True where rows go in or out."""
         return any(isinstance(axis, Rows) for axis in (self.axis, *self.inputs.values()))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of a node's tensor (of several the first); None where there is none, or it is not a plain number."""
+    """Returns the shape of a node's (first) tensor; None where there is none, or a size is not a plain number."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
@@ -119,7 +119,7 @@ def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
 
 
 def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
-    """The axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
+    """Returns the axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
@@ -129,10 +129,10 @@ def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int
 
 
 def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
-    """The rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
+    """Returns the rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(other) if size != 1]
-    found: list[int] = []
+    dims: list[int] = []
     while left:
         joined, apart = [left.pop(0)], [right.pop(0)]
         while (ours := math.prod(shape[dim] for dim in joined)) != (theirs := math.prod(other[dim] for dim in apart)):
@@ -143,13 +143,15 @@ def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | 
         counting = {dim in rows.dims for dim in joined}
         if len(counting) > 1:
             return None
-        found += apart if counting == {True} else []
-    return Rows(tuple(found), rows.trips)
+        dims += apart if counting == {True} else []
+    return Rows(tuple(dims), rows.trips)
 
 
 def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
-    """The axes along which an all-to-all can be split, but for those that start within a joined dimension; and, if
-    asked for, `rows` of it."""
+    """Returns the axes along which an all-to-all can be split, and with `rows` also rows of it.
+
+    Axes that begin inside of a joined dimension are not among them.
+    """
     shape = shape_of(node)
     if shape is None:
         return []
@@ -166,7 +168,7 @@ def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Ro
 def outputs_from(
     node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool = False
 ) -> list[OperatorSplit]:
-    """The ways to split `node` in which its input `given` is in chunks along `axis`; with `rows` also into rows."""
+    """Returns the ways to split `node` whose input `given` is in chunks along `axis`; with `rows` also into rows."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
@@ -190,13 +192,15 @@ def outputs_from(
 
 
 def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: int) -> OperatorSplit | None:
-    """The way to split `node` that gives its (first) result in chunks along `axis`; None where there is none."""
+    """Returns the way to split `node` that gives its (first) result in chunks along `axis`; None where none does."""
     shape = shape_of(node)
     if shape is None or not fits(shape, axis, chunks) or is_random(node) or mutates(node):
         return None
     if node.target is operator.getitem:
         return None if crosses else _element(node, axis, chunks)
-    if not isinstance(node.target, torch._ops.OpOverload) or any(shape_of(one) is None for one in node.all_input_nodes):
+    if not isinstance(node.target, torch._ops.OpOverload) or any(
+        shape_of(source) is None for source in node.all_input_nodes
+    ):
         return None
     if crosses:
         found = _crossed(node, axis, shape)
@@ -205,18 +209,19 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: i
     if found is None:
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
-    for one, wanted in found:
-        own = shape_of(one)
+    for source, wanted in found:
+        own = shape_of(source)
         assert own is not None
-        if one in inputs and inputs[one] != wanted or wanted is not None and not fits(own, wanted, chunks):
+        # An operator that takes a tensor twice needs the same chunks of it both times.
+        if source in inputs and inputs[source] != wanted or wanted is not None and not fits(own, wanted, chunks):
             return None
-        inputs[one] = wanted
-    for one in node.all_input_nodes:
-        inputs.setdefault(one, None)
+        inputs[source] = wanted
+    for source in node.all_input_nodes:
+        inputs.setdefault(source, None)
     if not any(wanted is not None for wanted in inputs.values()):
         return None
     value = node.meta["val"]
-    if isinstance(value, (tuple, list)) and not all(_has(one, axis, chunks) for one in value):
+    if isinstance(value, (tuple, list)) and not all(_has(source, axis, chunks) for source in value):
         return None
     carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
     return OperatorSplit(axis, inputs, crosses, carries)
@@ -231,7 +236,7 @@ def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | N
 
 
 def _has(value: Any, axis: Axis | Rows, chunks: int) -> bool:
-    """Whether a result of several can be in chunks along that axis; one that is not there can."""
+    """Returns whether one of several results can be in chunks along that axis; a result that is None can."""
     return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, chunks)
 
 
@@ -252,7 +257,7 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         found = relocate(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
-        return [(one, _broadcast(shape_of(one), shape, axis)) for one in tensors]
+        return [(tensor, _broadcast(shape_of(tensor), shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(source, shape, axis))]
     if name in PERMUTES:
@@ -270,31 +275,32 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         assert isinstance(normalised, (list, tuple))
         if axis.dim >= len(shape) - len(normalised):
             return None
-        return [(first, axis), *((one, None) for one in args[2:4] if isinstance(one, fx.Node))]
+        return [(first, axis), *((tensor, None) for tensor in args[2:4] if isinstance(tensor, fx.Node))]
     if name in ("select", "unbind"):
         dim = _dim(args[1] if len(args) > 1 else 0, len(source))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
-        alike = all(shape_of(one) in (source, shape) for one in tensors) and source[axis.dim] == shape[axis.dim]
-        same = alike and len({shape_of(one)[axis.dim] for one in tensors}) == 1  # type: ignore[index]
-        return [(one, axis) for one in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
+        alike = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
+        same = alike and len({shape_of(tensor)[axis.dim] for tensor in tensors}) == 1  # type: ignore[index]
+        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
     if name in ("embedding", "index_select", "index"):
         return _looked_up(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        heads = len({shape_of(one)[:2] for one in tensors}) == 1  # type: ignore[index]
+        heads = len({shape_of(tensor)[:2] for tensor in tensors}) == 1  # type: ignore[index]
         plain = "attn_mask" not in node.kwargs and (len(args) < 4 or args[3] == 0.0)
-        return [(one, axis) for one in tensors] if plain and heads and axis.dim < 2 else None
+        return [(tensor, axis) for tensor in tensors] if plain and heads and axis.dim < 2 else None
     return None
 
 
 def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Of what computes each row by itself."""
+    """Returns the inputs of an operator that computes each row by itself."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     source = shape_of(first)
     assert source is not None
     if is_start(node):
+        # Equal shares, so that a row's place tells its rank; and the first dimension counts the ranks.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(trips=rows.trips - 1))] if equal and rows.dims[0] == 0 and rows.trips else None
     if name in RESHAPES:
@@ -302,53 +308,55 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
         return None if found is None else [(first, found)]
     if name in PERMUTES:
         order = permuted(name, args, len(shape))
+        # What a row holds stays in its order: rows are kept as vectors.
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
-        return [(one, rows if shape_of(one) == shape else None) for one in node.all_input_nodes]
+        return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
         return [(first, rows)] if source == shape else None
     if name in PRODUCTS:
         given = args[-2:]
-        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(one, fx.Node) for one in given):
+        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
-        rest: Inputs = [(one, None) for one in node.all_input_nodes if one is not given[0]]
+        rest: Inputs = [(tensor, None) for tensor in node.all_input_nodes if tensor is not given[0]]
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
         place = _ALONG[name]
         dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", 0), len(source))
-        held = [one for one, size in enumerate(source) if size != 1 and one not in rows.dims]
+        held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
     return None
 
 
 def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Of a product of two matrices over the tokens, which makes rows, or over the places that rows have."""
+    """Returns the inputs of a product over the tokens, which makes rows, or over the places that rows have."""
     last = len(shape) - 1
     if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
         return None
     left, right = node.args[0], node.args[1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    # No trip made yet: the rows set out here. After two trips, there and back, they are read.
     if isinstance(axis, Rows):
         return [(left, Axis(last)), (right, Axis(last - 1))] if axis == Rows((last - 1,), 0) else None
     return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1) else None
 
 
 def _leading(shape: Sequence[int]) -> tuple[int, ...]:
-    """All dimensions but the last, and but those of size 1."""
+    """Returns all dimensions but the last, and but those of size 1."""
     return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
 
 
 def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) -> Axis | None:
-    """The axis of an operand that is broadcast to `shape`: None where it has the same for all chunks."""
+    """Returns the axis of an operand that is broadcast to `shape`; None where all chunks need the same of it."""
     assert own is not None
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
 
 
 def permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
-    """For each dimension of the result that of the input."""
+    """Returns for each dimension of the result that of the input."""
     if name == "permute":
         return [_dim(dim, count) for dim in args[1]]
     order = list(range(count))
@@ -386,10 +394,10 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     tensors = node.args[0]
     assert isinstance(tensors, (list, tuple))
     dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(shape_of(node) or ()))
-    if axis.dim == dim or not all(isinstance(one, fx.Node) for one in tensors):
+    if axis.dim == dim or not all(isinstance(tensor, fx.Node) for tensor in tensors):
         return None
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
-    return [(one, moved) for one in tensors if isinstance(one, fx.Node)]
+    return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
 def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:

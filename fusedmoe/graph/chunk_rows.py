@@ -26,20 +26,20 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 class StartedAllToAll(NamedTuple):
-    """An all-to-all that has started: the rows that come, and the place of each in the buffer. `sent`: how many go."""
+    """An all-to-all that has started: the rows to be received, and their places. `sent`: how many this rank sends."""
 
     came_NM: Tensor
     place_N: Tensor
     sent: int
 
     def rows(self) -> Tensor:
-        """The rows, once they are here."""
+        """Waits for the rows, and returns them."""
         came_NM: Tensor = _wait(self.came_NM)
         return came_NM
 
 
 def start_some(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
-    """Sends rows of a buffer of P places, of which each rank gets an equal share. The host learns how many rows come.
+    """Sends rows of a buffer of P places, of which each rank gets an equal share. The host waits for the counts.
 
     Args:
         rows_NM: the rows that are sent, in the order of their places.
@@ -52,7 +52,7 @@ def start_some(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> Star
 
 
 class UnderWay(NamedTuple):
-    """What `IrregularAllToAlls` has started, and the shape of the buffer."""
+    """An all-to-all that `IrregularAllToAlls` has started, and the shape of its buffer."""
 
     started: StartedAllToAll
     shape: torch.Size
@@ -86,6 +86,7 @@ class IrregularAllToAlls:
     def start(self, x: Tensor, ranks: int, group: object) -> UnderWay:
         """Sends an equal share of the first dimension to each rank."""
         x_NM = x.flatten(0, -2).contiguous()
+        # Bits, not values: −0 and NaN travel, so that results are the same to the last bit.
         sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
         started = start_some(x_NM[sends_N], sends_N, ranks, group)
         self.rows += len(x_NM)
@@ -160,7 +161,7 @@ def operation_of(node: fx.Node, way: OperatorSplit, refuse: Refuse = refuse) -> 
 
 
 def _take(node: fx.Node, refuse: Refuse) -> Operation:
-    """A product over some tokens: the rows that they have."""
+    """Returns a product over the tokens of a chunk: its rows."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
@@ -169,20 +170,21 @@ def _take(node: fx.Node, refuse: Refuse) -> Operation:
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
             refuse(f"a place of {text} has several tokens")
-        place_N = taken_P.nonzero()[:, 0]
+        place_N = taken_P.nonzero()[:, 0]  # the host waits here, once for each chunk and layer
         return ChunkRows(tokens_PS[place_N] @ x_SF, place_N)
 
     return take_rows
 
 
 def _give(node: fx.Node, refuse: Refuse) -> Operation:
-    """A product over the places: some tokens of their rows."""
+    """Returns a product over the places of a chunk's rows: its tokens."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
     dims = len(shape_of(node) or ())
 
     def give_rows(*given: Any) -> Tensor:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
+        # Other places hold rows of other chunks, which no token of this one may read.
         own_SN = weight_SP[:, rows.place_N]
         out_SF = own_SN @ rows.values_NF
         more_S = (weight_SP != 0).sum(1) != (own_SN != 0).sum(1)
@@ -197,7 +199,7 @@ def _give(node: fx.Node, refuse: Refuse) -> Operation:
 
 
 def check_places(node: fx.Node, refuse: Refuse = refuse) -> Operation:
-    """A function that refuses rows of two chunks in one place."""
+    """Returns a function that refuses rows of two chunks in one place."""
     text = describe(node)
 
     def one_place_each(*chunks: ChunkRows) -> None:
@@ -213,6 +215,7 @@ def _start(node: fx.Node, rows: Rows) -> Operation:
     places = math.prod(_sizes(node, rows))
 
     def start_rows(chunk: ChunkRows) -> StartedAllToAll:
+        # In the order of places, which is that of the ranks.
         place_N, order_N = chunk.place_N.sort()
         sends_P = place_N.new_zeros(places, dtype=torch.bool)
         sends_P[place_N] = True
@@ -230,7 +233,7 @@ def _stay(chunk: ChunkRows) -> ChunkRows:
 
 
 def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
-    """Rows are counted in another order."""
+    """Returns a permutation: rows are counted in another order."""
     (source,) = node.all_input_nodes
     before, after = way.inputs[source], way.axis
     assert isinstance(before, Rows) and isinstance(after, Rows)
@@ -248,7 +251,7 @@ def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
 
 
 def _multiply(node: fx.Node, rows: Rows) -> Operation:
-    """Each row times the matrix of its place in the batch."""
+    """Returns a product: each row times the matrix of its place in the batch."""
     numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
     shape, place = shape_of(node), _Places(node, rows)
     assert shape is not None
@@ -258,6 +261,7 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
         if right.dim() == 2 or len(right) == 1:
             chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
         else:
+            # Grouped by matrix: one product for each, as a batch of equal sizes cannot hold them.
             batch_N, order_N = (chunk.place_N // shape[1]).sort(stable=True)
             counts = batch_N.bincount(minlength=len(right)).tolist()
             rows_of_matrices = chunk.values_NF[order_N].split(counts)
@@ -271,9 +275,9 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _columns(node: fx.Node) -> Operation:
-    """Of what each row holds. The dimension is the only one that rows hold, and so their vectors'."""
+    """Returns columns of each row: the dimension is the only one that rows hold, and so that of their vectors."""
     place = 1 if name_of(node) == "slice" else 2
-    rest = [one for number, one in enumerate(node.args) if number not in (0, place)]
+    rest = [value for number, value in enumerate(node.args) if number not in (0, place)]
     kwargs = {key: value for key, value in node.kwargs.items() if key != "dim"}
     target: Any = node.target
 
@@ -283,7 +287,7 @@ def _columns(node: fx.Node) -> Operation:
         found = target(chunk.values_NF, *args, **kwargs)
         if isinstance(found, Tensor):
             return chunk._replace(values_NF=found)
-        return [chunk._replace(values_NF=one) for one in found]
+        return [chunk._replace(values_NF=value) for value in found]
 
     return take_columns
 
@@ -298,20 +302,20 @@ def _element(node: fx.Node) -> Operation:
 
 
 def _each(node: fx.Node, rows: Rows) -> Operation:
-    """Elementwise: rows with rows, and with what is the same for all, or has its own for each place."""
+    """Returns an elementwise operator of rows and rows, or of rows and tensors that are broadcast to them."""
     inputs, places, target = node.all_input_nodes, _Places(node, rows), node.target
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: _Given(inputs.index(one)))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: _Given(inputs.index(value)))
     assert callable(target)
 
     def each_row(*given: Any) -> ChunkRows:
-        chunks = [one for one in given if isinstance(one, ChunkRows)]
+        chunks = [value for value in given if isinstance(value, ChunkRows)]
         place_N = chunks[0].place_N
         values = []
-        for one in given:
-            if isinstance(one, ChunkRows):
-                values.append(_in_order(one, place_N))
+        for value in given:
+            if isinstance(value, ChunkRows):
+                values.append(_in_order(value, place_N))
             else:
-                values.append(places.of(one, place_N))
+                values.append(places.of(value, place_N))
 
         def put(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, _Given) else leaf
@@ -323,7 +327,7 @@ def _each(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
-    """Their values in the order of these places."""
+    """Returns the values of a chunk in the order of these places."""
     if chunk.place_N is place_N or torch.equal(chunk.place_N, place_N):
         return chunk.values_NF
     found = chunk.values_NF.new_empty(chunk.values_NF.shape)
@@ -332,14 +336,14 @@ def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
 
 
 class _Places:
-    """What rows of a node's result find in a tensor that is broadcast to it."""
+    """Rows of tensors that are broadcast to a node's result, looked up by place."""
 
     def __init__(self, node: fx.Node, rows: Rows) -> None:
         self._shape, self._sizes = shape_of(node) or (), _sizes(node, rows)
         self._order = [*rows.dims, *(dim for dim in range(len(self._shape)) if dim not in rows.dims)]
 
     def of(self, tensor: Tensor, place_N: Tensor) -> Tensor:
-        """[N, F], or a scalar as it is."""
+        """Returns [N, F], or a scalar as it is."""
         if tensor.dim() == 0:
             return tensor
         index = tuple(_unravel(place_N, self._sizes))
@@ -347,7 +351,7 @@ class _Places:
 
 
 def whole_of(node: fx.Node, rows: Rows) -> Operation:
-    """All chunks of a split instruction as the tensor that it is, with its strides."""
+    """Returns the function that puts all chunks of an instruction together, with its strides and zeros elsewhere."""
     like, places = node.meta["val"], _sizes(node, rows)
     shape, strides = tuple(like.shape), like.stride()
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]

@@ -163,7 +163,7 @@ def _outputs(graph: fx.Graph) -> Sequence[Any]:
 
 
 def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
-    """The results of a backward pass that are gradients of parameters and nothing else."""
+    """Returns the results of a backward pass that are gradients of parameters and nothing else."""
     results = _outputs(graph)
     # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
     # are needed at the end only.
@@ -173,14 +173,14 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
 
 
 def _results(phase: str) -> int | None:
-    """How many results of the pass that is being compiled are not kept for the backward pass; None: all, or unknown."""
+    """Returns how many results of the pass are not kept for the backward pass; None: all, or unknown."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
 def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
-    """What runs a pass with ranges in micro-batches, and says what to do where these need too much memory.
+    """Returns a pass with ranges in chunks whose error says what to do where these need too much memory.
 
     A rank cannot go back to fewer chunks by itself: the others already send it theirs.
     """
@@ -200,7 +200,7 @@ def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
 
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
-    """The graph as a function that takes a list and empties it, so that inputs are freed as soon as they are used."""
+    """Returns the graph as a function that empties the list of its inputs, which are freed as soon as they are used."""
     boxed = getattr(torch.fx.graph, "_BoxedCodeGen", None)
     if boxed is None:
         from functorch.compile import make_boxed_func

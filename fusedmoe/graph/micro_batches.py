@@ -44,9 +44,14 @@ _aten = torch.ops.aten
 
 @dataclass
 class Pipelined:
-    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in chunks, the others as a whole.
+    """A range that runs in chunks, as a report shows it.
 
-    `seconds`: predicted, of all of them; `whole_s`: unsplit.
+    Attributes:
+        first, last: the names of its first and its last instruction.
+        chunks: how many.
+        split: how many of its instructions run in chunks, of `count`; the others run as a whole.
+        all_to_alls: how many of them it has.
+        seconds: predicted for all of it; `whole_s`: the same where nothing is split.
     """
 
     first: str
@@ -65,7 +70,7 @@ KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
 def chosen_ranges(
-    of: Instructions,
+    instructions: Instructions,
     node_s: Callable[[fx.Node], float],
     hidden_s: Callable[[int], float],
     costs: OperatorCosts,
@@ -76,7 +81,7 @@ def chosen_ranges(
     rows: bool = False,
     known: KnownSplits | None = None,
 ) -> list[tuple[InstructionRange, Pipelined]]:
-    """The ranges of a pass that are worth splitting, by the dynamic programme.
+    """Returns the ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
@@ -85,21 +90,21 @@ def chosen_ranges(
         known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
     known = {} if known is None else known
-    groups, layers = grouped(of, node_s, count)
+    groups, layers = grouped(instructions, node_s, count)
     longest = reach or -(-len(groups) // layers)
     degrees = [2**power for power in range(1, most_chunks.bit_length())]
-    found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
+    options: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
     costed: dict[Any, CostedChunk] = {}
     said: dict[fx.Node, str] = {}
-    ways = KnownWays()
+    ways = KnownWays()  # ranges overlap: an instruction is looked at once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
-            max(0.0, start_s(costs, of.nodes[index]) - hidden_s(index))
+            max(0.0, start_s(costs, instructions.nodes[index]) - hidden_s(index))
             for index in range(start, stop)
-            if is_all_to_all(of.nodes[index])
+            if is_all_to_all(instructions.nodes[index])
         )
-        whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
+        whole_s.append(exposed_s + sum(map(node_s, instructions.nodes[start:stop])))
     taken: dict[tuple[str, int], float] = {}
     asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
@@ -110,13 +115,13 @@ def chosen_ranges(
         if chunks == 1:
             return whole_s[first]
         start, stop = groups[first][0], groups[last - 1][1]
-        nodes = of.nodes[start:stop]
-        if not any(map(is_all_to_all, nodes)):
+        nodes = instructions.nodes[start:stop]
+        if not any(map(is_all_to_all, nodes)):  # nothing to hide: its chunks would only be slower
             return float("inf")
         key = (split_key(nodes, said), chunks)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            known[key] = infer(nodes, chunks, node_s, in_order(of, start, stop), rows, ways), nodes
+            known[key] = infer(nodes, chunks, node_s, in_order(instructions, start, stop), rows, ways), nodes
         split, example = known[key]
         if split is None:
             return float("inf")
@@ -125,60 +130,78 @@ def chosen_ranges(
         places = {node: place for place, node in enumerate(example)}
         axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
         early = tuple(places[node] for node in split.before)
-        found[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
+        options[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
             nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
         return taken[key]
 
     ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
-    return [found[best] for best in ranges if best.parts > 1]
+    return [options[best] for best in ranges if best.parts > 1]
 
 
-def grouped(of: Instructions, node_s: Callable[[fx.Node], float], count: int) -> tuple[list[tuple[int, int]], int]:
-    """Consecutive instructions in groups, `count` of about equal time between two MoE layers; and how many layers.
+def grouped(
+    instructions: Instructions, node_s: Callable[[fx.Node], float], count: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Returns consecutive instructions in groups, about `count` of equal time for each MoE layer, and how many layers.
 
     A collective and its wait are in one group, and so is what has several results with these. Two all-to-alls count as
     a layer.
     """
-    collectives = sum(map(is_all_to_all, of.nodes))
+    collectives = sum(map(is_all_to_all, instructions.nodes))
     layers = max(1, collectives // 2)
-    share_s = sum(map(node_s, of.nodes)) / layers / count
+    share_s = sum(map(node_s, instructions.nodes)) / layers / count
+    # What has several results stays with those who take them apart: chunks are cut off tensors only.
     bound = {}  # from the first to the last instruction of what must stay together
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
         if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
-            bound[index] = max((of.place[user] for user in node.users if user in of.place), default=index)
+            bound[index] = max(
+                (instructions.place[user] for user in node.users if user in instructions.place), default=index
+            )
     groups, start, taken_s, until = [], 0, 0.0, -1
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
+        # An all-to-all begins a group, and its wait ends one, so that a range can begin and end at either.
         if is_all_to_all(node) and index > start and index > until:
             groups.append((start, index))
             start, taken_s = index, 0.0
         until = max(until, bound.get(index, index))
         taken_s += node_s(node)
-        ends = any(is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in of.nodes[start : index + 1])
+        ends = any(
+            is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in instructions.nodes[start : index + 1]
+        )
         if index >= until and (taken_s >= share_s > 0 or ends):
             groups.append((start, index + 1))
             start, taken_s = index + 1, 0.0
-    if start < len(of.nodes):
-        groups.append((start, len(of.nodes)))
+    if start < len(instructions.nodes):
+        groups.append((start, len(instructions.nodes)))
     return groups, layers
 
 
-def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
-    """Pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
-    odd = [index for index in range(start, stop) if is_random(of.nodes[index]) or mutates(of.nodes[index])]
-    pairs = [(one, other) for one, other in zip(odd, odd[1:], strict=False)]
+def in_order(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+    """Returns pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
+    odd = [
+        index
+        for index in range(start, stop)
+        if is_random(instructions.nodes[index]) or mutates(instructions.nodes[index])
+    ]
+    pairs = [(first, second) for first, second in zip(odd, odd[1:], strict=False)]
     for index in odd:
-        if mutates(of.nodes[index]):
-            pairs += [(one, index) for one in range(start, index)] + [(index, one) for one in range(index + 1, stop)]
+        if mutates(instructions.nodes[index]):
+            pairs += [(first, index) for first in range(start, index)] + [
+                (index, first) for first in range(index + 1, stop)
+            ]
     # Collectives that are not split, too: all ranks send in one order.
-    sent = [index for index in range(start, stop) if is_start(of.nodes[index]) and not is_all_to_all(of.nodes[index])]
+    sent = [
+        index
+        for index in range(start, stop)
+        if is_start(instructions.nodes[index]) and not is_all_to_all(instructions.nodes[index])
+    ]
     pairs += zip(sent, sent[1:], strict=False)
-    return [(one - start, other - start) for one, other in pairs]
+    return [(first - start, second - start) for first, second in pairs]
 
 
 def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
-    """A text that is the same for ranges that are split alike: of the same operators, shapes and users.
+    """Returns a text that is the same for ranges that are split alike: of the same operators, shapes and users.
 
     `said`: what is known of the result of each node, filled as needed.
     """
@@ -218,33 +241,35 @@ def pipeline_s(
     costs: OperatorCosts,
     known: dict[Any, CostedChunk],
 ) -> float:
-    """P(i, n, k): the seconds of a range in chunks, by the simulator.
+    """Returns the seconds of a range in chunks, by the simulator: Lancet's P(i, n, k).
 
     `known`: chunks of instructions in other ranges, and from now on those of this one.
     """
-    mode = next(one.meta["val"] for one in nodes if isinstance(one.meta.get("val"), torch.Tensor)).fake_mode
+    mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
     plain = fake_call(mode)
     taken_s = 0.0
 
     def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal taken_s
         result = plain(target, args, kwargs)
+        # Views cost nothing, and functions of this room are costed with their instruction.
         if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
             taken_s += costs.operator_s(target, args, kwargs)
         return result
 
+    # All chunks take as long, so that the first is measured for all. Values are fake: nothing is computed here.
     stages = stages_of(split)
     compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
     comm: dict[int, float] = {}
     values: dict[fx.Node, Any] = {}
 
-    def value(one: fx.Node, axis: Axis | Rows | None) -> Any:
-        if one in values:
-            return values[one]
+    def value(source: fx.Node, axis: Axis | Rows | None) -> Any:
+        if source in values:
+            return values[source]
         if axis is None:
-            return one.meta["val"]
+            return source.meta["val"]
         assert isinstance(axis, Axis), "rows are cut off nothing"
-        return cut(call, one.meta["val"], shape_of(one) or (), axis, 0, chunks)
+        return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
 
     def costed(node: fx.Node, way: OperatorSplit) -> CostedChunk:
         nonlocal taken_s
@@ -266,7 +291,7 @@ def pipeline_s(
         return CostedChunk(None, taken_s)
 
     for node, way in split.split.items():
-        key = (node, way.axis, way.crosses, chunks, tuple(one in values for one in node.all_input_nodes))
+        key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
         if key not in known:
             known[key] = costed(node, way)
         values[node] = known[key].value
@@ -287,7 +312,7 @@ def pipeline_s(
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a result lies in the memory of an argument."""
+    """Returns whether a result lies in the memory of an argument."""
     if not isinstance(result, torch.Tensor):
         return False
     own = result.untyped_storage()._cdata
@@ -297,7 +322,7 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
 def stage_plan(
     compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
 ) -> tuple[Plan, dict[Task, float]]:
-    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each chunk of stage s."""
+    """Returns a range as a plan: each chunk of stage s computes for `compute[s]` seconds and sends for `comm[s]`."""
     order: dict[str, list[Task]] = {"compute": [], "inter": []}
     after: dict[Task, tuple[Task, ...]] = {}
     seconds: dict[Task, float] = {}

@@ -1,4 +1,4 @@
-"""What instructions take: operators by measuring each once, collectives along measured points (Lancet §3).
+"""Seconds of instructions: each operator is measured once, collectives lie between measured points (Lancet §3).
 
 An operator is known by its name and the shapes, strides and dtypes of what it is given, a collective by its bytes. What
 was measured is kept on disk, one file for each machine.
@@ -37,7 +37,7 @@ _LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
 
 
 class OperatorCosts(Protocol):
-    """What a plan of a graph has to know."""
+    """Seconds from which graphs are planned: measured ones, or a user's own (`GraphBackend(costs=…)`)."""
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """Seconds of an operator on such arguments: tensors, fake or real, of which only the shapes count."""
@@ -64,7 +64,7 @@ class Points:
 
 @dataclass
 class MeasuredCosts:
-    """What operators take on this machine. They are measured when they are asked for, unless they are known.
+    """Seconds of operators on this machine. They are measured when they are asked for, unless they are known.
 
     `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere. `fresh`: what
     this rank has measured, and others may not know.
@@ -79,7 +79,7 @@ class MeasuredCosts:
     def load(
         cls, points: Points, facts: dict[str, Any], from_first: Callable[[Callable[[], str]], str]
     ) -> MeasuredCosts:
-        """As the first rank has kept them, on all ranks: what one of them measures, all do. Collective.
+        """Returns the costs that the first rank has kept, on all ranks. Collective.
 
         Args:
             facts: all that the seconds depend on.
@@ -121,7 +121,7 @@ def node_s(costs: OperatorCosts, node: fx.Node) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """The value with sizes as they were when the graph was captured."""
+    """Returns the value with sizes as they were when the graph was captured."""
     if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
         sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
         with value.fake_mode:  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def point_sizes(largest: float) -> list[int]:
-    """1 KB·2^i, up to the first that is not below `largest` bytes."""
+    """Returns 1 KB·2^i, up to the first that is not below `largest` bytes."""
     sizes = [FIRST_BYTES]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
@@ -234,6 +234,6 @@ def measure_points(
 
 
 def load_numbers(path: Path) -> dict[str, float]:
-    """What `MeasuredCosts.save` has written; nothing where it cannot be read."""
+    """Returns the numbers that `MeasuredCosts.save` has written; none where they cannot be read."""
     found: dict[str, float] = json.loads(read_kept(path) or "{}")
     return found

@@ -44,17 +44,17 @@ _CURE = (
 
 def own_places_check(
     module: fx.GraphModule,
-    of: Instructions,
+    instructions: Instructions,
     ranges: Sequence[InstructionRange],
     results: int | None,
     graph_ranks: GraphRanks,
 ) -> OwnPlacesCheck | None:
     """Returns the check of a pass, before its ranges are rewritten; None where no rows go in chunks."""
     by_rows = []
-    for instructions in ranges:
-        split = instructions.split(of)
+    for chosen in ranges:
+        split = chosen.split(instructions)
         if any(way.by_rows for way in split.split.values()):
-            by_rows.append((of.nodes[instructions.stop - 1], split, instructions.chunks))
+            by_rows.append((instructions.nodes[chosen.stop - 1], split, chosen.chunks))
     return OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
 
 

@@ -1,4 +1,4 @@
-"""Planning a captured pass: one rank decides, all do the same; and a report of it for whoever wants to read it.
+"""Planning of a captured pass: the first rank decides, and all do the same; with a report for the user.
 
 First all instructions are put in order, weight gradients beside all-to-alls; then ranges of instructions are split.
 What the first rank has decided is kept on disk.
@@ -112,10 +112,10 @@ class PassReport:
         for one in self.collectives:
             beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
             lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
-        for of in self.ranges:
+        for ranged in self.ranges:
             lines.append(
-                f"  {of.first} … {of.last} in {of.chunks} chunks: {of.split} of {of.count} instructions split, "
-                f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
+                f"  {ranged.first} … {ranged.last} in {ranged.chunks} chunks: {ranged.split} of {ranged.count} "
+                f"instructions split, {ranged.all_to_alls} all-to-alls, {_ms(ranged.whole_s)} → {_ms(ranged.seconds)}"
             )
         if self.leftover:
             lines.append(f"  beside none: {', '.join(map(_short, self.leftover))}")
@@ -133,7 +133,7 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How passes are planned; see `GraphBackend`."""
+    """Settings of plans; see `GraphBackend`."""
 
     chunks: int
     groups: int
@@ -160,12 +160,16 @@ def planned(
         results: how many of the graph's results, the first ones, are not kept for the backward pass; None: all.
     """
     graph = module.graph
-    of = Instructions(graph)
-    all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
-    groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
+    instructions = Instructions(graph)
+    all_to_alls = [
+        instructions.nodes[start] for start in instructions.starts if is_all_to_all(instructions.nodes[start])
+    ]
+    groups = list(dict.fromkeys(group_of(instructions.nodes[start]) for start in instructions.starts))
     graph_ranks = GraphRanks(groups, settings.timeout_s)
-    graph_ranks.require_same(_structure(of))
-    sizes = _sizes(of)
+    # Ranks may have different sizes (a last batch, say), but the same collectives, or they would wait for ever.
+    graph_ranks.require_same(_structure(instructions))
+    sizes = _sizes(instructions)
+    # Where sizes differ nothing is split: a plan's chunks are those of the first rank's sizes.
     alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     path, costs, kept = None, given, ""
     if given is None:
@@ -175,41 +179,47 @@ def planned(
         points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
         costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
+        # All that the plan depends on; what is left out here would be found by a job that differs in it.
         facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         kept = graph_ranks.from_first(lambda: read_kept(path) or "")
     assert costs is not None
     plan: dict[str, Any] = json.loads(kept or "{}")
-    bare = skeleton(of, gradients, _nothing)
+    bare = skeleton(instructions, gradients, _nothing)
     with WorkBar(f"planning the {phase} pass") as bar:
         show: Show = bar.show if graph_ranks.leader else _nothing
         if not kept:
-            seconds = _seconds_of_all(graph_ranks, of, costs, show)
-            bare = skeleton(of, gradients, seconds)
-            text = graph_ranks.from_first(lambda: json.dumps(_placed(of, bare, seconds, costs)))
+            seconds = _seconds_of_all(graph_ranks, instructions, costs, show)
+            bare = skeleton(instructions, gradients, seconds)
+            text = graph_ranks.from_first(lambda: json.dumps(_placed(instructions, bare, seconds, costs)))
             plan["beside"] = json.loads(text)
         beside = {int(start): units for start, units in plan["beside"].items()}
-        reorder(graph, of, ordered(of, bare, beside))
-        old, of = of, Instructions(graph)
+        # Weight gradients first, since ranges are made of consecutive instructions, in their final order.
+        reorder(graph, instructions, ordered(instructions, bare, beside))
+        old, instructions = instructions, Instructions(graph)
         if not kept:
             hidden_s = {
-                of.place[old.nodes[start]]: due_s
-                + sum(seconds(node) for unit in beside.get(start, ()) for node in old.of(bare.units[unit]))
+                instructions.place[old.nodes[start]]: due_s
+                + sum(seconds(node) for unit in beside.get(start, ()) for node in old.nodes_of(bare.units[unit]))
                 for start, due_s in bare.due_s.items()
             }
-            decide = partial(_decided, of, seconds, hidden_s, costs, settings if alike else None, phase, show, {})
+            decide = partial(
+                _decided, instructions, seconds, hidden_s, costs, settings if alike else None, phase, show, {}
+            )
+            # The first run asks for seconds of chunks that no rank has measured; the second decides, from agreed ones.
             _measure_together(graph_ranks, costs, decide)
             plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
             if path is not None and graph_ranks.leader:
                 assert isinstance(costs, MeasuredCosts)
                 costs.save()
                 write(path, json.dumps(plan), "what was planned")
-    report = _report(old, of, phase, plan, bare.units, beside)
+    report = _report(old, instructions, phase, plan, bare.units, beside)
     chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
-    check = own_places_check(module, of, chosen, results, graph_ranks)
+    # Before the graph is rewritten: the check runs it as captured.
+    check = own_places_check(module, instructions, chosen, results, graph_ranks)
     for instruction_range in chosen:
-        rewrite(graph, of, instruction_range)
+        rewrite(graph, instructions, instruction_range)
     graph.lint()
     report.cached = bool(kept)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
@@ -231,15 +241,15 @@ def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callab
 
 
 def _seconds_of_all(
-    graph_ranks: GraphRanks, of: Instructions, costs: OperatorCosts, show: Show
+    graph_ranks: GraphRanks, instructions: Instructions, costs: OperatorCosts, show: Show
 ) -> Callable[[fx.Node], float]:
-    """The seconds of each instruction, the same on all ranks that captured the same. Collective."""
+    """Returns the seconds of each instruction, the same on all ranks that captured the same. Collective."""
 
     def ask() -> dict[fx.Node, float]:
         found = {}
-        for node in of.nodes:
+        for node in instructions.nodes:
             found[node] = node_s(costs, node)
-            show(len(found), len(of.nodes))
+            show(len(found), len(instructions.nodes))
         return found
 
     _measure_together(graph_ranks, costs, ask)
@@ -247,19 +257,19 @@ def _seconds_of_all(
 
 
 def _placed(
-    of: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
+    instructions: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
 ) -> dict[int, list[int]]:
-    """The weight gradients beside each all-to-all."""
-    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
+    """Returns the weight gradients beside each all-to-all."""
+    starts, gaps = gaps_of(instructions, bare, lambda node: start_s(costs, node))
     beside: dict[int, list[int]] = {start: [] for start in starts}
-    for unit, number in enumerate(place(gaps, [sum(map(seconds, of.of(unit))) for unit in bare.units])):
+    for unit, number in enumerate(place(gaps, [sum(map(seconds, instructions.nodes_of(unit))) for unit in bare.units])):
         if number is not None:
             beside[starts[number]].append(unit)
     return beside
 
 
 def _decided(
-    of: Instructions,
+    instructions: Instructions,
     seconds: Callable[[fx.Node], float],
     hidden_s: Mapping[int, float],
     costs: OperatorCosts,
@@ -268,7 +278,7 @@ def _decided(
     show: Show,
     known: KnownSplits,
 ) -> dict[str, Any]:
-    """The ranges of a pass in order, and what all takes, as what JSON can hold.
+    """Returns the ranges of a pass in order, and its seconds, as JSON can hold them.
 
     `hidden_s`: of each collective, the seconds of what runs beside it. `split`: how ranges are split; None: not at all.
     `known`: as for `chosen_ranges`.
@@ -276,7 +286,7 @@ def _decided(
     ranges = []
     if split is not None and split.chunks > 1:
         ranges = chosen_ranges(
-            of,
+            instructions,
             seconds,
             lambda start: hidden_s.get(start, 0.0),
             costs,
@@ -288,22 +298,25 @@ def _decided(
             known,
         )
     collectives = {}
-    for start in of.starts:
-        if is_all_to_all(of.nodes[start]):
+    for start in instructions.starts:
+        if is_all_to_all(instructions.nodes[start]):
             within = any(one.start <= start < one.stop for one, _ in ranges)
-            collectives[start] = (start_s(costs, of.nodes[start]), 0.0 if within else hidden_s.get(start, 0.0))
+            collectives[start] = (
+                start_s(costs, instructions.nodes[start]),
+                0.0 if within else hidden_s.get(start, 0.0),
+            )
     pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
     seconds_s = sum(what.seconds for _, what in ranges)
-    split_up = {of.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
-    seconds_s += sum(seconds(node) for node in of.nodes if node not in split_up)
+    split_up = {instructions.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
+    seconds_s += sum(seconds(node) for node in instructions.nodes if node not in split_up)
     for start, (taken_s, beside_s) in collectives.items():
-        seconds_s += max(0.0, taken_s - beside_s) if of.nodes[start] not in split_up else 0.0
+        seconds_s += max(0.0, taken_s - beside_s) if instructions.nodes[start] not in split_up else 0.0
     return {"collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
 
 
 def _report(
     old: Instructions,
-    of: Instructions,
+    instructions: Instructions,
     phase: str,
     plan: dict[str, Any],
     units: list[int],
@@ -312,12 +325,12 @@ def _report(
     """`old`: the instructions before they were put in order, as `units` and `beside` count them."""
 
     def names(numbers: Collection[int]) -> tuple[str, ...]:
-        units_of = ([node.name for node in old.of(units[number]) if computes(node)] for number in numbers)
+        units_of = ([node.name for node in old.nodes_of(units[number]) if computes(node)] for number in numbers)
         return tuple(" + ".join(found) for found in units_of)
 
-    report = PassReport(phase, len(of.nodes), seconds=plan["seconds"])
+    report = PassReport(phase, len(instructions.nodes), seconds=plan["seconds"])
     for text, (seconds, beside_s) in plan["collectives"].items():
-        node = of.nodes[int(text)]
+        node = instructions.nodes[int(text)]
         weights = names(beside.get(old.place[node], ()))
         report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
     report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
@@ -327,23 +340,23 @@ def _report(
 
 
 def _called(node: fx.Node) -> object:
-    """What a node calls, the same text in every process: functions of Python would show where they lie."""
+    """Returns a name of what a node calls, the same in every process: functions of Python would show their address."""
     return node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
 
 
-def _structure(of: Instructions) -> str:
-    """The graph without its sizes and groups, the same on ranks that go the same way through a model."""
+def _structure(instructions: Instructions) -> str:
+    """Returns the graph without its sizes and groups: the same on ranks that take the same way through a model."""
     lines = []
-    for index, node in enumerate(of.nodes):
-        needs = [str(of.place[one]) if one in of.place else "input" for one in node.all_input_nodes]
+    for index, node in enumerate(instructions.nodes):
+        needs = [str(instructions.place[one]) if one in instructions.place else "input" for one in node.all_input_nodes]
         lines.append(f"{index} {_called(node)} {' '.join(needs)}")
     return "\n".join(lines)
 
 
-def _sizes(of: Instructions) -> str:
-    """The graph with its sizes and without its groups."""
+def _sizes(instructions: Instructions) -> str:
+    """Returns the graph with its sizes and without its groups."""
     lines = []
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
         group = group_of(node) if is_start(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
         lines.append(f"{index} {_called(node)} {' '.join(args)} {node.meta.get('val')}")
@@ -353,7 +366,7 @@ def _sizes(of: Instructions) -> str:
 def _points(
     graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device, facts: dict[str, Any], hosts: int
 ) -> Points:
-    """Of the first all-to-all's group: as the first rank knows them, or measured by all ranks. Collective."""
+    """Returns points of the first all-to-all's group, as the first rank has kept them or as all measure. Collective."""
     handle = resolve(group_of(all_to_alls[0]))
     sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": hosts}

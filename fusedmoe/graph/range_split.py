@@ -1,4 +1,4 @@
-"""How a range of instructions is split: which axis each of its tensors is split along (Lancet §5.2).
+"""The split of a range of instructions: the axis along which each of its tensors is in chunks (Lancet §5.2).
 
 That is a constraint problem for OR-Tools CP-SAT. Every instruction of a range is split in one way, or runs as a whole,
 before all that is split or after it. One tensor has one axis, or its chunks are rows. What is split takes chunks of
@@ -25,7 +25,7 @@ _TICKS, _SCATTERED = 10_000, 256
 
 
 class RangeSplit(NamedTuple):
-    """How a range is split: what runs before, what in chunks, what after; the way of each that is in chunks."""
+    """The split of a range: what runs before, what in chunks and in which way, what after."""
 
     before: tuple[fx.Node, ...]
     split: dict[fx.Node, OperatorSplit]
@@ -45,9 +45,9 @@ class InstructionRange(NamedTuple):
     axes: tuple[tuple[int, Sequence[Any], bool], ...]
     before: tuple[int, ...]
 
-    def split(self, of: Instructions) -> RangeSplit:
-        """How the instructions are split, as they stand in the graph now."""
-        nodes = of.nodes[self.start : self.stop]
+    def split(self, instructions: Instructions) -> RangeSplit:
+        """Returns the split of the instructions, as they stand in the graph now."""
+        nodes = instructions.nodes[self.start : self.stop]
         ways = {}
         for place, fields, crosses in self.axes:
             first, second = fields
@@ -93,7 +93,7 @@ class KnownWays:
 
 
 def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
-    """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
+    """Returns all ways to split each instruction that lead to or from a split all-to-all. `rows`: also by rows."""
     inside = set(nodes)
     ways: Ways = {}
     ends: list[tuple[fx.Node, OperatorSplit]] = []
@@ -102,7 +102,7 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
         if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
             return
         # Rows are cut off nothing: what has them is of the range.
-        if all(one in inside for one, wanted in way.inputs.items() if isinstance(wanted, Rows)):
+        if all(source in inside for source, wanted in way.inputs.items() if isinstance(wanted, Rows)):
             ways[node][key] = way
             ends.append((node, way))
 
@@ -112,10 +112,10 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
                 note(node, known.way_of(node, axis, False, chunks))
     while ends:
         node, way = ends.pop()
-        for one, wanted in way.inputs.items():
+        for source, wanted in way.inputs.items():
             if wanted is not None:
                 for crosses in (False, True)[: 1 + rows]:
-                    note(one, known.way_of(one, wanted, crosses, chunks))
+                    note(source, known.way_of(source, wanted, crosses, chunks))
         for user in node.users:
             if user.target is operator.getitem:
                 note(user, known.way_of(user, way.axis, False, chunks))
@@ -133,7 +133,7 @@ def infer(
     rows: bool = False,
     known: KnownWays | None = None,
 ) -> RangeSplit | None:
-    """How to split a range into so many chunks; None where some all-to-all of it cannot be split.
+    """Returns the split of a range into so many chunks; None where some all-to-all of it cannot be split.
 
     Args:
         ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
@@ -163,28 +163,28 @@ def infer(
     def along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
         return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
 
-    def follows(node: fx.Node, one: fx.Node) -> None:
-        model.add_implication(early[node], early[one])
-        model.add_implication(late[one], late[node])
+    def follows(node: fx.Node, source: fx.Node) -> None:
+        model.add_implication(early[node], early[source])
+        model.add_implication(late[source], late[node])
 
     for node in nodes:
         model.add_exactly_one(early[node], late[node], *split(node))
         if is_all_to_all(node):
             model.add_bool_or(split(node))
-        for one in node.all_input_nodes:
-            if one not in inside:
+        for source in node.all_input_nodes:
+            if source not in inside:
                 continue
-            follows(node, one)
+            follows(node, source)
             for key, way in ways.get(node, {}).items():
-                wanted = way.inputs[one]
-                allowed = [] if wanted is None else along(one, wanted)
+                wanted = way.inputs[source]
+                allowed = [] if wanted is None else along(source, wanted)
                 # Chunks are cut off tensors only, not off several at a time, and along axes only.
-                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[one]]
+                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[source]]
                 model.add_bool_or([chosen[node, key].negated(), *allowed, *whole])
             # Several results are put together one by one, and rows on the wire not at all.
             if node.target is operator.getitem or is_wait(node):
-                for key in ways.get(one, ()):
-                    model.add_bool_or([chosen[one, key].negated(), *along(node, key.axis)])
+                for key in ways.get(source, ()):
+                    model.add_bool_or([chosen[source, key].negated(), *along(node, key.axis)])
     # Rows that set out come back: whoever gives them has somebody who takes them.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
@@ -201,7 +201,7 @@ def infer(
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
     # Of ways that split the same, the one whose chunks are consecutive: others cost copies, and rows most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
-    model.maximize(sum((worth[node] - _copies(key.axis)) * one for (node, key), one in chosen.items()))
+    model.maximize(sum((worth[node] - _copies(key.axis)) * source for (node, key), source in chosen.items()))
     solver = solved(model, _LIMIT)
     if solver is None:
         return None
@@ -212,7 +212,7 @@ def infer(
         before[nodes[second]].append(nodes[first])
     behind: set[fx.Node] = set()
     for node in nodes:
-        needs = any(one in taken or one in behind for one in before[node])
+        needs = any(source in taken or source in behind for source in before[node])
         if node not in taken and solver.value(late[node]) and (needs or is_start(node) or is_wait(node)):
             behind.add(node)
     return RangeSplit(

@@ -26,7 +26,7 @@ _SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten:
 
 
 def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
-    """Chunk `chunk` of a tensor of that shape; a view where the chunks are consecutive."""
+    """Returns chunk number `chunk` of a tensor of that shape; a view where the chunks are consecutive."""
     dim, outer = axis
     if outer == 1:
         size = shape[dim] // chunks
@@ -38,7 +38,7 @@ def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, ch
 
 
 def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
-    """The tensor of these chunks, with the shape and the strides of `like`."""
+    """Returns the tensor of these chunks, with the shape and the strides of `like`."""
     dim, outer = axis
     shape, chunks = [int(size) for size in like.shape], len(values)
     order = _layout(like)
@@ -69,7 +69,7 @@ def run_chunk(
     value: Callable[[fx.Node, Axis | Rows | None], Any],
     before: Any = None,
 ) -> Any:
-    """One chunk of an instruction split along axes.
+    """Returns one chunk of an instruction that is split along axes.
 
     Args:
         value: of an input the chunk along an axis, or the whole.
@@ -89,17 +89,19 @@ def run_chunk(
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
+            # Collectives send memory as it lies.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
     found = call(target, args, kwargs)
     if not way.carries or before is None:
         return found
+    # A running sum goes on from the last sum of the chunk before.
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
     return call(_aten.add.Tensor, (found, so_far), {})
 
 
 def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
-    """The split instruction of whose whole the whole of `node` is a view; None: it is put together from its chunks."""
+    """Returns the split instruction of whose result that of `node` is a view; None: it is joined from its chunks."""
     sources = [one for one in node.all_input_nodes if one in split]
     if len(sources) != 1 or not is_view(node):
         return None
@@ -141,7 +143,7 @@ def rows_node(
 
 
 def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
-    """The fake value of a chunk. Of rows, whose number nobody knows yet, it is the whole."""
+    """Returns the fake value of a chunk; for rows, whose number nobody knows yet, that of the whole."""
     like = node.meta["val"]
     if isinstance(axis, Rows):
         return like
@@ -157,7 +159,7 @@ def join_rows(graph: fx.Graph, node: fx.Node, rows: Rows, chunks: Sequence[fx.No
 
 
 def _layout(like: torch.Tensor) -> list[int]:
-    """The dimensions in the order in which they lie in memory; as they are where the tensor has gaps or overlaps."""
+    """Returns the dimensions in their order in memory; as they are where the tensor has gaps or overlaps."""
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
     step = 1
@@ -169,7 +171,7 @@ def _layout(like: torch.Tensor) -> list[int]:
 
 
 def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
-    """How many all-to-alls each split instruction has behind it."""
+    """Returns how many all-to-alls each split instruction has behind it."""
     stages: dict[fx.Node, int] = {}
     for node in split.split:
         behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
@@ -178,7 +180,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
 
 
 def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
+    """Returns two lists of what runs before: what the split instructions need, and what may as well run beside them."""
     early = set(split.before)
     needed: set[fx.Node] = set()
     ends = [one for node in split.split for one in node.all_input_nodes]
@@ -195,13 +197,13 @@ def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
-    """The split instructions whose whole results are needed."""
+    """Returns the split instructions whose whole results are needed."""
     return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
 
 
-def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None:
+def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRange) -> None:
     """Puts a range in chunks into the graph."""
-    nodes, split, chunks = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.chunks
+    nodes, split, chunks = instructions.nodes[chosen.start : chosen.stop], chosen.split(instructions), chosen.chunks
     anchor = nodes[-1].next
     needed, loose = runs_before(split)
     stages = stages_of(split)
@@ -214,15 +216,15 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
     chunks_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
     cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
 
-    def value(chunk: int, one: fx.Node, axis: Axis | Rows | None) -> fx.Node:
-        if one in chunks_of:
-            return chunks_of[one][chunk]
+    def value(chunk: int, source: fx.Node, axis: Axis | Rows | None) -> fx.Node:
+        if source in chunks_of:
+            return chunks_of[source][chunk]
         if axis is None:
-            return one
+            return source
         assert isinstance(axis, Axis), "rows are cut off nothing"
-        if (one, axis, chunk) not in cuts:
-            cuts[one, axis, chunk] = cut(call, one, shape_of(one) or (), axis, chunk, chunks)
-        return cuts[one, axis, chunk]
+        if (source, axis, chunk) not in cuts:
+            cuts[source, axis, chunk] = cut(call, source, shape_of(source) or (), axis, chunk, chunks)
+        return cuts[source, axis, chunk]
 
     move(needed)
     with graph.inserting_before(anchor):
@@ -238,7 +240,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
                         chunks_of[node].append(run_chunk(call, node, way, chunks, partial(value, chunk), before))
                     if way.crosses and isinstance(way.axis, Rows) and chunk == chunks - 1:
                         graph.call_function(check_places(node), tuple(chunks_of[node]))
-            if stage == 0:
+            if stage == 0:  # behind the first stage, while its rows are on the wire
                 move(loose)
         wholes: dict[fx.Node, fx.Node] = {}
         for node in joined_nodes(nodes, split):
@@ -246,6 +248,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
     move(split.after)
     for node, whole in wholes.items():
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in chunks_of)
+    # Users first.
     for node in reversed(split.split):
         graph.erase_node(node)
 
@@ -258,7 +261,7 @@ def _whole(
     chunks_of: dict[fx.Node, list[fx.Node]],
     wholes: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """The whole of a split instruction: of its chunks, or the view of another whole. `wholes`: those there are."""
+    """Returns a split instruction's whole result: of its chunks, or as a view. `wholes`: those known, to be filled."""
     if node not in wholes:
         source = rebuilt(node, split.split)
         if source is not None:
