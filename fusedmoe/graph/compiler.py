@@ -133,6 +133,7 @@ class GraphBackend:
             for node in reversed(module.graph.nodes):
                 if is_assertion(node) and not node.users:
                     module.graph.erase_node(node)
+        # Authors wait where they like; plans need one wait for each collective.
         wait_once(module.graph)
         module.graph.eliminate_dead_code()
         if any(is_all_to_all(node) for node in module.graph.nodes):
@@ -140,6 +141,7 @@ class GraphBackend:
             report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
             report.planning_s = time.monotonic() - began
             self.reports.append(report)
+            # After planning, which knows captured operators only.
             if self.irregular is not None:
                 self.irregular.put_into(module.graph)
             run = _runnable(module)

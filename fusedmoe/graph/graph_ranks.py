@@ -47,6 +47,7 @@ class GraphRanks:
         # Groups that cross each other can touch all ranks, step by step.
         whole = any(set(ranks) == set(together) for ranks in members)
         self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
+        # A graph without collectives is planned by each rank for itself.
         self._rank = dist.get_rank() if groups else 0
         self.leader = not groups or self._rank == self.ranks[0]
         self._timeout_s = timeout_s
@@ -63,6 +64,7 @@ class GraphRanks:
 
     def require_same(self, text: str) -> None:
         """Raises `RankError`, on every rank, where they do not all bring the same text. Collective."""
+        # The store carries little: graphs have thousands of lines.
         digests = self.all(hashlib.sha256(text.encode()).hexdigest()[:16])
         odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
         if odd:
@@ -91,7 +93,7 @@ class GraphRanks:
         """Returns what `run` returns. An exception in it ends all ranks, at the next meeting."""
         try:
             return run()
-        except BaseException as error:
+        except BaseException as error:  # an interrupt, too: the others would wait until their time is up
             if self._board is not None:
                 self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
             raise

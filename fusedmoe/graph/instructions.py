@@ -177,7 +177,7 @@ class Instructions:
                 last_random = index
             if last_change is not None:
                 before.add(last_change)
-            if mutates(node):
+            if mutates(node):  # whoever may read that memory reads it before, or after
                 before.update(range(index))
                 last_change = index
             known = 0
@@ -212,6 +212,7 @@ class Instructions:
         for node in results:
             if node in self.place and node not in gradients:
                 serves |= self._with_ancestors(self.place[node])
+        # An all-to-all is never put off for the sake of a weight gradient.
         for start in self.starts:
             if is_all_to_all(self.nodes[start]):
                 serves |= self._with_ancestors(start)
@@ -219,6 +220,7 @@ class Instructions:
         for node in gradients:
             if node in self.place:
                 wanted |= self._with_ancestors(self.place[node])
+        # Of these, what follows a collective of a gradient, and what must keep its place, is not free to move.
         found = wanted & ~serves
         for index in bits(found):
             node = self.nodes[index]

@@ -114,6 +114,7 @@ class MeasuredCosts:
 
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
     """Seconds of a node that computes; 0 for one that does not."""
+    # Views and waits cost the device nothing, and functions of Python cannot be measured without their arguments.
     if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: tree_map(_plain, one.meta.get("val")))
@@ -151,6 +152,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
         if isinstance(value, torch.Tensor):
             sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
             length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
+            # The memory that the strides reach, gaps and overlaps included: they decide how fast an operator is.
             flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
             if value.dtype.is_floating_point:
                 flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
@@ -170,7 +172,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
             seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
             while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
                 seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
-        except (RuntimeError, IndexError, TypeError, ValueError):
+        except (RuntimeError, IndexError, TypeError, ValueError):  # it takes no made-up numbers
             moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
     return statistics.median_low(seconds)  # what disturbs a measurement makes it longer
@@ -226,8 +228,9 @@ def measure_points(
         def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
             wait(dist.all_to_all_single(out, data, group=group, async_op=True))
 
-        run()
+        run()  # connections are made with the first message
         medians_s.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
+    # Who waits for an all-to-all waits for the slowest rank; and all ranks plan with the same numbers.
     slowest = torch.tensor(medians_s, dtype=torch.float64, device=device)
     wait(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True))
     return slowest.tolist()

@@ -106,7 +106,8 @@ class OwnPlacesCheck:
         self._findings.clear()
         assert self._module is not None
         outputs, emptied = self._graph_ranks.guarded(partial(self._module.forward, *args), _OPERATION)
-        args.clear()
+        args.clear()  # as any compiled pass does: inputs are freed as soon as they are used
+        # Before anything else is sent: what follows has collectives, and no rank may be missing there.
         self._graph_ranks.require_none(_OPERATION, self._findings, _CURE)
         if self._backward is not None and self._emptied:
             replaced = dict(zip(self._emptied, emptied, strict=True))
@@ -129,6 +130,7 @@ class OwnPlacesCheck:
         outputs = beside.graph_copy(module.graph, copies)
         emptied: dict[int, fx.Node] = {}
         for last, split, count in ranges:
+            # Right behind the range, so that what it compares is freed before the next one.
             with beside.inserting_before(copies[last].next):
                 chunks = self._rows_in_chunks(beside, split, count, copies)
                 for node, way in split.split.items():
@@ -162,6 +164,7 @@ class OwnPlacesCheck:
         for node, way in split.split.items():
             if not way.by_rows:
                 continue
+            # Refusals are noted, not raised: a rank that raised here would leave the others waiting.
             operation = operation_of(node, way, self._findings.append)
             chunks[node] = [
                 beside.call_function(
@@ -245,6 +248,7 @@ def _zeros_in_empty_places(node: fx.Node, rows: Rows) -> Operation:
     whole = whole_of(node, rows)
 
     def zeros_in_empty_places(captured: Tensor, *chunks: ChunkRows) -> Tensor:
+        # Places are taken where a chunk has them, not where numbers are: a token's row may be all zeros.
         taken = whole(*(chunk._replace(values_NF=torch.ones_like(chunk.values_NF)) for chunk in chunks))
         return torch.where(taken != 0, captured, torch.zeros_like(captured))
 
@@ -298,12 +302,15 @@ class CapturedBackward:
             drawn = torch.Generator(like.device).manual_seed(0)
             gradient = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             gradients[name] = gradient.normal_(generator=drawn) if like.is_floating_point() else gradient.zero_()
-        with torch.no_grad(), torch.random.fork_rng():
+        # Numbers that the pass draws are the same both times, and those of the step that follows are as they were.
+        cuda = {like.device for _, like in self._inputs if isinstance(like, Tensor) and like.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(cuda, key=str)):
             expected, found = (
                 run([(given | gradients)[name] for name, _ in self._inputs]) for given in (captured, emptied)
             )
         for name, right, other in zip(self._names, expected, found, strict=True):
             if isinstance(right, Tensor) and right.is_floating_point():
+                # Gradients that are not finite as captured say nothing of zeros.
                 finite = right.isfinite()
                 right, other = right[finite].double(), other[finite].double()
                 if not (right - other).norm() <= tolerance * right.norm():

@@ -173,6 +173,7 @@ def planned(
     alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     path, costs, kept = None, given, ""
     if given is None:
+        # Costs depend on the machine and on how ranks share it: both are part of the files' names.
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
@@ -210,6 +211,7 @@ def planned(
             # The first run asks for seconds of chunks that no rank has measured; the second decides, from agreed ones.
             _measure_together(graph_ranks, costs, decide)
             plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
+            # The first rank alone keeps it: it is the one that is asked when the next job starts.
             if path is not None and graph_ranks.leader:
                 assert isinstance(costs, MeasuredCosts)
                 costs.save()
@@ -298,6 +300,7 @@ def _decided(
             known,
         )
     collectives = {}
+    # All-to-alls within ranges are hidden by their chunks, and not by what stands beside them.
     for start in instructions.starts:
         if is_all_to_all(instructions.nodes[start]):
             within = any(one.start <= start < one.stop for one, _ in ranges)

@@ -110,6 +110,7 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
         if is_all_to_all(node):
             for axis in first_axes(node, chunks, rows):
                 note(node, known.way_of(node, axis, False, chunks))
+    # From the all-to-alls outwards: a way that leads to none of them is of no use.
     while ends:
         node, way = ends.pop()
         for source, wanted in way.inputs.items():
@@ -151,6 +152,7 @@ def infer(
         raise ConfigError(
             "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
         ) from None
+    # One boolean for each instruction and way; early and late for those that run as a whole.
     model = cp_model.CpModel()
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
@@ -169,7 +171,7 @@ def infer(
 
     for node in nodes:
         model.add_exactly_one(early[node], late[node], *split(node))
-        if is_all_to_all(node):
+        if is_all_to_all(node):  # a range that leaves one whole hides nothing of it
             model.add_bool_or(split(node))
         for source in node.all_input_nodes:
             if source not in inside:

@@ -32,6 +32,7 @@ def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, ch
         size = shape[dim] // chunks
         return call(_aten.slice.Tensor, (whole, dim, chunk * size, (chunk + 1) * size), {})
     inner = shape[dim] // (outer * chunks)
+    # A joined dimension is taken apart, the chunk selected, and the dimension joined again.
     apart = call(_aten.reshape.default, (whole, [*shape[:dim], outer, chunks, inner, *shape[dim + 1 :]]), {})
     mine = call(_aten.select.int, (apart, dim + 1, chunk), {})
     return call(_aten.reshape.default, (mine, chunk_shape(shape, axis, chunks)), {})
@@ -41,6 +42,7 @@ def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> A
     """Returns the tensor of these chunks, with the shape and the strides of `like`."""
     dim, outer = axis
     shape, chunks = [int(size) for size in like.shape], len(values)
+    # Strides are part of the captured graph: views behind it were captured for them.
     order = _layout(like)
     moved = order != list(range(len(shape)))
     back = sorted(range(len(shape)), key=order.__getitem__)
@@ -182,6 +184,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
 def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     """Returns two lists of what runs before: what the split instructions need, and what may as well run beside them."""
     early = set(split.before)
+    # Loose instructions run behind the first stage, so that they hide the first chunks' rows.
     needed: set[fx.Node] = set()
     ends = [one for node in split.split for one in node.all_input_nodes]
     # What stays in order stays before, and so does all that may read what is changed then.

@@ -107,6 +107,7 @@ def skeleton(
         """Runs these instructions, each wait after all that does not need it."""
         while True:
             run(indices & ~behind_pending())
+            # A wait ends the time in which its collective is hidden: the oldest that is needed is waited for first.
             wanted = [start for start in pending if instructions.waits[start] & indices & ~done]
             if not wanted:
                 break
@@ -118,6 +119,7 @@ def skeleton(
     for start in instructions.starts:
         if later >> start & 1:
             continue
+        # Only what this collective needs: all else can still hide it.
         run_late(instructions.ancestors[start] & ~later & ~done)
         run(1 << start)
         if instructions.waits[start]:
@@ -192,6 +194,7 @@ def ordered(instructions: Instructions, bare: Skeleton, beside: dict[int, list[i
             for needed in bits(bare.units[unit]):
                 run(needed)
         start_ready()
+    # Units beside no all-to-all hold nothing up at the end.
     left = 0
     for unit in bare.units:
         left |= unit
