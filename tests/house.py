@@ -48,6 +48,7 @@ PLAIN: tuple[str, ...] = (
     "engine",
     "experts.py",
     "gates.py",
+    "graph",
     "hf.py",
     "hooks.py",
     "integrations",

@@ -86,7 +86,7 @@ def make_step(setting: Setting, backend: Any) -> tuple[Callable[[], Tensor], nn.
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """The model as it is ("off"), captured without a plan, with only weight gradients beside all-to-alls ("parts=1"),
+    """The model as it is ("off"), captured without a plan, with only weight gradients beside all-to-alls ("chunks=1"),
     with ranges along the capacity, and with ranges beyond the experts. Collective.
 
     Raises:
@@ -95,7 +95,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     backends: dict[str, Any] = {
         "off": None,
         "captured": "aot_eager",
-        "parts=1": GraphBackend(parts=1),
+        "chunks=1": GraphBackend(chunks=1),
         "own_places=False": GraphBackend(own_places=False),
         "own_places=True": GraphBackend(own_places=True),
     }

@@ -1,6 +1,6 @@
-"""How operators can be split: for each the axes of its inputs that give it in parts along an axis of its result.
+"""Axes along which operators can be split: those of the inputs that give chunks along an axis of the result.
 
-    a result in parts along                        needs in parts
+    a result in chunks along                        needs in chunks
     any axis of an elementwise operator            the same axis of its inputs; what is broadcast stays whole
     view, reshape, squeeze, unsqueeze              the axis where the same elements lie
     permute, transpose, t, expand, select, unbind  the axis that it was
@@ -10,25 +10,25 @@
       all, var, prod
     softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
       gather, scatter, split, slice, cat, stack
-    cumsum along its own axis                      the same, one part after the other
+    cumsum along its own axis                      the same, one chunk after the other
     native_layer_norm                              the same, if it is not normalised; weights stay whole
     embedding, index_select, index (the first)     the indices, or the table's other axes
     batch or heads of attention (CPU)              the same of queries, keys and values
     all-to-all, and its wait                       the same, if it is not the first: that is of the ranks
 
-What is not in the table, and what draws random numbers or changes memory, is not split. All parts are equally large.
+What is not in the table, and what draws random numbers or changes memory, is not split. All chunks are equally large.
 
 Besides axes there are rows (`Rows`, Lancet's irregular axis). A product over the tokens that puts each token in a place
-of its own gives, of a part of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
-and the product that reads them back gives that part of the tokens again:
+of its own gives, of a chunk of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
+and the product that reads them back gives that chunk of the tokens again:
 
-    a result of which a part has some rows         needs
-    mm, bmm over the tokens                        the tokens of both factors in parts
+    a result of which a chunk has some rows         needs
+    mm, bmm over the tokens                        the tokens of both factors in chunks
     elementwise; view, permute; all-to-all         the same rows
     mm, addmm, bmm, baddbmm of rows and weights    the same rows of the first factor
     split, slice, chunk of what rows hold          the same rows
-    and in parts along the tokens:
-    mm, bmm over the places                        rows of the second factor, tokens of the first in parts
+    and in chunks along the tokens:
+    mm, bmm over the places                        rows of the second factor, tokens of the first in chunks
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _OUTERS = 6
 
 
 class Axis(NamedTuple):
-    """Dimension `dim` seen as [outer, parts, inner]; part j is [:, j, :]. `outer` is 1 where parts are consecutive.
+    """Dimension `dim` seen as [outer, chunks, inner]; chunk j is [:, j, :]. `outer` is 1 where chunks are consecutive.
 
-    Where a reshape joins an axis with others (capacity with ranks, say), its parts are no longer consecutive in the
+    Where a reshape joins an axis with others (capacity with ranks, say), its chunks are no longer consecutive in the
     joined dimension, but still elements that belong together.
     """
 
@@ -70,7 +70,7 @@ class Axis(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Parts are rows. Which of them a part has it knows itself, at run time; no two parts have the same.
+    """Chunks are rows. Which of them a chunk has it knows itself, at run time; no two chunks have the same.
 
     `dims` count them, in order, without dimensions of size 1; what the others count a row holds. `trips`: the
     all-to-alls that they have gone through, there and back.
@@ -83,8 +83,8 @@ class Rows(NamedTuple):
 class OperatorSplit(NamedTuple):
     """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
 
-    `crosses`: it is a product that makes rows of parts of the tokens, or parts of the tokens of rows. `carries`: a part
-    needs the part before it, as of a running sum.
+    `crosses`: it is a product that makes rows of a chunk of the tokens, or a chunk of the tokens of its rows.
+    `carries`: a chunk needs the chunk before it, as in a running sum.
     """
 
     axis: Axis | Rows
@@ -94,12 +94,12 @@ class OperatorSplit(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows go in or out."""
+        """True where rows go in or out."""
         return any(isinstance(axis, Rows) for axis in (self.axis, *self.inputs.values()))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of a node's tensor (of several the first); None where there is none, or it is not a plain number."""
+    """Returns the shape of a node's (first) tensor; None where there is none, or a size is not a plain number."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
@@ -108,31 +108,31 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-def fits(shape: Sequence[int], axis: Axis | Rows, parts: int) -> bool:
+def fits(shape: Sequence[int], axis: Axis | Rows, chunks: int) -> bool:
     if isinstance(axis, Rows):
         return bool(axis.dims) and 0 not in shape and all(shape[dim] > 1 for dim in axis.dims)
-    return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * parts) == 0
+    return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * chunks) == 0
 
 
-def part_shape(shape: Sequence[int], axis: Axis, parts: int) -> list[int]:
-    return [size // parts if dim == axis.dim else size for dim, size in enumerate(shape)]
+def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
+    return [size // chunks if dim == axis.dim else size for dim, size in enumerate(shape)]
 
 
-def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], parts: int) -> Axis | None:
-    """The axis of a reshape to `other` whose parts hold the same elements; None where there is none."""
+def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
+    """Returns the axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
-        if prefix and before % prefix == 0 and fits(other, Axis(dim, before // prefix), parts):
+        if prefix and before % prefix == 0 and fits(other, Axis(dim, before // prefix), chunks):
             return Axis(dim, before // prefix)
     return None
 
 
 def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
-    """The rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
+    """Returns the rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(other) if size != 1]
-    found: list[int] = []
+    dims: list[int] = []
     while left:
         joined, apart = [left.pop(0)], [right.pop(0)]
         while (ours := math.prod(shape[dim] for dim in joined)) != (theirs := math.prod(other[dim] for dim in apart)):
@@ -143,13 +143,15 @@ def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | 
         counting = {dim in rows.dims for dim in joined}
         if len(counting) > 1:
             return None
-        found += apart if counting == {True} else []
-    return Rows(tuple(found), rows.trips)
+        dims += apart if counting == {True} else []
+    return Rows(tuple(dims), rows.trips)
 
 
-def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Rows]:
-    """The axes along which an all-to-all can be split, but for those that start within a joined dimension; and, if
-    asked for, `rows` of it."""
+def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
+    """Returns the axes along which an all-to-all can be split, and with `rows` also rows of it.
+
+    Axes that begin inside of a joined dimension are not among them.
+    """
     shape = shape_of(node)
     if shape is None:
         return []
@@ -158,22 +160,22 @@ def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Row
         counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
         found += [Rows(dims, trips) for dims in dict.fromkeys(counting) if dims for trips in (1, 2)]
     for dim in range(1, len(shape)):
-        outers = [outer for outer in range(1, shape[dim] // parts + 1) if fits(shape, Axis(dim, outer), parts)]
+        outers = [outer for outer in range(1, shape[dim] // chunks + 1) if fits(shape, Axis(dim, outer), chunks)]
         found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
     return found
 
 
 def outputs_from(
-    node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool = False
+    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool = False
 ) -> list[OperatorSplit]:
-    """The ways to split `node` in which its input `given` is in parts along `axis`; with `rows` also into rows."""
+    """Returns the ways to split `node` whose input `given` is in chunks along `axis`; with `rows` also into rows."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
     name = name_of(node)
     candidates: list[tuple[Axis | Rows, bool]] = []
     if name in RESHAPES:
-        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, parts)
+        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, chunks)
         candidates = [] if found is None else [(found, False)]
     elif isinstance(axis, Rows):
         moved = permuted(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
@@ -185,60 +187,63 @@ def outputs_from(
         candidates = [(Axis(dim, axis.outer), False) for dim in range(len(shape))]
         if rows and name in PRODUCTS:
             candidates.append((Rows(_leading(shape), 0), True))
-    ways = [way for way in (way_of(node, *one, parts=parts) for one in candidates) if way is not None]
+    ways = [way for way in (way_of(node, *one, chunks=chunks) for one in candidates) if way is not None]
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: int) -> OperatorSplit | None:
-    """The way to split `node` that gives its (first) result in parts along `axis`; None where there is none."""
+def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: int) -> OperatorSplit | None:
+    """Returns the way to split `node` that gives its (first) result in chunks along `axis`; None where none does."""
     shape = shape_of(node)
-    if shape is None or not fits(shape, axis, parts) or is_random(node) or mutates(node):
+    if shape is None or not fits(shape, axis, chunks) or is_random(node) or mutates(node):
         return None
     if node.target is operator.getitem:
-        return None if crosses else _element(node, axis, parts)
-    if not isinstance(node.target, torch._ops.OpOverload) or any(shape_of(one) is None for one in node.all_input_nodes):
+        return None if crosses else _element(node, axis, chunks)
+    if not isinstance(node.target, torch._ops.OpOverload) or any(
+        shape_of(source) is None for source in node.all_input_nodes
+    ):
         return None
     if crosses:
         found = _crossed(node, axis, shape)
     else:
-        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, parts)
+        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
     if found is None:
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
-    for one, wanted in found:
-        own = shape_of(one)
+    for source, wanted in found:
+        own = shape_of(source)
         assert own is not None
-        if one in inputs and inputs[one] != wanted or wanted is not None and not fits(own, wanted, parts):
+        # An operator that takes a tensor twice needs the same chunks of it both times.
+        if source in inputs and inputs[source] != wanted or wanted is not None and not fits(own, wanted, chunks):
             return None
-        inputs[one] = wanted
-    for one in node.all_input_nodes:
-        inputs.setdefault(one, None)
+        inputs[source] = wanted
+    for source in node.all_input_nodes:
+        inputs.setdefault(source, None)
     if not any(wanted is not None for wanted in inputs.values()):
         return None
     value = node.meta["val"]
-    if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
+    if isinstance(value, (tuple, list)) and not all(_has(source, axis, chunks) for source in value):
         return None
     carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
     return OperatorSplit(axis, inputs, crosses, carries)
 
 
-def _element(node: fx.Node, axis: Axis | Rows, parts: int) -> OperatorSplit | None:
+def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if way_of(source, axis, parts=parts) is None else OperatorSplit(axis, {source: axis})
+    return None if way_of(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
 
 
-def _has(value: Any, axis: Axis | Rows, parts: int) -> bool:
-    """Whether a result of several can be in parts along that axis; one that is not there can."""
-    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, parts)
+def _has(value: Any, axis: Axis | Rows, chunks: int) -> bool:
+    """Returns whether one of several results can be in chunks along that axis; a result that is None can."""
+    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, chunks)
 
 
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]
 
 
-def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> Inputs | None:
+def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
     name, args = name_of(node), node.args
     tensors = node.all_input_nodes
     first = args[0] if args else None
@@ -249,10 +254,10 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
     source = shape_of(first)
     assert source is not None
     if name in RESHAPES:
-        found = relocate(shape, axis, source, parts)
+        found = relocate(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
-        return [(one, _broadcast(shape_of(one), shape, axis)) for one in tensors]
+        return [(tensor, _broadcast(shape_of(tensor), shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(source, shape, axis))]
     if name in PERMUTES:
@@ -270,31 +275,32 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
         assert isinstance(normalised, (list, tuple))
         if axis.dim >= len(shape) - len(normalised):
             return None
-        return [(first, axis), *((one, None) for one in args[2:4] if isinstance(one, fx.Node))]
+        return [(first, axis), *((tensor, None) for tensor in args[2:4] if isinstance(tensor, fx.Node))]
     if name in ("select", "unbind"):
         dim = _dim(args[1] if len(args) > 1 else 0, len(source))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
-        alike = all(shape_of(one) in (source, shape) for one in tensors) and source[axis.dim] == shape[axis.dim]
-        same = alike and len({shape_of(one)[axis.dim] for one in tensors}) == 1  # type: ignore[index]
-        return [(one, axis) for one in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
+        alike = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
+        same = alike and len({shape_of(tensor)[axis.dim] for tensor in tensors}) == 1  # type: ignore[index]
+        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
     if name in ("embedding", "index_select", "index"):
         return _looked_up(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        heads = len({shape_of(one)[:2] for one in tensors}) == 1  # type: ignore[index]
+        heads = len({shape_of(tensor)[:2] for tensor in tensors}) == 1  # type: ignore[index]
         plain = "attn_mask" not in node.kwargs and (len(args) < 4 or args[3] == 0.0)
-        return [(one, axis) for one in tensors] if plain and heads and axis.dim < 2 else None
+        return [(tensor, axis) for tensor in tensors] if plain and heads and axis.dim < 2 else None
     return None
 
 
 def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Of what computes each row by itself."""
+    """Returns the inputs of an operator that computes each row by itself."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     source = shape_of(first)
     assert source is not None
     if is_start(node):
+        # Equal shares, so that a row's place tells its rank; and the first dimension counts the ranks.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(trips=rows.trips - 1))] if equal and rows.dims[0] == 0 and rows.trips else None
     if name in RESHAPES:
@@ -302,53 +308,55 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
         return None if found is None else [(first, found)]
     if name in PERMUTES:
         order = permuted(name, args, len(shape))
+        # What a row holds stays in its order: rows are kept as vectors.
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
-        return [(one, rows if shape_of(one) == shape else None) for one in node.all_input_nodes]
+        return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
         return [(first, rows)] if source == shape else None
     if name in PRODUCTS:
         given = args[-2:]
-        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(one, fx.Node) for one in given):
+        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
-        rest: Inputs = [(one, None) for one in node.all_input_nodes if one is not given[0]]
+        rest: Inputs = [(tensor, None) for tensor in node.all_input_nodes if tensor is not given[0]]
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
         place = _ALONG[name]
         dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", 0), len(source))
-        held = [one for one, size in enumerate(source) if size != 1 and one not in rows.dims]
+        held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
     return None
 
 
 def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Of a product of two matrices over the tokens, which makes rows, or over the places that rows have."""
+    """Returns the inputs of a product over the tokens, which makes rows, or over the places that rows have."""
     last = len(shape) - 1
     if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
         return None
     left, right = node.args[0], node.args[1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    # No trip made yet: the rows set out here. After two trips, there and back, they are read.
     if isinstance(axis, Rows):
         return [(left, Axis(last)), (right, Axis(last - 1))] if axis == Rows((last - 1,), 0) else None
     return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1) else None
 
 
 def _leading(shape: Sequence[int]) -> tuple[int, ...]:
-    """All dimensions but the last, and but those of size 1."""
+    """Returns all dimensions but the last, and but those of size 1."""
     return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
 
 
 def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) -> Axis | None:
-    """The axis of an operand that is broadcast to `shape`: None where it has the same for all parts."""
+    """Returns the axis of an operand that is broadcast to `shape`; None where all chunks need the same of it."""
     assert own is not None
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
 
 
 def permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
-    """For each dimension of the result that of the input."""
+    """Returns for each dimension of the result that of the input."""
     if name == "permute":
         return [_dim(dim, count) for dim in args[1]]
     order = list(range(count))
@@ -386,10 +394,10 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     tensors = node.args[0]
     assert isinstance(tensors, (list, tuple))
     dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(shape_of(node) or ()))
-    if axis.dim == dim or not all(isinstance(one, fx.Node) for one in tensors):
+    if axis.dim == dim or not all(isinstance(tensor, fx.Node) for tensor in tensors):
         return None
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
-    return [(one, moved) for one in tensors if isinstance(one, fx.Node)]
+    return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
 def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:

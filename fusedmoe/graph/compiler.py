@@ -2,7 +2,7 @@
 
     model = torch.compile(model, backend=fusedmoe.graph.backend)
 
-    own = fusedmoe.graph.GraphBackend(parts=4)
+    own = fusedmoe.graph.GraphBackend(chunks=4)
     model = torch.compile(model, backend=own)
     ...                                     # a training step
     for report in own.reports:
@@ -27,9 +27,10 @@ import torch
 from torch import fx, nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.graph.chunk_rows import IrregularAllToAlls
 from fusedmoe.graph.instructions import is_all_to_all, is_assertion, wait_once
-from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.operator_costs import OperatorCosts
+from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
 
 
@@ -37,15 +38,15 @@ class GraphBackend:
     """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
 
     Args:
-        parts: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
+        chunks: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
         own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
             batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
             the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
-            behind the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
-            (`fusedmoe.graph.place_proofs`). False: nowhere.
+            behind the layer. The host waits for the counts of each micro-batch's rows. The first run of each graph
+            checks it (`fusedmoe.graph.own_places`): it takes about as long as two steps.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured by all ranks at the same time, once for each machine,
@@ -56,27 +57,28 @@ class GraphBackend:
         irregular: None, or counts of the rows that were to travel and of those that did.
     Raises:
         ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
-        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed.
+        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed. When it runs for
+            the first time: places are not one token's own, though `own_places` says so (on one rank `ConfigError`).
     """
 
     def __init__(
         self,
         *,
-        parts: int = 8,
+        chunks: int = 8,
         groups: int = 5,
         reach: int | None = None,
-        own_places: bool | None = None,
+        own_places: bool = False,
         irregular: bool = False,
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
     ) -> None:
-        if min(parts, groups, reach or 1) < 1 or timeout_s <= 0:
+        if min(chunks, groups, reach or 1) < 1 or timeout_s <= 0:
             raise ConfigError(
-                f"graph backend: parts = {parts}, groups = {groups} and reach = {reach} must be at least 1, and "
+                f"graph backend: chunks = {chunks}, groups = {groups} and reach = {reach} must be at least 1, and "
                 f"timeout_s = {timeout_s} above 0"
             )
         self.__name__ = "fusedmoe"
-        self.settings = PlanSettings(parts, groups, reach, own_places, timeout_s)
+        self.settings = PlanSettings(chunks, groups, reach, own_places, timeout_s)
         self.irregular = IrregularAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
@@ -90,47 +92,65 @@ class GraphBackend:
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
         failed: list[BaseException] = []
+        check: OwnPlacesCheck | None = None
+        saved: list[str] = []
 
         def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "forward", [])
+            nonlocal check
+            saved[:] = map(str, _outputs(graph_module.graph))
+            run, check = self._compiled(graph_module, "forward", [])
+            return run
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             # What fails while the forward pass is compiled PyTorch keeps to itself, and comes again when a gradient is
             # asked for. The ranks have ended by then, and would say no more than that.
             if failed:
                 raise failed[0]
+            captured = CapturedBackward(graph_module.graph, saved)
             try:
-                return self._compiled(graph_module, "backward", is_parameter)
+                run, _ = self._compiled(graph_module, "backward", is_parameter)
+                if check is not None:
+                    check.use_backward(captured, run)
+                return run
             except BaseException as error:
                 failed.append(error)
                 raise
 
         def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "inference", [])
+            return self._compiled(graph_module, "inference", [])[0]
 
         compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
         return compiled
 
-    def _compiled(self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]) -> Callable[..., Any]:
+    def _compiled(
+        self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
+    ) -> tuple[Callable[..., Any], OwnPlacesCheck | None]:
+        """Returns the pass as it runs, and the check that its first run makes, if any."""
         began = time.monotonic()
         if phase == "backward":
             # What the forward pass has asserted holds, and what served these assertions only is dead.
             for node in reversed(module.graph.nodes):
                 if is_assertion(node) and not node.users:
                     module.graph.erase_node(node)
+        # Authors wait where they like; plans need one wait for each collective.
         wait_once(module.graph)
         module.graph.eliminate_dead_code()
         if any(is_all_to_all(node) for node in module.graph.nodes):
             gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
-            report = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
+            report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
             report.planning_s = time.monotonic() - began
             self.reports.append(report)
+            # After planning, which knows captured operators only.
             if self.irregular is not None:
                 self.irregular.put_into(module.graph)
+            run = _runnable(module)
+            if check is not None:
+                run = check.first_then(run)
             if report.ranges:
-                return _explained(_runnable(module), max(one.parts for one in report.ranges))
-        return _runnable(module)
+                run = _explained(run, max(one.chunks for one in report.ranges))
+            return run, check
+        return _runnable(module), None
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -138,10 +158,15 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Call
     return GraphBackend()(gm, example_inputs)
 
 
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    outputs = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(outputs, (list, tuple))
+    return outputs
+
+
 def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
-    """The results of a backward pass that are gradients of parameters and nothing else."""
-    results = next(iter(reversed(graph.nodes))).args[0]
-    assert isinstance(results, (list, tuple))
+    """Returns the results of a backward pass that are gradients of parameters and nothing else."""
+    results = _outputs(graph)
     # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
     # are needed at the end only.
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
@@ -150,25 +175,25 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
 
 
 def _results(phase: str) -> int | None:
-    """How many results of the pass that is being compiled are not kept for the backward pass; None: all, or unknown."""
+    """Returns how many results of the pass are not kept for the backward pass; None: all, or unknown."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
-def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """What runs a pass with ranges in micro-batches, and says what to do where these need too much memory.
+def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
+    """Returns a pass with ranges in chunks whose error says what to do where these need too much memory.
 
-    A rank cannot go back to fewer parts by itself: the others already send it theirs.
+    A rank cannot go back to fewer chunks by itself: the others already send it theirs.
     """
 
     def call(args: list[Any]) -> Any:
         try:
             return run(args)
         except torch.OutOfMemoryError as error:
-            fewer = f"parts={parts // 2}" if parts > 2 else "parts=1, which splits nothing"
+            fewer = f"chunks={chunks // 2}" if chunks > 2 else "chunks=1, which splits nothing"
             raise torch.OutOfMemoryError(
-                f"{error}\nThis pass runs in up to {parts} micro-batches, which are all in memory where they are put "
+                f"{error}\nThis pass runs in up to {chunks} micro-batches, which are all in memory where they are put "
                 f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
             ) from error
 
@@ -177,7 +202,7 @@ def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
 
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
-    """The graph as a function that takes a list and empties it, so that inputs are freed as soon as they are used."""
+    """Returns the graph as a function that empties the list of its inputs, which are freed as soon as they are used."""
     boxed = getattr(torch.fx.graph, "_BoxedCodeGen", None)
     if boxed is None:
         from functorch.compile import make_boxed_func

@@ -7,6 +7,7 @@ instructions are integers whose bit i stands for instruction i: a pass of thousa
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ _UNKNOWN_SIZE = 4096
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts a collective; a wait ends it."""
+    """Returns whether the node starts a collective; a wait ends it."""
     return _space(node) == _COLLECTIVES and not is_wait(node)
 
 
@@ -39,7 +40,7 @@ def is_all_to_all(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node computes nothing: its result is its input, seen in another way."""
+    """Returns whether the node computes nothing: its result is its input, seen in another way."""
     return (
         node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and name_of(node) in _VIEWS)
     )
@@ -50,14 +51,14 @@ def computes(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers; attention without dropout does not."""
+    """Returns whether the node draws random numbers; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return argument_of(node, "dropout_p") != 0.0
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the node may change what another one reads; so may all that nothing is known of."""
+    """Returns whether the node may change memory that another one reads; so may all that nothing is known of."""
     if node.op == "call_function" and node.target is operator.getitem or node.op == "get_attr":
         return False
     schema = getattr(node.target, "_schema", None)
@@ -68,13 +69,21 @@ def is_assertion(node: fx.Node) -> bool:
     return _space(node) == "aten" and name_of(node) in ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
 
 
+def describe(node: fx.Node) -> str:
+    """Returns the name of a node, its operator, its place in the graph and the line of the model that it comes from."""
+    place, count = list(node.graph.nodes).index(node), len(node.graph.nodes)
+    lines = re.findall(r'File "(.+)", line (\d+), in', node.stack_trace or "")
+    line = f", {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    return f"{node.name} ({node.target}, node {place} of {count}{line})"
+
+
 def group_of(start: fx.Node) -> Any:
-    """The process group of a collective: its name, or itself."""
+    """Returns the process group of a collective: its name, or itself."""
     return argument_of(start, "group_name") or argument_of(start, "group")
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
-    """What an operator is given for the argument of that name; None where it has none."""
+    """Returns the argument of that name that an operator is given; None where it has none."""
     for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             given = node.args[place] if place < len(node.args) else argument.default_value
@@ -83,7 +92,7 @@ def argument_of(node: fx.Node, name: str) -> Any:
 
 
 def concrete(number: Any) -> int:
-    """A size; of a symbolic one what it was when the graph was captured, as far as that says."""
+    """Returns a size; for a symbolic one its value when the graph was captured, where it had one."""
     if isinstance(number, int):
         return number
     hint = number.node.hint
@@ -100,7 +109,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def bits(numbers: int) -> Iterator[int]:
-    """The elements of a set, in order."""
+    """Yields the elements of a set, in order."""
     while numbers:
         lowest = numbers & -numbers
         yield lowest.bit_length() - 1
@@ -115,6 +124,8 @@ def wait_once(graph: fx.Graph) -> None:
     gradient of their own become those without: both passes are written out here.
     """
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
+    # No node that uses a tensor moves, and so the first of them stays the first.
+    places = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if _space(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
             node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
@@ -127,7 +138,6 @@ def wait_once(graph: fx.Graph) -> None:
                 came = graph.call_function(wait, (node,))
             came.meta = {**node.meta}
             node.replace_all_uses_with(came, lambda user, came=came: user is not came)
-            places = {one: place for place, one in enumerate(graph.nodes)}
             min(came.users, key=places.__getitem__).prepend(came)
         elif is_wait(node) and _has_come(node.all_input_nodes[0]):
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -135,7 +145,7 @@ def wait_once(graph: fx.Graph) -> None:
 
 
 def _has_come(node: fx.Node) -> bool:
-    """Whether a tensor is no collective's that may still be under way."""
+    """Returns whether a tensor is complete: no collective that writes it may still be on the way."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "call_function" and not is_start(node)
@@ -161,38 +171,38 @@ class Instructions:
         direct: list[set[int]] = []
         last_random = last_change = None
         for index, node in enumerate(self.nodes):
-            before = {self.place[one] for one in node.all_input_nodes if one in self.place}
-            if is_random(node):
+            before = {self.place[needed] for needed in node.all_input_nodes if needed in self.place}
+            if is_random(node):  # results are those of the model as it is: numbers are drawn in its order
                 before |= {last_random} - {None}  # type: ignore[arg-type]
                 last_random = index
             if last_change is not None:
                 before.add(last_change)
-            if mutates(node):
+            if mutates(node):  # whoever may read that memory reads it before, or after
                 before.update(range(index))
                 last_change = index
             known = 0
-            for one in before:
-                known |= self.ancestors[one] | 1 << one
+            for needed in before:
+                known |= self.ancestors[needed] | 1 << needed
             self.ancestors.append(known)
             direct.append(before)
         self.descendants = [0] * len(self.nodes)
         for index in reversed(range(len(self.nodes))):
-            for one in direct[index]:
-                self.descendants[one] |= self.descendants[index] | 1 << index
+            for needed in direct[index]:
+                self.descendants[needed] |= self.descendants[index] | 1 << index
         self.computing = sum(1 << index for index, node in enumerate(self.nodes) if computes(node))
         self.starts = [index for index, node in enumerate(self.nodes) if is_start(node)]
         self.waits = {start: self._waits(start) for start in self.starts}
 
-    def of(self, numbers: int) -> list[fx.Node]:
-        """The nodes of a set, in order."""
+    def nodes_of(self, numbers: int) -> list[fx.Node]:
+        """Returns the nodes of a set, in order."""
         return [self.nodes[index] for index in bits(numbers)]
 
     def beside(self, start: int) -> int:
-        """The compute instructions that may run while a collective does: no path leads from one to the other."""
+        """Returns the compute instructions that may run beside a collective: no path leads from one to the other."""
         return self.computing & ~(self.ancestors[start] | self.descendants[start] | 1 << start)
 
     def weight_gradients(self, gradients: Collection[fx.Node]) -> int:
-        """What only serves gradients of parameters (`gradients`: these results of the graph) and no all-to-all.
+        """Returns the instructions that serve gradients of parameters alone, and no all-to-all.
 
         Collectives of these gradients, and what comes after such a collective, are not among them.
         """
@@ -202,6 +212,7 @@ class Instructions:
         for node in results:
             if node in self.place and node not in gradients:
                 serves |= self._with_ancestors(self.place[node])
+        # An all-to-all is never put off for the sake of a weight gradient.
         for start in self.starts:
             if is_all_to_all(self.nodes[start]):
                 serves |= self._with_ancestors(start)
@@ -209,6 +220,7 @@ class Instructions:
         for node in gradients:
             if node in self.place:
                 wanted |= self._with_ancestors(self.place[node])
+        # Of these, what follows a collective of a gradient, and what must keep its place, is not free to move.
         found = wanted & ~serves
         for index in bits(found):
             node = self.nodes[index]
@@ -237,6 +249,6 @@ def _space(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the operator, without its namespace; "" where the node calls none."""
+    """Returns the operator's name without its namespace; "" where the node calls none."""
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else str(schema.name).partition("::")[2]

@@ -1,21 +1,16 @@
-"""Ranges of a pass in micro-batches (Lancet §5): which, how they run, and what they take.
-
-The parts of a range run stage by stage: what can be computed without another all-to-all, of one part after the other;
-each part's all-to-all starts as soon as its stage has been computed, and runs beside the following parts.
-"""
+"""The choice of ranges of a pass that run in chunks, by predicted seconds (Lancet §5)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of, way_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of
 from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
@@ -26,19 +21,17 @@ from fusedmoe.graph.instructions import (
     mutates,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
-from fusedmoe.graph.part_rows import check_places
-from fusedmoe.graph.range_split import Crossings, KnownWays, RangeSplit, infer
-from fusedmoe.graph.splitting import (
-    Call,
+from fusedmoe.graph.range_split import InstructionRange, KnownWays, RangeSplit, infer
+from fusedmoe.graph.rewriting import (
+    chunk_like,
     cut,
     fake_call,
     join,
-    join_rows,
-    node_call,
-    part_like,
+    joined_nodes,
     rebuilt,
-    rows_node,
-    run_part,
+    run_chunk,
+    runs_before,
+    stages_of,
 )
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
@@ -51,14 +44,19 @@ _aten = torch.ops.aten
 
 @dataclass
 class Pipelined:
-    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in parts, the others as a whole.
+    """A range that runs in chunks, as a report shows it.
 
-    `seconds`: predicted, of all of them; `whole_s`: unsplit.
+    Attributes:
+        first, last: the names of its first and its last instruction.
+        chunks: how many.
+        split: how many of its instructions run in chunks, of `count`; the others run as a whole.
+        all_to_alls: how many of them it has.
+        seconds: predicted for all of it; `whole_s`: the same where nothing is split.
     """
 
     first: str
     last: str
-    parts: int
+    chunks: int
     split: int
     count: int
     all_to_alls: int
@@ -66,154 +64,144 @@ class Pipelined:
     whole_s: float
 
 
-class InstructionRange(NamedTuple):
-    """Instructions `start` to `stop` (without it) in so many parts.
-
-    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
-    `before`: the places of those that run before.
-    """
-
-    start: int
-    stop: int
-    parts: int
-    axes: tuple[tuple[int, Sequence[Any], bool], ...]
-    before: tuple[int, ...]
-
-    def split(self, of: Instructions) -> RangeSplit:
-        """How the instructions are split, as they stand in the graph now."""
-        nodes = of.nodes[self.start : self.stop]
-        ways = {}
-        for place, fields, crosses in self.axes:
-            first, second = fields
-            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
-            way = way_of(nodes[place], axis, crosses, parts=self.parts)
-            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
-            ways[nodes[place]] = way
-        early = tuple(nodes[place] for place in self.before)
-        taken = {*ways, *early}
-        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
-
-
 #: How ranges are split, None where they cannot be, and the instructions of the first such range; by what they are
-#: (`split_key`) and parts.
+#: (`split_key`) and chunks.
 KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
 def chosen_ranges(
-    of: Instructions,
+    instructions: Instructions,
     node_s: Callable[[fx.Node], float],
     hidden_s: Callable[[int], float],
     costs: OperatorCosts,
-    most_parts: int,
+    most_chunks: int,
     count: int,
     reach: int | None,
     show: Callable[[int, int], object],
-    rows: Crossings = False,
+    rows: bool = False,
     known: KnownSplits | None = None,
 ) -> list[tuple[InstructionRange, Pipelined]]:
-    """The ranges of a pass that are worth splitting, by the dynamic programme.
+    """Returns the ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
+        most_chunks, count, reach: `chunks`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
         rows: as for `infer`.
         known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
     known = {} if known is None else known
-    groups, layers = grouped(of, node_s, count)
+    groups, layers = grouped(instructions, node_s, count)
     longest = reach or -(-len(groups) // layers)
-    degrees = [2**power for power in range(1, most_parts.bit_length())]
-    found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
-    pieces: dict[Any, CostedPart] = {}
+    degrees = [2**power for power in range(1, most_chunks.bit_length())]
+    options: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
+    costed: dict[Any, CostedChunk] = {}
     said: dict[fx.Node, str] = {}
-    ways = KnownWays()
+    ways = KnownWays()  # ranges overlap: an instruction is looked at once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
-            max(0.0, start_s(costs, of.nodes[index]) - hidden_s(index))
+            max(0.0, start_s(costs, instructions.nodes[index]) - hidden_s(index))
             for index in range(start, stop)
-            if is_all_to_all(of.nodes[index])
+            if is_all_to_all(instructions.nodes[index])
         )
-        whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
+        whole_s.append(exposed_s + sum(map(node_s, instructions.nodes[start:stop])))
     taken: dict[tuple[str, int], float] = {}
     asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
-    def seconds(first: int, last: int, parts: int) -> float:
+    def seconds(first: int, last: int, chunks: int) -> float:
         nonlocal asked
         asked += 1
         show(asked, total)
-        if parts == 1:
+        if chunks == 1:
             return whole_s[first]
         start, stop = groups[first][0], groups[last - 1][1]
-        nodes = of.nodes[start:stop]
-        if not any(map(is_all_to_all, nodes)):
+        nodes = instructions.nodes[start:stop]
+        if not any(map(is_all_to_all, nodes)):  # nothing to hide: its chunks would only be slower
             return float("inf")
-        key = (split_key(nodes, said), parts)
+        key = (split_key(nodes, said), chunks)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            known[key] = infer(nodes, parts, node_s, in_order(of, start, stop), rows, ways), nodes
+            known[key] = infer(nodes, chunks, node_s, in_order(instructions, start, stop), rows, ways), nodes
         split, example = known[key]
         if split is None:
             return float("inf")
         if key not in taken:
-            taken[key] = pipeline_s(example, split, parts, node_s, costs, pieces)
+            taken[key] = pipeline_s(example, split, chunks, node_s, costs, costed)
         places = {node: place for place, node in enumerate(example)}
         axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
         early = tuple(places[node] for node in split.before)
-        found[first, last, parts] = InstructionRange(start, stop, parts, axes, early), Pipelined(
-            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
+        options[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
+            nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
         return taken[key]
 
     ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
-    return [found[one] for one in ranges if one.parts > 1]
+    return [options[best] for best in ranges if best.parts > 1]
 
 
-def grouped(of: Instructions, node_s: Callable[[fx.Node], float], count: int) -> tuple[list[tuple[int, int]], int]:
-    """Consecutive instructions in groups, `count` of about equal time between two MoE layers; and how many layers.
+def grouped(
+    instructions: Instructions, node_s: Callable[[fx.Node], float], count: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Returns consecutive instructions in groups, about `count` of equal time for each MoE layer, and how many layers.
 
     A collective and its wait are in one group, and so is what has several results with these. Two all-to-alls count as
     a layer.
     """
-    collectives = sum(map(is_all_to_all, of.nodes))
+    collectives = sum(map(is_all_to_all, instructions.nodes))
     layers = max(1, collectives // 2)
-    share_s = sum(map(node_s, of.nodes)) / layers / count
+    share_s = sum(map(node_s, instructions.nodes)) / layers / count
+    # What has several results stays with those who take them apart: chunks are cut off tensors only.
     bound = {}  # from the first to the last instruction of what must stay together
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
         if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
-            bound[index] = max((of.place[user] for user in node.users if user in of.place), default=index)
+            bound[index] = max(
+                (instructions.place[user] for user in node.users if user in instructions.place), default=index
+            )
     groups, start, taken_s, until = [], 0, 0.0, -1
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
+        # An all-to-all begins a group, and its wait ends one, so that a range can begin and end at either.
         if is_all_to_all(node) and index > start and index > until:
             groups.append((start, index))
             start, taken_s = index, 0.0
         until = max(until, bound.get(index, index))
         taken_s += node_s(node)
-        ends = any(is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in of.nodes[start : index + 1])
+        ends = any(
+            is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in instructions.nodes[start : index + 1]
+        )
         if index >= until and (taken_s >= share_s > 0 or ends):
             groups.append((start, index + 1))
             start, taken_s = index + 1, 0.0
-    if start < len(of.nodes):
-        groups.append((start, len(of.nodes)))
+    if start < len(instructions.nodes):
+        groups.append((start, len(instructions.nodes)))
     return groups, layers
 
 
-def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
-    """Pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
-    odd = [index for index in range(start, stop) if is_random(of.nodes[index]) or mutates(of.nodes[index])]
-    pairs = [(one, other) for one, other in zip(odd, odd[1:], strict=False)]
+def in_order(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+    """Returns pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
+    odd = [
+        index
+        for index in range(start, stop)
+        if is_random(instructions.nodes[index]) or mutates(instructions.nodes[index])
+    ]
+    pairs = [(first, second) for first, second in zip(odd, odd[1:], strict=False)]
     for index in odd:
-        if mutates(of.nodes[index]):
-            pairs += [(one, index) for one in range(start, index)] + [(index, one) for one in range(index + 1, stop)]
+        if mutates(instructions.nodes[index]):
+            pairs += [(first, index) for first in range(start, index)] + [
+                (index, first) for first in range(index + 1, stop)
+            ]
     # Collectives that are not split, too: all ranks send in one order.
-    sent = [index for index in range(start, stop) if is_start(of.nodes[index]) and not is_all_to_all(of.nodes[index])]
+    sent = [
+        index
+        for index in range(start, stop)
+        if is_start(instructions.nodes[index]) and not is_all_to_all(instructions.nodes[index])
+    ]
     pairs += zip(sent, sent[1:], strict=False)
-    return [(one - start, other - start) for one, other in pairs]
+    return [(first - start, second - start) for first, second in pairs]
 
 
 def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
-    """A text that is the same for ranges that are split alike: of the same operators, shapes and users.
+    """Returns a text that is the same for ranges that are split alike: of the same operators, shapes and users.
 
     `said`: what is known of the result of each node, filled as needed.
     """
@@ -238,39 +226,8 @@ def _described(value: Any) -> Any:
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
-    """How many all-to-alls each split instruction has behind it."""
-    stages: dict[fx.Node, int] = {}
-    for node in split.split:
-        behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
-        stages[node] = behind + (is_wait(node) and is_all_to_all(node.all_input_nodes[0]))
-    return stages
-
-
-def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
-    early = set(split.before)
-    needed: set[fx.Node] = set()
-    ends = [one for node in split.split for one in node.all_input_nodes]
-    # What stays in order stays before, and so does all that may read what is changed then.
-    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
-    ends += split.before[: last + 1]
-    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
-    while ends:
-        node = ends.pop()
-        if node in early and node not in needed:
-            needed.add(node)
-            ends += node.all_input_nodes
-    return [node for node in split.before if node in needed], [node for node in split.before if node not in needed]
-
-
-def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
-    """The split instructions whose whole results are needed."""
-    return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
-
-
-class CostedPart(NamedTuple):
-    """One part of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
+class CostedChunk(NamedTuple):
+    """One chunk of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
 
     value: Any
     seconds: float
@@ -279,81 +236,83 @@ class CostedPart(NamedTuple):
 def pipeline_s(
     nodes: Sequence[fx.Node],
     split: RangeSplit,
-    parts: int,
+    chunks: int,
     node_s: Callable[[fx.Node], float],
     costs: OperatorCosts,
-    known: dict[Any, CostedPart],
+    known: dict[Any, CostedChunk],
 ) -> float:
-    """P(i, n, k): the seconds of a range in parts, by the simulator.
+    """Returns the seconds of a range in chunks, by the simulator: Lancet's P(i, n, k).
 
-    `known`: parts of instructions in other ranges, and from now on those of this one.
+    `known`: chunks of instructions in other ranges, and from now on those of this one.
     """
-    mode = next(one.meta["val"] for one in nodes if isinstance(one.meta.get("val"), torch.Tensor)).fake_mode
+    mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
     plain = fake_call(mode)
     taken_s = 0.0
 
     def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal taken_s
         result = plain(target, args, kwargs)
+        # Views cost nothing, and functions of this room are costed with their instruction.
         if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
             taken_s += costs.operator_s(target, args, kwargs)
         return result
 
+    # All chunks take as long, so that the first is measured for all. Values are fake: nothing is computed here.
     stages = stages_of(split)
     compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
     comm: dict[int, float] = {}
     values: dict[fx.Node, Any] = {}
 
-    def value(one: fx.Node, axis: Axis | Rows | None) -> Any:
-        if one in values:
-            return values[one]
+    def value(source: fx.Node, axis: Axis | Rows | None) -> Any:
+        if source in values:
+            return values[source]
         if axis is None:
-            return one.meta["val"]
+            return source.meta["val"]
         assert isinstance(axis, Axis), "rows are cut off nothing"
-        return cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+        return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
 
-    def costed(node: fx.Node, way: OperatorSplit) -> CostedPart:
+    def costed(node: fx.Node, way: OperatorSplit) -> CostedChunk:
         nonlocal taken_s
-        if way.by_rows:  # as many in each part, as far as one can tell
-            return CostedPart(part_like(node, way.axis, parts), node_s(node) / parts)
+        if way.by_rows:  # as many in each chunk, as far as one can tell
+            return CostedChunk(chunk_like(node, way.axis, chunks), node_s(node) / chunks)
         taken_s = 0.0
-        part = run_part(call, node, way, parts, value)
+        chunk = run_chunk(call, node, way, chunks, value)
         if way.carries:
-            call(_aten.add.Tensor, (part, part), {})
-        return CostedPart(part, taken_s)
+            call(_aten.add.Tensor, (chunk, chunk), {})
+        return CostedChunk(chunk, taken_s)
 
-    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedPart:
+    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedChunk:
         nonlocal taken_s
         taken_s = 0.0
         if isinstance(axis, Rows):
             call(_aten.clone.default, (node.meta["val"],), {})
         else:
-            join(call, [values[node]] * parts, node.meta["val"], axis)
-        return CostedPart(None, taken_s)
+            join(call, [values[node]] * chunks, node.meta["val"], axis)
+        return CostedChunk(None, taken_s)
 
     for node, way in split.split.items():
-        key = (node, way.axis, way.crosses, parts, tuple(one in values for one in node.all_input_nodes))
+        key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
         if key not in known:
             known[key] = costed(node, way)
         values[node] = known[key].value
         compute[stages[node]] += known[key].seconds
         if is_all_to_all(node):
-            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / parts)
+            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
     around_s = sum(map(node_s, split.after))
     for node in joined_nodes(nodes, split):
         if rebuilt(node, split.split) is None:
             axis = split.split[node].axis
-            if (node, axis, parts) not in known:
-                known[node, axis, parts] = costed_whole(node, axis)
-            around_s += known[node, axis, parts].seconds
+            if (node, axis, chunks) not in known:
+                known[node, axis, chunks] = costed_whole(node, axis)
+            around_s += known[node, axis, chunks].seconds
     needed, loose = runs_before(split)
     around_s += sum(map(node_s, needed))
-    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), parts)
+    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), chunks)
     return around_s + makespan(plan, Durations(seconds))
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a result lies in the memory of an argument."""
+    """Returns whether a result lies in the memory of an argument."""
     if not isinstance(result, torch.Tensor):
         return False
     own = result.untyped_storage()._cdata
@@ -361,102 +320,27 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def stage_plan(
-    compute: dict[int, float], comm: dict[int, float], loose_s: float, parts: int
+    compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
 ) -> tuple[Plan, dict[Task, float]]:
-    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each part of stage s."""
+    """Returns a range as a plan: each chunk of stage s computes for `compute[s]` seconds and sends for `comm[s]`."""
     order: dict[str, list[Task]] = {"compute": [], "inter": []}
     after: dict[Task, tuple[Task, ...]] = {}
     seconds: dict[Task, float] = {}
-    before: list[Task | None] = [None] * parts
+    before: list[Task | None] = [None] * chunks
     for stage in range(max([*compute, *comm], default=0) + 1):
-        for part in range(parts):
+        for chunk in range(chunks):
             for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
                 if stage not in given:
                     continue
                 # A layer of the plan for each stage, so that no rule of layers applies.
-                task = Task(kind, part, 2 * stage + (kind == "dispatch"))
+                task = Task(kind, chunk, 2 * stage + (kind == "dispatch"))
                 order[where].append(task)
-                last = before[part]
+                last = before[chunk]
                 after[task] = () if last is None else (last,)
                 seconds[task] = given[stage]
-                before[part] = task
+                before[chunk] = task
         if stage == 0:
             task = Task("gate", None, 2 * len(compute) + 2)
             order["compute"].append(task)
             after[task], seconds[task] = (), loose_s
     return Plan.from_orders(order, after), seconds
-
-
-def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None:
-    """Puts a range in parts into the graph."""
-    nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
-    anchor = nodes[-1].next
-    needed, loose = runs_before(split)
-    stages = stages_of(split)
-    call = node_call(graph)
-
-    def move(some: Sequence[fx.Node]) -> None:
-        for node in some:
-            anchor.prepend(node)
-
-    pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
-    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
-
-    def value(part: int, one: fx.Node, axis: Axis | Rows | None) -> fx.Node:
-        if one in pieces:
-            return pieces[one][part]
-        if axis is None:
-            return one
-        assert isinstance(axis, Axis), "rows are cut off nothing"
-        if (one, axis, part) not in cuts:
-            cuts[one, axis, part] = cut(call, one, shape_of(one) or (), axis, part, parts)
-        return cuts[one, axis, part]
-
-    move(needed)
-    with graph.inserting_before(anchor):
-        for stage in range(max(stages.values()) + 1):
-            for part in range(parts):
-                for node, way in split.split.items():
-                    if stages[node] != stage:
-                        continue
-                    if way.by_rows:
-                        pieces[node].append(rows_node(graph, node, way, parts, partial(value, part)))
-                    else:
-                        before = pieces[node][-1] if part else None
-                        pieces[node].append(run_part(call, node, way, parts, partial(value, part), before))
-                    if way.crosses and isinstance(way.axis, Rows) and part == parts - 1:
-                        graph.call_function(check_places, tuple(pieces[node]))
-            if stage == 0:
-                move(loose)
-        wholes: dict[fx.Node, fx.Node] = {}
-        for node in joined_nodes(nodes, split):
-            _whole(graph, call, node, split, pieces, wholes)
-    move(split.after)
-    for node, whole in wholes.items():
-        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in pieces)
-    for node in reversed(split.split):
-        graph.erase_node(node)
-
-
-def _whole(
-    graph: fx.Graph,
-    call: Call,
-    node: fx.Node,
-    split: RangeSplit,
-    pieces: dict[fx.Node, list[fx.Node]],
-    wholes: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
-    if node not in wholes:
-        source = rebuilt(node, split.split)
-        if source is not None:
-            under = _whole(graph, call, source, split, pieces, wholes)
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
-            wholes[node] = call(node.target, args, kwargs)
-        else:
-            axis = split.split[node].axis
-            if isinstance(axis, Rows):
-                wholes[node] = join_rows(graph, node, axis, pieces[node])
-            else:
-                wholes[node] = join(call, pieces[node], node.meta["val"], axis)
-    return wholes[node]

@@ -1,4 +1,4 @@
-"""What instructions take: operators by measuring each once, collectives along measured points (Lancet §3).
+"""Seconds of instructions: each operator is measured once, collectives lie between measured points (Lancet §3).
 
 An operator is known by its name and the shapes, strides and dtypes of what it is given, a collective by its bytes. What
 was measured is kept on disk, one file for each machine.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ _LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
 
 
 class OperatorCosts(Protocol):
-    """What a plan of a graph has to know."""
+    """Seconds from which graphs are planned: measured ones, or a user's own (`GraphBackend(costs=…)`)."""
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """Seconds of an operator on such arguments: tensors, fake or real, of which only the shapes count."""
@@ -64,7 +64,7 @@ class Points:
 
 @dataclass
 class MeasuredCosts:
-    """What operators take on this machine. They are measured when they are asked for, unless they are known.
+    """Seconds of operators on this machine. They are measured when they are asked for, unless they are known.
 
     `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere. `fresh`: what
     this rank has measured, and others may not know.
@@ -79,7 +79,7 @@ class MeasuredCosts:
     def load(
         cls, points: Points, facts: dict[str, Any], from_first: Callable[[Callable[[], str]], str]
     ) -> MeasuredCosts:
-        """As the first rank has kept them, on all ranks: what one of them measures, all do. Collective.
+        """Returns the costs that the first rank has kept, on all ranks. Collective.
 
         Args:
             facts: all that the seconds depend on.
@@ -114,6 +114,7 @@ class MeasuredCosts:
 
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
     """Seconds of a node that computes; 0 for one that does not."""
+    # Views and waits cost the device nothing, and functions of Python cannot be measured without their arguments.
     if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: tree_map(_plain, one.meta.get("val")))
@@ -121,7 +122,7 @@ def node_s(costs: OperatorCosts, node: fx.Node) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """The value with sizes as they were when the graph was captured."""
+    """Returns the value with sizes as they were when the graph was captured."""
     if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
         sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
         with value.fake_mode:  # type: ignore[attr-defined]
@@ -151,6 +152,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
         if isinstance(value, torch.Tensor):
             sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
             length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
+            # The memory that the strides reach, gaps and overlaps included: they decide how fast an operator is.
             flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
             if value.dtype.is_floating_point:
                 flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
@@ -170,7 +172,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
             seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
             while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
                 seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
-        except (RuntimeError, IndexError, TypeError, ValueError):
+        except (RuntimeError, IndexError, TypeError, ValueError):  # it takes no made-up numbers
             moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
     return statistics.median_low(seconds)  # what disturbs a measurement makes it longer
@@ -201,33 +203,40 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def point_sizes(largest: float) -> list[int]:
-    """1 KB·2^i, up to the first that is not below `largest` bytes."""
+    """Returns 1 KB·2^i, up to the first that is not below `largest` bytes."""
     sizes = [FIRST_BYTES]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
     return sizes
 
 
-def measure_points(group: Any, device: torch.device, sizes: list[int]) -> list[float]:
-    """Seconds of all-to-alls of these sizes, of the slowest rank. Collective over the group."""
+def measure_points(
+    group: Any, device: torch.device, sizes: Sequence[int], wait: Callable[[dist.Work], None]
+) -> list[float]:
+    """Returns the seconds of all-to-alls of these sizes on the slowest rank. Collective over the group.
+
+    Args:
+        sizes: in bytes.
+        wait: waits for a collective, within bounds (`GraphRanks.wait`).
+    """
     count = dist.get_world_size(group)
-    found = []
+    medians_s = []
     for size in sizes:
-        width = -(-size // count)
-        data = torch.zeros(count * width, dtype=torch.uint8, device=device)
+        data = torch.zeros(count * -(-size // count), dtype=torch.uint8, device=device)
         out = torch.empty_like(data)
 
         def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
-            dist.all_to_all_single(out, data, group=group)
+            wait(dist.all_to_all_single(out, data, group=group, async_op=True))
 
-        run()
-        found.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
-    slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return [float(seconds) for seconds in slowest]
+        run()  # connections are made with the first message
+        medians_s.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
+    # Who waits for an all-to-all waits for the slowest rank; and all ranks plan with the same numbers.
+    slowest = torch.tensor(medians_s, dtype=torch.float64, device=device)
+    wait(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True))
+    return slowest.tolist()
 
 
 def load_numbers(path: Path) -> dict[str, float]:
-    """What `MeasuredCosts.save` has written; nothing where it cannot be read."""
+    """Returns the numbers that `MeasuredCosts.save` has written; none where they cannot be read."""
     found: dict[str, float] = json.loads(read_kept(path) or "{}")
     return found

@@ -1,4 +1,4 @@
-"""Planning a captured pass: one rank decides, all do the same; and a report of it for whoever wants to read it.
+"""Planning of a captured pass: the first rank decides, and all do the same; with a report for the user.
 
 First all instructions are put in order, weight gradients beside all-to-alls; then ranges of instructions are split.
 What the first rank has decided is kept on disk.
@@ -6,9 +6,6 @@ What the first rank has decided is kept on disk.
 All ranks measure operators, at the same time, as they compute in a step: those of one machine share its memory, and one
 that computes while the others wait is faster. An operator counts as long as it takes on the slowest rank, for which
 all others wait at the next all-to-all.
-
-The ranks that run a graph meet at the job's store. Nothing is sent over the process groups of the graph: a rank that
-captures a graph which others do not is told so, and does not disturb what these send meanwhile.
 """
 
 from __future__ import annotations
@@ -17,22 +14,21 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import RankError
 from fusedmoe.files import cache_dir, read_kept
+from fusedmoe.graph.graph_ranks import GraphRanks, resolve
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.micro_batches import InstructionRange, KnownSplits, Pipelined, chosen_ranges, rewrite
+from fusedmoe.graph.micro_batches import KnownSplits, Pipelined, chosen_ranges
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
@@ -44,77 +40,14 @@ from fusedmoe.graph.operator_costs import (
     point_sizes,
     start_s,
 )
-from fusedmoe.graph.place_proofs import proven
+from fusedmoe.graph.own_places import OwnPlacesCheck, own_places_check
+from fusedmoe.graph.range_split import InstructionRange
+from fusedmoe.graph.rewriting import rewrite
 from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
 
-_OPERATION = "planning a captured graph"
-_CURE = (
-    "every rank must compile the same graphs in the same order: where sizes differ between ranks or change, mark these "
-    "dimensions as dynamic on all of them"
-)
-
 Show = Callable[[int, int], object]
-T = TypeVar("T")
-
-
-class GraphRanks:
-    """The ranks that run a graph together, and what they tell each other.
-
-    Args:
-        groups: the process groups of the graph's collectives, or their names.
-        timeout_s: how long a rank waits for the others.
-    Attributes:
-        ranks: of the job; `leader`: whether this rank decides.
-    """
-
-    def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
-        self.handles = [resolve(group) for group in groups]
-        members = [tuple(dist.get_process_group_ranks(handle)) for handle in self.handles]
-        together = sorted({rank for ranks in members for rank in ranks})
-        # Groups that cross each other can touch all ranks, step by step.
-        whole = any(set(ranks) == set(together) for ranks in members)
-        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
-        self._rank = dist.get_rank() if groups else 0
-        self.leader = not groups or self._rank == self.ranks[0]
-        self._timeout_s = timeout_s
-        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
-
-    def all(self, text: str) -> list[str]:
-        """What each rank brings, in the order of `ranks`."""
-        if self._board is None:
-            return [text]
-        return self._board.meet(self.ranks, text, self._timeout_s, operation=_OPERATION, cure=_CURE)
-
-    def require_same(self, what: str) -> None:
-        """Raises `RankError`, on every rank, where they do not all bring the same."""
-        digests = self.all(hashlib.sha256(what.encode()).hexdigest()[:16])
-        odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
-        if odd:
-            raise RankError(
-                f"{_OPERATION}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
-                "rank take another way through the model"
-            )
-
-    def from_first(self, decide: Callable[[], str]) -> str:
-        """What the first rank decides. An exception there ends all ranks."""
-        return self.all(self.guarded(decide) if self.leader else "")[0]
-
-    def guarded(self, run: Callable[[], T]) -> T:
-        """What `run` returns. An exception in it ends all ranks, at the next meeting."""
-        try:
-            return run()
-        except BaseException as error:
-            if self._board is not None:
-                self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
-            raise
-
-
-def resolve(group: Any) -> Any:
-    """The process group of that name; a process group is itself."""
-    find: Any = dist.distributed_c10d._resolve_process_group
-    return find(group) if isinstance(group, str) else group
 
 
 @dataclass
@@ -123,7 +56,7 @@ class Collective:
 
     Attributes:
         name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
-        beside_s: predicted, of the computation between its start and its wait; weight gradients are part of it.
+        beside_s: predicted, of the computation between its start and its wait; weight gradients are chunk of it.
         weights: of each, the names of its instructions, joined by " + ".
     """
 
@@ -179,10 +112,10 @@ class PassReport:
         for one in self.collectives:
             beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
             lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
-        for of in self.ranges:
+        for ranged in self.ranges:
             lines.append(
-                f"  {of.first} … {of.last} in {of.parts} parts: {of.split} of {of.count} instructions split, "
-                f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
+                f"  {ranged.first} … {ranged.last} in {ranged.chunks} chunks: {ranged.split} of {ranged.count} "
+                f"instructions split, {ranged.all_to_alls} all-to-alls, {_ms(ranged.whole_s)} → {_ms(ranged.seconds)}"
             )
         if self.leftover:
             lines.append(f"  beside none: {', '.join(map(_short, self.leftover))}")
@@ -200,12 +133,12 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How passes are planned; see `GraphBackend`."""
+    """Settings of plans; see `GraphBackend`."""
 
-    parts: int
+    chunks: int
     groups: int
     reach: int | None
-    own_places: bool | None
+    own_places: bool
     timeout_s: float
 
 
@@ -216,69 +149,83 @@ def planned(
     settings: PlanSettings,
     given: OperatorCosts | None,
     results: int | None = None,
-) -> PassReport:
+) -> tuple[PassReport, OwnPlacesCheck | None]:
     """Plans a pass that has all-to-alls and rewrites its graph. Collective over the ranks of the graph's groups.
+
+    Returns the report and, where tokens go through layers in chunks, the check that must run first.
 
     Args:
         gradients: results of the graph that are gradients of parameters.
         given: costs that are not to be measured.
-        results: how many of the graph's results are not for the backward pass, the first ones; None: all of them.
+        results: how many of the graph's results, the first ones, are not kept for the backward pass; None: all.
     """
     graph = module.graph
-    of = Instructions(graph)
-    all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
-    groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
+    instructions = Instructions(graph)
+    all_to_alls = [
+        instructions.nodes[start] for start in instructions.starts if is_all_to_all(instructions.nodes[start])
+    ]
+    groups = list(dict.fromkeys(group_of(instructions.nodes[start]) for start in instructions.starts))
     graph_ranks = GraphRanks(groups, settings.timeout_s)
-    graph_ranks.require_same(_structure(of))
-    sizes = _sizes(of)
+    # Ranks may have different sizes (a last batch, say), but the same collectives, or they would wait for ever.
+    graph_ranks.require_same(_structure(instructions))
+    sizes = _sizes(instructions)
+    # Where sizes differ nothing is split: a plan's chunks are those of the first rank's sizes.
     alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     path, costs, kept = None, given, ""
     if given is None:
+        # Costs depend on the machine and on how ranks share it: both are part of the files' names.
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
         points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
         costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
-        facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes, "results": results}
+        # All that the plan depends on; what is left out here would be found by a job that differs in it.
+        facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         kept = graph_ranks.from_first(lambda: read_kept(path) or "")
     assert costs is not None
     plan: dict[str, Any] = json.loads(kept or "{}")
-    bare = skeleton(of, gradients, _nothing)
+    bare = skeleton(instructions, gradients, _nothing)
     with WorkBar(f"planning the {phase} pass") as bar:
         show: Show = bar.show if graph_ranks.leader else _nothing
         if not kept:
-            seconds = _seconds_of_all(graph_ranks, of, costs, show)
-            bare = skeleton(of, gradients, seconds)
-            text = graph_ranks.from_first(lambda: json.dumps(_placed(of, bare, seconds, costs)))
+            seconds = _seconds_of_all(graph_ranks, instructions, costs, show)
+            bare = skeleton(instructions, gradients, seconds)
+            text = graph_ranks.from_first(lambda: json.dumps(_placed(instructions, bare, seconds, costs)))
             plan["beside"] = json.loads(text)
         beside = {int(start): units for start, units in plan["beside"].items()}
-        reorder(graph, of, ordered(of, bare, beside))
-        old, of = of, Instructions(graph)
+        # Weight gradients first, since ranges are made of consecutive instructions, in their final order.
+        reorder(graph, instructions, ordered(instructions, bare, beside))
+        old, instructions = instructions, Instructions(graph)
         if not kept:
             hidden_s = {
-                of.place[old.nodes[start]]: due_s
-                + sum(seconds(node) for unit in beside.get(start, ()) for node in old.of(bare.units[unit]))
+                instructions.place[old.nodes[start]]: due_s
+                + sum(seconds(node) for unit in beside.get(start, ()) for node in old.nodes_of(bare.units[unit]))
                 for start, due_s in bare.due_s.items()
             }
             decide = partial(
-                _decided, of, seconds, hidden_s, costs, settings if alike else None, phase, results, show, {}
+                _decided, instructions, seconds, hidden_s, costs, settings if alike else None, phase, show, {}
             )
+            # The first run asks for seconds of chunks that no rank has measured; the second decides, from agreed ones.
             _measure_together(graph_ranks, costs, decide)
             plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
+            # The first rank alone keeps it: it is the one that is asked when the next job starts.
             if path is not None and graph_ranks.leader:
                 assert isinstance(costs, MeasuredCosts)
                 costs.save()
                 write(path, json.dumps(plan), "what was planned")
-    report = _report(old, of, phase, plan, bare.units, beside)
-    for one in plan["ranges"]:
-        rewrite(graph, of, InstructionRange(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
+    report = _report(old, instructions, phase, plan, bare.units, beside)
+    chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
+    # Before the graph is rewritten: the check runs it as captured.
+    check = own_places_check(module, instructions, chosen, results, graph_ranks)
+    for instruction_range in chosen:
+        rewrite(graph, instructions, instruction_range)
     graph.lint()
     report.cached = bool(kept)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
-    return report
+    return report, check
 
 
 def _nothing(*_: Any) -> float:
@@ -296,15 +243,15 @@ def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callab
 
 
 def _seconds_of_all(
-    graph_ranks: GraphRanks, of: Instructions, costs: OperatorCosts, show: Show
+    graph_ranks: GraphRanks, instructions: Instructions, costs: OperatorCosts, show: Show
 ) -> Callable[[fx.Node], float]:
-    """The seconds of each instruction, the same on all ranks that captured the same. Collective."""
+    """Returns the seconds of each instruction, the same on all ranks that captured the same. Collective."""
 
     def ask() -> dict[fx.Node, float]:
         found = {}
-        for node in of.nodes:
+        for node in instructions.nodes:
             found[node] = node_s(costs, node)
-            show(len(found), len(of.nodes))
+            show(len(found), len(instructions.nodes))
         return found
 
     _measure_together(graph_ranks, costs, ask)
@@ -312,65 +259,67 @@ def _seconds_of_all(
 
 
 def _placed(
-    of: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
+    instructions: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
 ) -> dict[int, list[int]]:
-    """The weight gradients beside each all-to-all."""
-    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
+    """Returns the weight gradients beside each all-to-all."""
+    starts, gaps = gaps_of(instructions, bare, lambda node: start_s(costs, node))
     beside: dict[int, list[int]] = {start: [] for start in starts}
-    for unit, number in enumerate(place(gaps, [sum(map(seconds, of.of(unit))) for unit in bare.units])):
+    for unit, number in enumerate(place(gaps, [sum(map(seconds, instructions.nodes_of(unit))) for unit in bare.units])):
         if number is not None:
             beside[starts[number]].append(unit)
     return beside
 
 
 def _decided(
-    of: Instructions,
+    instructions: Instructions,
     seconds: Callable[[fx.Node], float],
     hidden_s: Mapping[int, float],
     costs: OperatorCosts,
     split: PlanSettings | None,
     phase: str,
-    results: int | None,
     show: Show,
     known: KnownSplits,
 ) -> dict[str, Any]:
-    """The ranges of a pass in order, and what all takes, as what JSON can hold.
+    """Returns the ranges of a pass in order, and its seconds, as JSON can hold them.
 
     `hidden_s`: of each collective, the seconds of what runs beside it. `split`: how ranges are split; None: not at all.
-    `results`: as for `proven`. `known`: as for `chosen_ranges`.
+    `known`: as for `chosen_ranges`.
     """
     ranges = []
-    if split is not None and split.parts > 1:
-        rows = proven(of.nodes[0].graph, results) if split.own_places is None else split.own_places
+    if split is not None and split.chunks > 1:
         ranges = chosen_ranges(
-            of,
+            instructions,
             seconds,
             lambda start: hidden_s.get(start, 0.0),
             costs,
-            split.parts,
+            split.chunks,
             split.groups,
             split.reach,
             show,
-            rows if phase != "backward" else False,
+            split.own_places and phase != "backward",
             known,
         )
     collectives = {}
-    for start in of.starts:
-        if is_all_to_all(of.nodes[start]):
+    # All-to-alls within ranges are hidden by their chunks, and not by what stands beside them.
+    for start in instructions.starts:
+        if is_all_to_all(instructions.nodes[start]):
             within = any(one.start <= start < one.stop for one, _ in ranges)
-            collectives[start] = (start_s(costs, of.nodes[start]), 0.0 if within else hidden_s.get(start, 0.0))
+            collectives[start] = (
+                start_s(costs, instructions.nodes[start]),
+                0.0 if within else hidden_s.get(start, 0.0),
+            )
     pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
     seconds_s = sum(what.seconds for _, what in ranges)
-    split_up = {of.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
-    seconds_s += sum(seconds(node) for node in of.nodes if node not in split_up)
+    split_up = {instructions.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
+    seconds_s += sum(seconds(node) for node in instructions.nodes if node not in split_up)
     for start, (taken_s, beside_s) in collectives.items():
-        seconds_s += max(0.0, taken_s - beside_s) if of.nodes[start] not in split_up else 0.0
+        seconds_s += max(0.0, taken_s - beside_s) if instructions.nodes[start] not in split_up else 0.0
     return {"collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
 
 
 def _report(
     old: Instructions,
-    of: Instructions,
+    instructions: Instructions,
     phase: str,
     plan: dict[str, Any],
     units: list[int],
@@ -379,12 +328,12 @@ def _report(
     """`old`: the instructions before they were put in order, as `units` and `beside` count them."""
 
     def names(numbers: Collection[int]) -> tuple[str, ...]:
-        units_of = ([node.name for node in old.of(units[number]) if computes(node)] for number in numbers)
+        units_of = ([node.name for node in old.nodes_of(units[number]) if computes(node)] for number in numbers)
         return tuple(" + ".join(found) for found in units_of)
 
-    report = PassReport(phase, len(of.nodes), seconds=plan["seconds"])
+    report = PassReport(phase, len(instructions.nodes), seconds=plan["seconds"])
     for text, (seconds, beside_s) in plan["collectives"].items():
-        node = of.nodes[int(text)]
+        node = instructions.nodes[int(text)]
         weights = names(beside.get(old.place[node], ()))
         report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
     report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
@@ -394,23 +343,23 @@ def _report(
 
 
 def _called(node: fx.Node) -> object:
-    """What a node calls, the same text in every process: functions of Python would show where they lie."""
+    """Returns a name of what a node calls, the same in every process: functions of Python would show their address."""
     return node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
 
 
-def _structure(of: Instructions) -> str:
-    """The graph without its sizes and groups, the same on ranks that go the same way through a model."""
+def _structure(instructions: Instructions) -> str:
+    """Returns the graph without its sizes and groups: the same on ranks that take the same way through a model."""
     lines = []
-    for index, node in enumerate(of.nodes):
-        needs = [str(of.place[one]) if one in of.place else "input" for one in node.all_input_nodes]
+    for index, node in enumerate(instructions.nodes):
+        needs = [str(instructions.place[one]) if one in instructions.place else "input" for one in node.all_input_nodes]
         lines.append(f"{index} {_called(node)} {' '.join(needs)}")
     return "\n".join(lines)
 
 
-def _sizes(of: Instructions) -> str:
-    """The graph with its sizes and without its groups."""
+def _sizes(instructions: Instructions) -> str:
+    """Returns the graph with its sizes and without its groups."""
     lines = []
-    for index, node in enumerate(of.nodes):
+    for index, node in enumerate(instructions.nodes):
         group = group_of(node) if is_start(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
         lines.append(f"{index} {_called(node)} {' '.join(args)} {node.meta.get('val')}")
@@ -420,7 +369,7 @@ def _sizes(of: Instructions) -> str:
 def _points(
     graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device, facts: dict[str, Any], hosts: int
 ) -> Points:
-    """Of the first all-to-all's group: as the first rank knows them, or measured by all ranks. Collective."""
+    """Returns points of the first all-to-all's group, as the first rank has kept them or as all measure. Collective."""
     handle = resolve(group_of(all_to_alls[0]))
     sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": hosts}
@@ -429,7 +378,7 @@ def _points(
     missing = [size for size in sizes if str(size) not in known]
     if missing:
         with as_at_run_time():
-            found = measure_points(handle, device, missing)
+            found = measure_points(handle, device, missing, graph_ranks.wait)
         known |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.leader:
             write(path, json.dumps(known), "what all-to-alls take")

@@ -1,8 +1,8 @@
-"""How a range of instructions is split: which axis each of its tensors is split along (Lancet §5.2).
+"""The split of a range of instructions: the axis along which each of its tensors is in chunks (Lancet §5.2).
 
 That is a constraint problem for OR-Tools CP-SAT. Every instruction of a range is split in one way, or runs as a whole,
-before all that is split or after it. One tensor has one axis, or its parts are rows. What is split takes parts of what
-ran before, or parts along the same axis of what is split; what it needs whole has run before. All all-to-alls are
+before all that is split or after it. One tensor has one axis, or its chunks are rows. What is split takes chunks of
+what ran before, or chunks along the same axis of what is split; what it needs whole has run before. All all-to-alls are
 split; besides these as much computation as possible, by its seconds.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
-from fusedmoe.graph.instructions import is_all_to_all, is_start, is_wait
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_start, is_wait
 from fusedmoe.schedule.policies.lancet_plans import solved
 
 # Of the solver's work (`fusedmoe.schedule.lancet`).
@@ -25,11 +25,39 @@ _TICKS, _SCATTERED = 10_000, 256
 
 
 class RangeSplit(NamedTuple):
-    """How a range is split: what runs before, what in parts, what after; the way of each that is in parts."""
+    """The split of a range: what runs before, what in chunks and in which way, what after."""
 
     before: tuple[fx.Node, ...]
     split: dict[fx.Node, OperatorSplit]
     after: tuple[fx.Node, ...]
+
+
+class InstructionRange(NamedTuple):
+    """Instructions `start` to `stop` (without it) in so many chunks.
+
+    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
+    `before`: the places of those that run before.
+    """
+
+    start: int
+    stop: int
+    chunks: int
+    axes: tuple[tuple[int, Sequence[Any], bool], ...]
+    before: tuple[int, ...]
+
+    def split(self, instructions: Instructions) -> RangeSplit:
+        """Returns the split of the instructions, as they stand in the graph now."""
+        nodes = instructions.nodes[self.start : self.stop]
+        ways = {}
+        for place, fields, crosses in self.axes:
+            first, second = fields
+            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
+            way = way_of(nodes[place], axis, crosses, chunks=self.chunks)
+            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
+            ways[nodes[place]] = way
+        early = tuple(nodes[place] for place in self.before)
+        taken = {*ways, *early}
+        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
 class SplitKey(NamedTuple):
@@ -39,8 +67,6 @@ class SplitKey(NamedTuple):
     crosses: bool
 
 
-#: Whether tokens may go in parts through products that put them into places and read them back; or through which.
-Crossings = bool | frozenset[fx.Node]
 Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
@@ -51,82 +77,82 @@ class KnownWays:
         self._of: dict[Any, OperatorSplit | None] = {}
         self._from: dict[Any, list[OperatorSplit]] = {}
 
-    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, parts: int) -> OperatorSplit | None:
-        key = (node, axis, crosses, parts)
+    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, chunks: int) -> OperatorSplit | None:
+        key = (node, axis, crosses, chunks)
         if key not in self._of:
-            self._of[key] = way_of(node, axis, crosses, parts=parts)
+            self._of[key] = way_of(node, axis, crosses, chunks=chunks)
         return self._of[key]
 
     def outputs_from(
-        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool
+        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool
     ) -> list[OperatorSplit]:
-        key = (node, given, axis, parts, rows)
+        key = (node, given, axis, chunks, rows)
         if key not in self._from:
-            self._from[key] = outputs_from(node, given, axis, parts, rows)
+            self._from[key] = outputs_from(node, given, axis, chunks, rows)
         return self._from[key]
 
 
-def ways_in(nodes: Sequence[fx.Node], parts: int, rows: Crossings, known: KnownWays) -> Ways:
-    """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
-    inside, by_rows = set(nodes), bool(rows)
+def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
+    """Returns all ways to split each instruction that lead to or from a split all-to-all. `rows`: also by rows."""
+    inside = set(nodes)
     ways: Ways = {}
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
     def note(node: fx.Node, way: OperatorSplit | None) -> None:
         if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
             return
-        if way.crosses and not isinstance(rows, bool) and node not in rows:
-            return
         # Rows are cut off nothing: what has them is of the range.
-        if all(one in inside for one, wanted in way.inputs.items() if isinstance(wanted, Rows)):
+        if all(source in inside for source, wanted in way.inputs.items() if isinstance(wanted, Rows)):
             ways[node][key] = way
             ends.append((node, way))
 
     for node in nodes:
         if is_all_to_all(node):
-            for axis in first_axes(node, parts, by_rows):
-                note(node, known.way_of(node, axis, False, parts))
+            for axis in first_axes(node, chunks, rows):
+                note(node, known.way_of(node, axis, False, chunks))
+    # From the all-to-alls outwards: a way that leads to none of them is of no use.
     while ends:
         node, way = ends.pop()
-        for one, wanted in way.inputs.items():
+        for source, wanted in way.inputs.items():
             if wanted is not None:
-                for crosses in (False, True)[: 1 + by_rows]:
-                    note(one, known.way_of(one, wanted, crosses, parts))
+                for crosses in (False, True)[: 1 + rows]:
+                    note(source, known.way_of(source, wanted, crosses, chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, known.way_of(user, way.axis, False, parts))
+                note(user, known.way_of(user, way.axis, False, chunks))
             elif user in inside:
-                for found in known.outputs_from(user, node, way.axis, parts, by_rows):
+                for found in known.outputs_from(user, node, way.axis, chunks, rows):
                     note(user, found)
     return ways
 
 
 def infer(
     nodes: Sequence[fx.Node],
-    parts: int,
+    chunks: int,
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
-    rows: Crossings = False,
+    rows: bool = False,
     known: KnownWays | None = None,
 ) -> RangeSplit | None:
-    """How to split a range into so many parts; None where some all-to-all of it cannot be split.
+    """Returns the split of a range into so many chunks; None where some all-to-all of it cannot be split.
 
     Args:
         ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
-        rows: whether parts may be rows; or the products at which they may begin and end.
+        rows: whether chunks may be rows.
         known: ways that other ranges of the graph have been split in, and from now on those of this one.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    ways = ways_in(nodes, parts, rows, known or KnownWays())
+    ways = ways_in(nodes, chunks, rows, known or KnownWays())
     if not all(node in ways for node in nodes if is_all_to_all(node)):
         return None
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ConfigError(
-            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend parts=1"
+            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
         ) from None
+    # One boolean for each instruction and way; early and late for those that run as a whole.
     model = cp_model.CpModel()
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
@@ -139,28 +165,28 @@ def infer(
     def along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
         return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
 
-    def follows(node: fx.Node, one: fx.Node) -> None:
-        model.add_implication(early[node], early[one])
-        model.add_implication(late[one], late[node])
+    def follows(node: fx.Node, source: fx.Node) -> None:
+        model.add_implication(early[node], early[source])
+        model.add_implication(late[source], late[node])
 
     for node in nodes:
         model.add_exactly_one(early[node], late[node], *split(node))
-        if is_all_to_all(node):
+        if is_all_to_all(node):  # a range that leaves one whole hides nothing of it
             model.add_bool_or(split(node))
-        for one in node.all_input_nodes:
-            if one not in inside:
+        for source in node.all_input_nodes:
+            if source not in inside:
                 continue
-            follows(node, one)
+            follows(node, source)
             for key, way in ways.get(node, {}).items():
-                wanted = way.inputs[one]
-                allowed = [] if wanted is None else along(one, wanted)
-                # Parts are cut off tensors only, not off several at a time, and along axes only.
-                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[one]]
+                wanted = way.inputs[source]
+                allowed = [] if wanted is None else along(source, wanted)
+                # Chunks are cut off tensors only, not off several at a time, and along axes only.
+                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[source]]
                 model.add_bool_or([chosen[node, key].negated(), *allowed, *whole])
             # Several results are put together one by one, and rows on the wire not at all.
             if node.target is operator.getitem or is_wait(node):
-                for key in ways.get(one, ()):
-                    model.add_bool_or([chosen[one, key].negated(), *along(node, key.axis)])
+                for key in ways.get(source, ()):
+                    model.add_bool_or([chosen[source, key].negated(), *along(node, key.axis)])
     # Rows that set out come back: whoever gives them has somebody who takes them.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
@@ -175,20 +201,20 @@ def infer(
         follows(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    # Of ways that split the same, the one whose parts are consecutive: others cost copies, and rows most.
+    # Of ways that split the same, the one whose chunks are consecutive: others cost copies, and rows most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
-    model.maximize(sum((worth[node] - _copies(key.axis)) * one for (node, key), one in chosen.items()))
+    model.maximize(sum((worth[node] - _copies(key.axis)) * source for (node, key), source in chosen.items()))
     solver = solved(model, _LIMIT)
     if solver is None:
         return None
     taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
-    # What needs no part may run beside what does, and so fill the time in which rows are on the wire.
+    # What needs no chunk may run beside what does, and so fill the time in which rows are on the wire.
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in ordered:
         before[nodes[second]].append(nodes[first])
     behind: set[fx.Node] = set()
     for node in nodes:
-        needs = any(one in taken or one in behind for one in before[node])
+        needs = any(source in taken or source in behind for source in before[node])
         if node not in taken and solver.value(late[node]) and (needs or is_start(node) or is_wait(node)):
             behind.add(node)
     return RangeSplit(

@@ -25,7 +25,7 @@ class Skeleton:
     """The order of a pass without its weight gradients.
 
     Attributes:
-        units: the weight gradients: sets of instructions that go together, since none but them lie between them.
+        units: the weight gradients, as sets of instructions that run together: no other instruction lies between them.
         rest: weight gradients in no unit, and what depends on their collectives; they come last.
         order: all other instructions. A negative number −1 − i stands before the first wait for collective `starts[i]`.
         due_s: for each start, seconds of what runs beside it in any case.
@@ -39,112 +39,124 @@ class Skeleton:
     reached: dict[int, int] = field(default_factory=dict)
 
 
-def units_of(of: Instructions, gradients: Collection[fx.Node]) -> list[int]:
-    """The weight gradients in units: what belongs together and waits for the same all-to-alls.
+def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list[int]:
+    """Returns the weight gradients in units: instructions that depend on each other and on the same all-to-alls.
 
     A unit's instructions need nothing between them that is not of the unit, and none of them has a path to or from an
     all-to-all that another one has not.
     """
-    free = of.weight_gradients(gradients)
-    collectives = sum(1 << start for start in of.starts if is_all_to_all(of.nodes[start]))
+    free = instructions.weight_gradients(gradients)
+    collectives = sum(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
     seen: dict[int, int] = {}
     units = []
     for first in bits(free):
         if first in seen:
             continue
-        behind = of.ancestors[first] & collectives
+        # All of a unit waits for the same all-to-alls, so that one place in the order suits all of it.
+        behind = instructions.ancestors[first] & collectives
         unit, ends = 0, [first]
         while ends:
             index = ends.pop()
-            if index in seen or not free >> index & 1 or of.ancestors[index] & collectives != behind:
+            if index in seen or not free >> index & 1 or instructions.ancestors[index] & collectives != behind:
                 continue
             seen[index] = first
             unit |= 1 << index
-            near = [*of.nodes[index].all_input_nodes, *of.nodes[index].users]
-            ends += [of.place[node] for node in near if node in of.place]
-        if any(computes(node) for node in of.of(unit)):
+            near = [*instructions.nodes[index].all_input_nodes, *instructions.nodes[index].users]
+            ends += [instructions.place[node] for node in near if node in instructions.place]
+        # Views alone hide nothing: they run where they are needed.
+        if any(computes(node) for node in instructions.nodes_of(unit)):
             units.append(unit)
     return units
 
 
-def skeleton(of: Instructions, gradients: Collection[fx.Node], seconds: Callable[[fx.Node], float]) -> Skeleton:
-    """The order without weight gradients: collectives as early as they can start, waits as late as they can be."""
-    units = units_of(of, gradients)
+def skeleton(
+    instructions: Instructions, gradients: Collection[fx.Node], seconds: Callable[[fx.Node], float]
+) -> Skeleton:
+    """Returns the order without weight gradients: collectives start as early, and end as late, as can be."""
+    units = units_of(instructions, gradients)
     inside = 0
     for unit in units:
         inside |= unit
     # What comes behind a weight gradient and is none itself, for instance its all-reduce.
     behind = 0
     for index in bits(inside):
-        behind |= of.descendants[index]
-    found = Skeleton(units, behind & ~inside)
-    later = inside | found.rest
+        behind |= instructions.descendants[index]
+    bare = Skeleton(units, behind & ~inside)
+    later = inside | bare.rest
     done = 0
     pending: list[int] = []
-    number = {start: place for place, start in enumerate(of.starts)}
+    number = {start: place for place, start in enumerate(instructions.starts)}
 
     def run(indices: int) -> None:
         nonlocal done
         for index in bits(indices & ~done):
-            found.order.append(index)
+            bare.order.append(index)
             done |= 1 << index
-            if pending and computes(of.nodes[index]):
-                found.due_s[pending[0]] += seconds(of.nodes[index])
+            # Collectives of a link run one after the other: what is computed now hides the first of them.
+            if pending and computes(instructions.nodes[index]):
+                bare.due_s[pending[0]] += seconds(instructions.nodes[index])
 
     def behind_pending() -> int:
         blocked = 0
         for start in pending:
-            for wait in bits(of.waits[start]):
-                blocked |= of.descendants[wait] | 1 << wait
+            for wait in bits(instructions.waits[start]):
+                blocked |= instructions.descendants[wait] | 1 << wait
         return blocked
 
     def run_late(indices: int) -> None:
         """Runs these instructions, each wait after all that does not need it."""
         while True:
             run(indices & ~behind_pending())
-            wanted = [start for start in pending if of.waits[start] & indices & ~done]
+            # A wait ends the time in which its collective is hidden: the oldest that is needed is waited for first.
+            wanted = [start for start in pending if instructions.waits[start] & indices & ~done]
             if not wanted:
                 break
-            found.order.append(-1 - number[wanted[0]])
-            found.reached[wanted[0]] = done
+            bare.order.append(-1 - number[wanted[0]])
+            bare.reached[wanted[0]] = done
             pending.remove(wanted[0])
-            run(of.waits[wanted[0]] & indices)
+            run(instructions.waits[wanted[0]] & indices)
 
-    for start in of.starts:
+    for start in instructions.starts:
         if later >> start & 1:
             continue
-        run_late(of.ancestors[start] & ~later & ~done)
+        # Only what this collective needs: all else can still hide it.
+        run_late(instructions.ancestors[start] & ~later & ~done)
         run(1 << start)
-        if of.waits[start]:
+        if instructions.waits[start]:
             pending.append(start)
-            found.due_s[start] = 0.0
+            bare.due_s[start] = 0.0
         # What would have run by now in the order as captured, and need not wait.
         run(((1 << start) - 1) & ~later & ~done & ~behind_pending())
-    run_late(((1 << len(of.nodes)) - 1) & ~later & ~done)
-    return found
+    run_late(((1 << len(instructions.nodes)) - 1) & ~later & ~done)
+    return bare
 
 
-def gaps_of(of: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]) -> tuple[list[int], list[Gap]]:
-    """The all-to-alls of a pass with something to wait for, and what of each is left to hide."""
-    collectives = sum(1 << start for start in of.starts)
-    for waits in of.waits.values():
+def gaps_of(
+    instructions: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]
+) -> tuple[list[int], list[Gap]]:
+    """Returns the all-to-alls that are waited for, and of each the seconds that nothing hides yet, with its units."""
+    collectives = sum(1 << start for start in instructions.starts)
+    for waits in instructions.waits.values():
         collectives |= waits
-    starts = [start for start in of.starts if start in bare.reached and is_all_to_all(of.nodes[start])]
+    starts = [
+        start for start in instructions.starts if start in bare.reached and is_all_to_all(instructions.nodes[start])
+    ]
     gaps = []
     for start in starts:
-        beside, late = of.beside(start), collectives & ~bare.reached[start]
+        beside, late = instructions.beside(start), collectives & ~bare.reached[start]
         allowed = frozenset(
             number
             for number, unit in enumerate(bare.units)
             # No path either way, and no other collective is needed that has not ended by then.
-            if not unit & of.computing & ~beside and not any(of.ancestors[index] & late for index in bits(unit))
+            if not unit & instructions.computing & ~beside
+            and not any(instructions.ancestors[index] & late for index in bits(unit))
         )
-        gaps.append(Gap(max(0.0, comm_s(of.nodes[start]) - bare.due_s[start]), allowed))
+        gaps.append(Gap(max(0.0, comm_s(instructions.nodes[start]) - bare.due_s[start]), allowed))
     return starts, gaps
 
 
 def place(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
-    """The all-to-all beside which each unit goes, leftovers too; exact where choices are few and OR-Tools is there."""
+    """Returns the all-to-all beside which each unit runs, leftovers too; exact where choices are few, with OR-Tools."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
         with suppress(ConfigError):  # without OR-Tools the greedy placement stands
@@ -152,53 +164,58 @@ def place(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
     return with_leftovers(placed, gaps)
 
 
-def ordered(of: Instructions, bare: Skeleton, beside: dict[int, list[int]]) -> list[int]:
-    """The whole order. `beside`: for each start the units beside it; others come last."""
+def ordered(instructions: Instructions, bare: Skeleton, beside: dict[int, list[int]]) -> list[int]:
+    """Returns the whole order. `beside`: for each start the units beside it; the others come last."""
     done, order = 0, []
 
     def run(index: int) -> None:
         nonlocal done
-        for one in bits((of.ancestors[index] | 1 << index) & ~done):
-            order.append(one)
-            done |= 1 << one
+        for needed in bits((instructions.ancestors[index] | 1 << index) & ~done):
+            order.append(needed)
+            done |= 1 << needed
 
     def start_ready() -> None:
         """Collectives of gradients start as soon as these are there."""
         for index in bits(bare.rest & ~done):
-            needed = of.ancestors[index] & ~done
+            needed = instructions.ancestors[index] & ~done
             # Not one that needs what has not run yet, nor one that has to wait.
-            if is_start(of.nodes[index]) and not needed & ~bare.rest and not any(map(is_wait, of.of(needed))):
+            if (
+                is_start(instructions.nodes[index])
+                and not needed & ~bare.rest
+                and not any(map(is_wait, instructions.nodes_of(needed)))
+            ):
                 run(index)
 
     for index in bare.order:
         if index >= 0:
             run(index)
             continue
-        for unit in sorted(beside.get(of.starts[-1 - index], ()), key=lambda one: bare.units[one]):
-            for one in bits(bare.units[unit]):
-                run(one)
+        for unit in sorted(beside.get(instructions.starts[-1 - index], ()), key=bare.units.__getitem__):
+            for needed in bits(bare.units[unit]):
+                run(needed)
         start_ready()
+    # Units beside no all-to-all hold nothing up at the end.
     left = 0
     for unit in bare.units:
         left |= unit
     for index in bits(left & ~done):
         run(index)
     start_ready()
-    for index in range(len(of.nodes)):
+    for index in range(len(instructions.nodes)):
         run(index)
     return order
 
 
-def reorder(graph: fx.Graph, of: Instructions, order: Sequence[int]) -> None:
+def reorder(graph: fx.Graph, instructions: Instructions, order: Sequence[int]) -> None:
     """Puts the nodes of a graph into an order.
 
     Raises `ConfigError` for one in which an instruction stands before one that it waits for.
     """
     done = 0
     for index in order:
-        if of.ancestors[index] & ~done:
-            late = of.of(of.ancestors[index] & ~done)[0]
-            raise ConfigError(f"graph: {of.nodes[index].name} stands before {late.name}, for which it waits")
+        if instructions.ancestors[index] & ~done:
+            node, late = instructions.nodes[index], instructions.nodes_of(instructions.ancestors[index] & ~done)[0]
+            raise ConfigError(f"graph: {node.name} stands before {late.name}, for which it waits")
         done |= 1 << index
     last = None
     for node in graph.nodes:
@@ -206,7 +223,7 @@ def reorder(graph: fx.Graph, of: Instructions, order: Sequence[int]) -> None:
             break
         last = node
     for index in order:
-        node = of.nodes[index]
+        node = instructions.nodes[index]
         if last is None:
             graph._root.append(node)
         else:

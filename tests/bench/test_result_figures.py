@@ -99,7 +99,7 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, label in (
         ("off", "none"),
         ("captured", "`aot_eager`, captured and nothing else"),
-        ("parts=1", "`GraphBackend(parts=1)`, weight gradients beside all-to-alls"),
+        ("chunks=1", "`GraphBackend(chunks=1)`, weight gradients beside all-to-alls"),
         ("own_places=False", "`GraphBackend(own_places=False)`"),
         ("own_places=True", "`GraphBackend(own_places=True)`"),
     ):

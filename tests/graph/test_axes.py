@@ -1,4 +1,4 @@
-"""The table of axes, operator by operator; which axes a range gets; ranges rewritten in parts."""
+"""The table of axes, operator by operator; which axes a range gets; ranges rewritten in chunks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
-from fusedmoe.graph.micro_batches import (
-    InstructionRange,
-    chosen_ranges,
-    grouped,
-    in_order,
-    rewrite,
-    stage_plan,
-)
-from fusedmoe.graph.range_split import RangeSplit, infer
-from fusedmoe.graph.splitting import cut, join, run_part
+from fusedmoe.graph.micro_batches import chosen_ranges, grouped, in_order, stage_plan
+from fusedmoe.graph.range_split import InstructionRange, RangeSplit, infer
+from fusedmoe.graph.rewriting import cut, join, rewrite, run_chunk
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
@@ -44,7 +37,7 @@ def indices(high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape)
 
 
-#: Operators with inputs, and the dimensions of the result along which each can be in two parts.
+#: Operators with inputs, and the dimensions of the result along which each can be in two chunks.
 CASES: dict[str, tuple[Callable[..., Any], list[Tensor], set[int]]] = {
     "add, broadcast": (lambda a, b: a + b, [floats(4, 1, 6), floats(8, 6)], {0, 1, 2}),
     "where": (lambda a, b: torch.where(a > 0, a, b), [floats(4, 6), floats(6)], {0, 1}),
@@ -104,8 +97,8 @@ def values_of(module: fx.GraphModule, inputs: list[Tensor]) -> dict[fx.Node, Any
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_the_whole(name: str) -> None:
-    """Each way to split each operator: parts of the inputs give parts of the result, in two and in three."""
+def test_chunks_give_the_whole(name: str) -> None:
+    """Each way to split each operator: chunks of the inputs give chunks of the result, in two and in three."""
     function, inputs, dims = CASES[name]
     module = make_fx(function, tracing_mode="fake")(*inputs)
     values = values_of(module, inputs)
@@ -116,29 +109,29 @@ def test_parts_give_the_whole(name: str) -> None:
         for node in reversed(nodes)
         if not any(word in node.name for word in ("getitem", "wait")) and "detach" not in node.name
     )
-    for parts in (2, 3):
+    for chunks in (2, 3):
         for node in nodes:
             shape = shape_of(node)
             for axis in every_axis(shape or ()):
-                way = way_of(node, axis, parts=parts)
+                way = way_of(node, axis, chunks=chunks)
                 if way is None:
                     continue
-                pieces = []
-                for part in range(parts):
+                computed = []
+                for chunk in range(chunks):
 
-                    def value(one: fx.Node, wanted: Axis | None, part: int = part, parts: int = parts) -> Any:
+                    def value(one: fx.Node, wanted: Axis | None, chunk: int = chunk, chunks: int = chunks) -> Any:
                         if wanted is None or isinstance(values[one], (tuple, list)):
                             return values[one]
-                        return cut(called, values[one], values[one].shape, wanted, part, parts)
+                        return cut(called, values[one], values[one].shape, wanted, chunk, chunks)
 
                     if isinstance(values[node.all_input_nodes[0]], (tuple, list)):
                         continue  # one of several results: nothing is cut off them at once
-                    pieces.append(run_part(called, node, way, parts, value, pieces[-1] if pieces else None))
-                if not pieces:
+                    computed.append(run_chunk(called, node, way, chunks, value, computed[-1] if computed else None))
+                if not computed:
                     continue
-                if parts == 2 and node is main:
+                if chunks == 2 and node is main:
                     found.add(axis.dim)
-                flat = [piece if isinstance(piece, (tuple, list)) else (piece,) for piece in pieces]
+                flat = [chunk if isinstance(chunk, (tuple, list)) else (chunk,) for chunk in computed]
                 whole = values[node] if isinstance(values[node], (tuple, list)) else (values[node],)
                 for column, right in zip(zip(*flat, strict=True), whole, strict=True):
                     joined = join(called, list(column), right, axis)
@@ -158,7 +151,7 @@ def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def test_where_elements_lie_after_a_reshape() -> None:
-    # Capacity (6, in three parts) inside ranks × capacity, and of tokens (2 × 6) along the first.
+    # Capacity (6, in three chunks) inside ranks × capacity, and of tokens (2 × 6) along the first.
     assert relocate((4, 2, 6, 5), Axis(2), (4, 12, 5), 3) == Axis(1, 2)
     assert relocate((4, 12, 5), Axis(1, 2), (4, 2, 6, 5), 3) == Axis(2)
     assert relocate((12, 5), Axis(0), (2, 6, 5), 2) == Axis(0)
@@ -192,7 +185,7 @@ def test_axes_of_experts_between_all_to_alls() -> None:
     assert not split.before
     products = [way for node, way in split.split.items() if node.target is aten.bmm.default]
     assert [way.axis for way in products] == [Axis(1, 2)] * 2
-    assert infer(of.nodes, 4, lambda node: 1.0) is None  # 6 rows in 4 equal parts
+    assert infer(of.nodes, 4, lambda node: 1.0) is None  # 6 rows in 4 equal chunks
 
 
 def test_what_cannot_be_split_ends_the_range() -> None:
@@ -208,20 +201,20 @@ def test_what_cannot_be_split_ends_the_range() -> None:
     assert last is not None and of.nodes[place] in last.before
 
 
-def as_range(of: Instructions, split: RangeSplit, parts: int) -> InstructionRange:
+def as_range(of: Instructions, split: RangeSplit, chunks: int) -> InstructionRange:
     """All instructions, split so."""
     axes = tuple((of.place[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
-    return InstructionRange(0, len(of.nodes), parts, axes, tuple(of.place[node] for node in split.before))
+    return InstructionRange(0, len(of.nodes), chunks, axes, tuple(of.place[node] for node in split.before))
 
 
-@pytest.mark.parametrize("parts", [2, 3, 6])
-def test_a_range_in_parts_gives_the_same(parts: int) -> None:
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+def test_a_range_in_chunks_gives_the_same(chunks: int) -> None:
     module, inputs = an_example(lambda h: h)
     right = module(*inputs)
     of = Instructions(module.graph)
-    split = infer(of.nodes, parts, lambda node: 1.0)
+    split = infer(of.nodes, chunks, lambda node: 1.0)
     assert split is not None
-    rewrite(module.graph, of, as_range(of, split, parts))
+    rewrite(module.graph, of, as_range(of, split, chunks))
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(*inputs), right, rtol=1e-12, atol=1e-12)
@@ -229,14 +222,14 @@ def test_a_range_in_parts_gives_the_same(parts: int) -> None:
     starts = [place for place, target in enumerate(targets) if "all_to_all" in target]
     waits = [place for place, target in enumerate(targets) if "wait_tensor" in target]
     products = [place for place, target in enumerate(targets) if target == "aten.bmm.default"]
-    assert len(starts) == len(waits) == len(products) == 2 * parts
-    # All rows are on the wire before the first is waited for; each part goes back before the next one is computed.
-    assert starts[parts - 1] < waits[0] < products[0] < starts[parts] < waits[1]
+    assert len(starts) == len(waits) == len(products) == 2 * chunks
+    # All rows are on the wire before the first is waited for; each chunk goes back before the next one is computed.
+    assert starts[chunks - 1] < waits[0] < products[0] < starts[chunks] < waits[1]
 
 
 def test_what_reads_memory_before_it_changes_still_does() -> None:
     def with_a_state(state: Tensor, *of: Tensor) -> Tensor:
-        before = torch.linalg.inv_ex(state)[0]  # for which nothing in parts waits
+        before = torch.linalg.inv_ex(state)[0]  # for which nothing in chunks waits
         state.mul_(2)
         return experts(*of, lambda h: h).sum() + (before * state).sum()
 
@@ -262,11 +255,11 @@ def test_the_programme_splits_what_is_worth_it() -> None:
         shown: list[tuple[int, int]] = []
         ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda *step: shown.append(step))
         assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
-        return [one.parts for one, _ in ranges]
+        return [one.chunks for one, _ in ranges]
 
     assert found(work) == [2]
     assert found(work, most=1) == []
-    assert found(Steady(number_s=1e-6, byte_s=0.0, start_s=1.0)) == []  # each piece takes as long as the whole
+    assert found(Steady(number_s=1e-6, byte_s=0.0, start_s=1.0)) == []  # each chunk takes as long as the whole
 
 
 def test_groups_hold_together() -> None:
@@ -282,7 +275,7 @@ def test_groups_hold_together() -> None:
 
 
 def test_stages_by_hand() -> None:
-    """Two parts: 1 s, 2 s on the wire, 1 s. The second part's rows wait for the wire: 1 + 2 + 2 + 1."""
+    """Two chunks: 1 s, 2 s on the wire, 1 s. The second chunk's rows wait for the wire: 1 + 2 + 2 + 1."""
     plan, seconds = stage_plan({0: 1.0, 1: 1.0}, {0: 2.0}, 0.0, 2)
     assert makespan(plan, Durations(seconds)) == 6.0
     # What waits for nothing runs meanwhile.
@@ -293,5 +286,5 @@ def test_stages_by_hand() -> None:
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     module, _ = an_example(lambda h: h)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fusedmoe\[plan\]', or give the backend parts=1"):
+    with pytest.raises(ConfigError, match=r"pip install 'fusedmoe\[plan\]', or give the backend chunks=1"):
         infer(Instructions(module.graph).nodes, 2, lambda node: 1.0)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend, PassReport, operator_costs
-from fusedmoe.graph.irregular import IrregularAllToAlls
-from fusedmoe.graph.planning import GraphRanks
+from fusedmoe.graph.chunk_rows import IrregularAllToAlls
+from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.runtime.cache import CACHE, write
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, train
@@ -39,39 +40,39 @@ def largest_difference(ours: list[dict[str, Tensor]], theirs: list[dict[str, Ten
     return max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
 
 
-def compiled_and_eager(rank: int, world: int, k: int, parts: int, blocks: int) -> tuple[float, list[PassReport]]:
+def compiled_and_eager(rank: int, world: int, k: int, chunks: int, blocks: int) -> tuple[float, list[PassReport]]:
     """The largest difference of any loss, gradient or parameter over 5 steps, and the reports."""
     torch._dynamo.reset()
     model = Model(k, blocks).double()
     plain = copy.deepcopy(model)
-    backend = GraphBackend(costs=Steady(), parts=parts, groups=1)
+    backend = GraphBackend(costs=Steady(), chunks=chunks, groups=1)
     ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
     return largest_difference(ours, train(plain, plain, rank)), backend.reports
 
 
 @pytest.mark.parametrize(
-    ("world_size", "k", "parts", "blocks"),
+    ("world_size", "k", "chunks", "blocks"),
     [
         (2, 1, 4, 1),
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 4, 2), (2, 1, 4, 2), (4, 2, 2, 1))),
     ],
 )
-def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, blocks: int) -> None:
-    found = cluster.run(world_size, compiled_and_eager, k, parts, blocks)
+def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int) -> None:
+    found = cluster.run(world_size, compiled_and_eager, k, chunks, blocks)
     for worst, (forward, backward) in found:
         assert worst < 1e-10
-        assert [one.parts for one in forward.ranges] == [parts] * blocks
-        assert {one.parts for one in backward.ranges} == {parts}
+        assert [one.chunks for one in forward.ranges] == [chunks] * blocks
+        assert {one.chunks for one in backward.ranges} == {chunks}
         # Each all-to-all of the backward pass has something beside it that only weights need.
         assert [bool(one.weights) for one in backward.collectives] == [True] * 2 * blocks
     assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
 
 
 def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
-    """Parts apart, the same operators run on the same numbers; and they run where the report says."""
+    """Chunks apart, the same operators run on the same numbers; and they run where the report says."""
     model = Model(2).double()
     plain = copy.deepcopy(model)
-    backend = GraphBackend(costs=Steady(), parts=1)
+    backend = GraphBackend(costs=Steady(), chunks=1)
     ours = train(model, torch.compile(model, backend=backend, fullgraph=True), 0)
     theirs = train(plain, torch.compile(plain, backend="aot_eager", fullgraph=True), 0)
     assert largest_difference(ours, theirs) == 0.0
@@ -114,7 +115,7 @@ def measuring(rank: int, world: int, folder: str) -> tuple[Any, ...]:
             torch._dynamo.reset()
             torch.manual_seed(0)
             model = Model(1, 1).double()
-            backend = GraphBackend(parts=2, groups=1)
+            backend = GraphBackend(chunks=2, groups=1)
             train(model, torch.compile(model, backend=backend, fullgraph=True), rank, steps=1)
             jobs.append((list(asked), [(one.cached, one.seconds, one.order) for one in backend.reports]))
             (kept,) = Path(folder, "0").glob("operators-*")
@@ -225,8 +226,8 @@ def test_sizes_that_values_decide(world: None) -> None:
     assert [report.phase for report in backend.reports] == ["forward", "backward"]
 
 
-def test_rows_that_a_dynamic_size_counts_prove_nothing(world: None) -> None:
-    """Dropless, a product between both ways: without a size there is nothing to prove, and the graph is as captured."""
+def test_rows_that_a_dynamic_size_counts_are_not_split(world: None) -> None:
+    """Dropless, a product between both ways: without a size nothing is split, and nothing is checked."""
 
     def call(x_NM: Tensor, w_MM: Tensor) -> Tensor:
         size = [x_NM.shape[0]]
@@ -235,7 +236,7 @@ def test_rows_that_a_dynamic_size_counts_prove_nothing(world: None) -> None:
 
     given = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (12, 8)]
     torch._dynamo.mark_dynamic(given[0], 0)
-    backend = GraphBackend(costs=Steady())
+    backend = GraphBackend(costs=Steady(), own_places=True)
     compiled = torch.compile(call, backend=backend, fullgraph=True)
     for run in (torch.no_grad, torch.enable_grad):
         with run():
@@ -287,9 +288,9 @@ def test_waits_of_the_author(world: None, wait: Callable[[Tensor], Tensor]) -> N
 
     shapes = (S, M), (M, E), (E, M, M)
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    for own_places, irregular in ((None, False), (False, True)):
+    for own_places, irregular in ((True, False), (False, True)):
         torch._dynamo.reset()
-        backend = GraphBackend(parts=2, groups=1, costs=Steady(), own_places=own_places, irregular=irregular)
+        backend = GraphBackend(chunks=2, groups=1, costs=Steady(), own_places=own_places, irregular=irregular)
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
         with torch.no_grad():
             torch.testing.assert_close(compiled(*given), layer(*given), rtol=1e-12, atol=1e-12)
@@ -303,10 +304,10 @@ def test_the_first_error_of_a_backward_pass(world: None, monkeypatch: pytest.Mon
     """PyTorch compiles a backward pass beside its forward pass, keeps an error to itself, and comes again."""
     messages = iter(("what this rank found", "what followed"))
 
-    def fails(module: object, phase: str, *_: object) -> PassReport:
+    def fails(module: object, phase: str, *_: object) -> tuple[PassReport, None]:
         if phase == "backward":
             raise RankError(next(messages))
-        return PassReport(phase, 0)
+        return PassReport(phase, 0), None
 
     monkeypatch.setattr("fusedmoe.graph.compiler.planned", fails)
     x = torch.randn(4, 8, requires_grad=True)
@@ -331,7 +332,7 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         torch.manual_seed(0)
         model = Model(1, 1).double()
         plain = copy.deepcopy(model)
-        backend = GraphBackend(parts=2, groups=1, own_places=own_places)
+        backend = GraphBackend(chunks=2, groups=1, own_places=own_places)
         ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
         assert largest_difference(ours, train(plain, plain, 0, steps=1)) < 1e-10
         assert [report.cached for report in backend.reports] == [cached, cached]
@@ -342,7 +343,7 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path in tmp_path.glob("graph-*"):
         path.write_text("{")  # not a plan: another one is made
     torch._dynamo.reset()
-    backend = GraphBackend(parts=2, groups=1, own_places=own_places)
+    backend = GraphBackend(chunks=2, groups=1, own_places=own_places)
     train(model, torch.compile(model, backend=backend), 0, steps=1)
     assert not any(report.cached for report in backend.reports)
 
@@ -372,7 +373,7 @@ def test_the_plain_function(world: None) -> None:
     assert torch.equal(torch.compile(nn.ReLU(), backend=own)(x_SM), x_SM.relu()) and not own.reports
 
 
-@pytest.mark.parametrize("wrong", [{"parts": 0}, {"groups": 0}, {"reach": -1}, {"timeout_s": 0.0}])
+@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"groups": 0}, {"reach": -1}, {"timeout_s": 0.0}])
 def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="graph backend"):
         GraphBackend(**wrong)  # type: ignore[arg-type]
@@ -388,19 +389,19 @@ def as_long_as_there_is_room(x: Tensor, full: Tensor) -> Tensor:
 as_long_as_there_is_room.register_fake(lambda x, full: torch.empty_like(x))
 
 
-@pytest.mark.parametrize(("parts", "cure"), [(4, "parts=2"), (2, "parts=1, which splits nothing")])
-def test_too_little_memory(world: None, parts: int, cure: str) -> None:
+@pytest.mark.parametrize(("chunks", "cure"), [(4, "chunks=2"), (2, "chunks=1, which splits nothing")])
+def test_too_little_memory(world: None, chunks: int, cure: str) -> None:
     """The error says how to go on, on every rank."""
     model = Model(1, 1).double()
 
     def call(tokens_BL: Tensor, full: Tensor) -> Tensor:
         return as_long_as_there_is_room(model(tokens_BL), full)
 
-    compiled = torch.compile(call, backend=GraphBackend(costs=Steady(), parts=parts, groups=1), fullgraph=True)
+    compiled = torch.compile(call, backend=GraphBackend(costs=Steady(), chunks=chunks, groups=1), fullgraph=True)
     tokens_BL, full = torch.randint(11, (4, 8)), torch.tensor(False)
     with torch.no_grad():
         assert torch.allclose(compiled(tokens_BL, full), model(tokens_BL), rtol=0, atol=1e-12)
-        words = rf"memory\.\n.*up to {parts} micro-batches.*GraphBackend\({cure}\)"
+        words = rf"memory\.\n.*up to {chunks} micro-batches.*GraphBackend\({cure}\)"
         with pytest.raises(torch.OutOfMemoryError, match=words):
             compiled(tokens_BL, full | True)
 
@@ -436,6 +437,21 @@ def alone(rank: int, world: int) -> str:
     with pytest.raises(RankError) as caught:
         GraphRanks([dist.group.WORLD], 1.0).require_same("a graph")
     return str(caught.value)
+
+
+def measuring_alone(rank: int, world: int) -> str:
+    if rank == 1:
+        time.sleep(2.0)  # its connections stay
+        return ""
+    graph_ranks = GraphRanks([dist.group.WORLD], 1.0)
+    with pytest.raises(RankError) as caught:
+        operator_costs.measure_points(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None:
+    text, _ = cluster.run(2, measuring_alone)
+    assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text
 
 
 def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
@@ -493,12 +509,12 @@ def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
         assert filled == 0 or sum(sent for _, sent, _ in found) > 0
 
 
-def trained(rank: int, world: int, k: int, parts: int, blocks: int, factor: float) -> tuple[float, int, int]:
+def trained(rank: int, world: int, k: int, chunks: int, blocks: int, factor: float) -> tuple[float, int, int]:
     """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
     torch._dynamo.reset()
     model = Model(k, blocks, factor=factor).double()
     plain = copy.deepcopy(model)
-    backend = GraphBackend(costs=Steady(), parts=parts, groups=1, own_places=False, irregular=True)
+    backend = GraphBackend(costs=Steady(), chunks=chunks, groups=1, own_places=False, irregular=True)
     ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
     theirs = train(plain, plain, rank)
     worst = max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
@@ -507,7 +523,7 @@ def trained(rank: int, world: int, k: int, parts: int, blocks: int, factor: floa
 
 
 @pytest.mark.parametrize(
-    ("world_size", "k", "parts", "blocks", "factor"),
+    ("world_size", "k", "chunks", "blocks", "factor"),
     [
         (2, 1, 2, 1, 1.0),
         pytest.param(2, 1, 4, 2, 1.0, marks=pytest.mark.slow),
@@ -516,14 +532,14 @@ def trained(rank: int, world: int, k: int, parts: int, blocks: int, factor: floa
     ],
 )
 def test_training_with_irregular_all_to_alls_is_what_it_was(
-    cluster: Cluster, world_size: int, k: int, parts: int, blocks: int, factor: float
+    cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int, factor: float
 ) -> None:
-    found = cluster.run(world_size, trained, k, parts, blocks, factor)
+    found = cluster.run(world_size, trained, k, chunks, blocks, factor)
     tokens, steps = 32, 5
     capacity = int(factor * k * tokens / 4)
     buffers = found[0][1] / (4 * capacity)
     # There and back, forward and backward. Backward micro-batches may be of columns: each then has all the rows.
-    assert 4 * blocks * steps <= buffers <= 4 * parts * blocks * steps and buffers == int(buffers)
+    assert 4 * blocks * steps <= buffers <= 4 * chunks * blocks * steps and buffers == int(buffers)
     for worst, rows, _ in found:
         assert worst < 1e-10
         assert rows == 4 * capacity * buffers

@@ -75,7 +75,7 @@ def test_what_may_run_beside_a_collective_equals_a_search() -> None:
                 for node in of.nodes
                 if computes(node) and not there_is_a_path(node, here, draws) and not there_is_a_path(here, node, draws)
             }
-            assert set(of.of(of.beside(start))) == right
+            assert set(of.nodes_of(of.beside(start))) == right
 
 
 def test_orders_of_random_graphs() -> None:
@@ -89,7 +89,7 @@ def test_orders_of_random_graphs() -> None:
         seconds = {node: rng.random() for node in of.nodes}
         bare = skeleton(of, gradients, seconds.__getitem__)
         starts, gaps = gaps_of(of, bare, lambda node: 3.0)
-        units_s = [sum(seconds[node] for node in of.of(unit)) for unit in bare.units]
+        units_s = [sum(seconds[node] for node in of.nodes_of(unit)) for unit in bare.units]
         placed = place(gaps, units_s)
         beside: dict[int, list[int]] = {}
         for unit, number in enumerate(placed):
@@ -129,7 +129,7 @@ def test_gradients_that_are_reduced_in_the_graph() -> None:
     right = module(*inputs)
     of = Instructions(module.graph)
     gradients = set(module.graph.output_node().args[0][:2])  # type: ignore[index]
-    units = [[node.name for node in of.of(unit)] for unit in units_of(of, gradients)]
+    units = [[node.name for node in of.nodes_of(unit)] for unit in units_of(of, gradients)]
     # Up to the all-reduce; the second one waits for the all-to-all.
     assert units == [["t", "mm"], ["t_1", "mm_2"]]
     bare = skeleton(of, gradients, lambda node: 1.0)

@@ -1,0 +1,136 @@
+"""The ranks that run a captured graph together, and what they tell each other.
+
+They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a graph which
+others do not is told so, and does not disturb what these send meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fusedmoe.comm.failure.board import Board, Verdict
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.threads import LOOK_S
+
+_PLANNING = "planning a captured graph"
+_CURE = (
+    "every rank must compile the same graphs in the same order: where sizes differ between ranks or change, "
+    "mark these dimensions as dynamic on all of them"
+)
+
+# How long a rank whose connection broke may take to say why.
+_EXIT_S = 1.0
+
+T = TypeVar("T")
+
+
+class GraphRanks:
+    """The ranks that run a graph together.
+
+    Args:
+        groups: the process groups of the graph's collectives, or their names.
+        timeout_s: how long a rank waits for the others.
+    Attributes:
+        ranks: their numbers in the job.
+        leader: whether this rank decides.
+    """
+
+    def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
+        members = [tuple(dist.get_process_group_ranks(resolve(group))) for group in groups]
+        together = sorted({rank for ranks in members for rank in ranks})
+        # Groups that cross each other can touch all ranks, step by step.
+        whole = any(set(ranks) == set(together) for ranks in members)
+        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
+        # A graph without collectives is planned by each rank for itself.
+        self._rank = dist.get_rank() if groups else 0
+        self.leader = not groups or self._rank == self.ranks[0]
+        self._timeout_s = timeout_s
+        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
+
+    def all(self, text: str, operation: str = _PLANNING) -> list[str]:
+        """Returns what each rank brings, in the order of `ranks`. Collective.
+
+        Raises `RankError` where a rank failed, or did not come in time.
+        """
+        if self._board is None:
+            return [text]
+        return self._board.meet(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
+
+    def require_same(self, text: str) -> None:
+        """Raises `RankError`, on every rank, where they do not all bring the same text. Collective."""
+        # The store carries little: graphs have thousands of lines.
+        digests = self.all(hashlib.sha256(text.encode()).hexdigest()[:16])
+        odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
+        if odd:
+            raise RankError(
+                f"{_PLANNING}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
+                "rank take another way through the model"
+            )
+
+    def require_none(self, operation: str, findings: Sequence[str], cure: str) -> None:
+        """Raises, on every rank, where some rank has found something wrong. Collective.
+
+        Raises:
+            RankError: with what each rank found; on one rank alone it is a `ConfigError`.
+        """
+        texts = self.all("; ".join(findings), operation)
+        wrong = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
+        if wrong:
+            message = f"captured graph, {operation}: {'. '.join(wrong)}. {cure}"
+            raise ConfigError(message) if len(self.ranks) == 1 else RankError(message, agreed=True)
+
+    def from_first(self, decide: Callable[[], str]) -> str:
+        """Returns what the first rank decides. Collective; an exception there ends all ranks."""
+        return self.all(self.guarded(decide) if self.leader else "")[0]
+
+    def guarded(self, run: Callable[[], T], operation: str = _PLANNING) -> T:
+        """Returns what `run` returns. An exception in it ends all ranks, at the next meeting."""
+        try:
+            return run()
+        except BaseException as error:  # an interrupt, too: the others would wait until their time is up
+            if self._board is not None:
+                self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
+            raise
+
+    def wait(self, work: dist.Work, operation: str = _PLANNING) -> None:
+        """Waits for a collective of Gloo, `timeout_s` seconds at most; NCCL's watchdog bounds its own.
+
+        Raises:
+            RankError: a rank failed or did not come, or a connection broke.
+        """
+        if self._board is None or dist.get_backend() == "nccl":
+            work.wait()
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError as error:
+                said: Verdict | str | None = self._board.read()
+                if said is None and work.is_completed():  # it has failed; else only this look is over
+                    text = f"a connection to it broke ({error}); see its log"
+                    said = self._board.read(_EXIT_S) or self._board.blame(self._missing(), operation, text)
+                if said is None and time.monotonic() > deadline:
+                    text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
+                    said = self._board.blame(self._missing(), operation, text)
+                if said is not None:
+                    raise RankError(f"rank {self._rank}: {operation} ended because {said}") from error
+
+    def _missing(self) -> int:
+        """The rank that has ended, or else waits for nobody."""
+        assert self._board is not None
+        others = tuple(rank for rank in self.ranks if rank != self._rank)
+        return (self._board.gone(others) or self._board.absent(others) or others)[0]
+
+
+def resolve(group: Any) -> Any:
+    """Returns the process group of that name; a process group is itself."""
+    find: Any = dist.distributed_c10d._resolve_process_group
+    return find(group) if isinstance(group, str) else group

@@ -1,0 +1,226 @@
+"""`own_places=True` is checked in the first step: right models pass and give the same, others are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
+
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.graph import GraphBackend
+from tests.cluster import Cluster
+from tests.graph.models import FreeCopies
+
+S, E, C, M = 16, 4, 6, 8
+#: From scores of experts to the places that tokens take, and the weights with which these are read back.
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def world(world: None) -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def switch(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """The best expert of each token, in places by a running count; tokens beyond the capacity are dropped."""
+    score_SE = logit_SE.softmax(-1)
+    mask_SE = F.one_hot(score_SE.argmax(-1), E).to(logit_SE.dtype)
+    place_SE = mask_SE.float().cumsum(0) - 1
+    mask_SE = mask_SE * (place_SE < C)
+    slot_SC = F.one_hot((place_SE * mask_SE).sum(1).long(), C).to(logit_SE.dtype)
+    weight_SEC = (score_SE * mask_SE)[:, :, None] * slot_SC[:, None]
+    return (weight_SEC > 0).to(logit_SE.dtype), weight_SEC
+
+
+def looked_up(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """By indices: flags are scattered, and each token looks its place up."""
+    weight_S1, expert_S1 = logit_SE.softmax(-1).topk(1)
+    mask_SE = torch.zeros_like(logit_SE).scatter(1, expert_S1, 1.0)
+    place_S1 = (mask_SE.float().cumsum(0).gather(1, expert_S1) - 1).long()
+    kept_SEC = mask_SE[:, :, None] * (place_S1 == torch.arange(C)).to(logit_SE.dtype)[:, None]
+    return kept_SEC, kept_SEC * weight_S1[:, :, None]
+
+
+def without_a_limit(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """What is beyond the capacity shares the last place: half of the tokens at least, as experts 2 and 3 have none."""
+    mask_SE = F.one_hot(logit_SE[:, :2].argmax(-1), E).to(logit_SE.dtype)
+    place_S = ((mask_SE.cumsum(0) - 1) * mask_SE).sum(1).long().clamp(max=C - 1)
+    send_SEC = mask_SE[:, :, None] * F.one_hot(place_S, C).to(logit_SE.dtype)[:, None]
+    return send_SEC, send_SEC * logit_SE.sigmoid()[:, :, None]
+
+
+def of_another(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens read the places of others, in the other half of the batch."""
+    send_SEC, weight_SEC = switch(logit_SE)
+    return send_SEC, weight_SEC.roll(S // 2, 0)
+
+
+class Layer(nn.Module):
+    """Experts with a bias, between a layer in front and one behind.
+
+    Args:
+        gate: from scores to places and weights.
+        experts: what is done to rows [E, C, M] once they were multiplied, given a bias of each expert.
+    """
+
+    def __init__(self, gate: Gate, experts: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.choose, self.experts = gate, experts
+        self.front, self.gate, self.behind = nn.Linear(M, M), nn.Linear(M, E), nn.Linear(M, M)
+        self.w_EMM, self.b_E1M = nn.Parameter(torch.randn(E, M, M)), nn.Parameter(1 + torch.rand(E, 1, M))
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        x_SM = self.front(x_SM).tanh()
+        send_SEC, weight_SEC = self.choose(self.gate(x_SM))
+        rows_ECM = torch.einsum("sec,sm->ecm", send_SEC, x_SM)
+        rows_ECM = all_to_all_single(rows_ECM, None, None, dist.group.WORLD)
+        rows_ECM = self.experts(torch.bmm(rows_ECM, self.w_EMM[: len(rows_ECM)]), self.b_E1M)
+        rows_ECM = all_to_all_single(rows_ECM, None, None, dist.group.WORLD)
+        return self.behind(torch.einsum("sec,ecm->sm", weight_SEC, rows_ECM)) + x_SM
+
+
+def biased(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
+    return F.gelu(rows_ECM + b_E1M)
+
+
+def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, grad: bool = True) -> list[str]:
+    """Runs three steps, compiled and as it is; returns the operators of the forward pass."""
+    layer = Layer(gate, experts).to(dtype)
+    backend = GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(3):
+        x_SM = torch.randn(S, M, dtype=dtype)
+        results = []
+        for run in (compiled, layer):
+            if not grad:
+                with torch.no_grad():
+                    results.append([run(x_SM)])
+                continue
+            layer.zero_grad()
+            y_SM = run(x_SM)
+            y_SM.square().mean().backward()
+            results.append([y_SM, *(one.grad.clone() for one in layer.parameters())])
+        for ours, right in zip(*results, strict=True):
+            assert (ours - right).norm() <= tolerance * (1 + right.norm())
+    return [*backend.reports[0].order]
+
+
+@pytest.mark.parametrize("gate", [switch, looked_up])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)]
+)
+def test_right_models_pass_and_give_the_same(world: None, gate: Gate, dtype: torch.dtype, tolerance: float) -> None:
+    """The first step, which is as captured, and those in chunks."""
+    order = steps_alike(gate, biased, dtype, tolerance)
+    assert sum(name.startswith("give_rows") for name in order) == 2
+
+
+def test_inference_is_checked_too(world: None) -> None:
+    assert any("give_rows" in name for name in steps_alike(switch, biased, torch.float64, 1e-12, grad=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        (without_a_limit, r"a place of bmm\S* \(aten\.bmm\.default, node \d+ of \d+, \S*test_own_places\.py:\d+\) has"),
+        (of_another, r"in bmm_2 .* a token reads a place .*; bmm_2 .* gives another row for token \d+, and \d+ in all"),
+    ],
+)
+def test_places_that_are_not_own_are_refused_by_name(world: None, gate: Gate, said: str, dtype: torch.dtype) -> None:
+    """Each time until the model is another one."""
+    layer = Layer(gate, biased).to(dtype)
+    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"rank 0: .*{said}.*leave own_places out of the GraphBackend"):
+            compiled(torch.randn(S, M, dtype=dtype))
+
+
+class Seen(Layer):
+    """Rows are somebody else's, too."""
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        send_SEC, weight_SEC = self.choose(self.gate(x_SM))
+        rows_ECM = torch.einsum("sec,sm->ecm", send_SEC, x_SM.tanh())
+        rows_ECM = all_to_all_single(rows_ECM, None, None, dist.group.WORLD)
+        rows_ECM = self.experts(rows_ECM, self.b_E1M)
+        rows_ECM = all_to_all_single(rows_ECM, None, None, dist.group.WORLD)
+        return torch.einsum("sec,ecm->sm", weight_SEC, rows_ECM).sin() + rows_ECM.mean()
+
+
+def test_rows_that_others_read_are_refused_where_empty_places_have_numbers(world: None) -> None:
+    x_SM = torch.randn(S, M)
+    for experts, right in ((biased, False), (lambda rows, _: rows.relu(), True)):
+        torch._dynamo.reset()
+        layer = Seen(switch, experts)
+        compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
+        if right:
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x_SM), layer(x_SM))
+        else:
+            with pytest.raises(ConfigError, match=r"mean.* reads places that no token took, in which wait_tensor_1"):
+                compiled(x_SM)
+
+
+def divided(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
+    """In a place of zeros the gradient is that of 0/0, with the bias it is none."""
+    rows_ECM = rows_ECM + b_E1M
+    return rows_ECM / rows_ECM.abs()
+
+
+def test_gradients_that_need_what_empty_places_hold_are_refused(world: None) -> None:
+    """Before the second step, of whose backward pass they would be; the first is as captured."""
+    layer = Layer(switch, divided).double()
+    compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
+    x_SM = torch.randn(S, M, dtype=torch.float64)
+    weights = list(layer.parameters())
+    for _ in range(2):
+        found, right = (run(x_SM).square().sum() for run in (compiled, layer))
+    for one, other in zip(torch.autograd.grad(found, weights), torch.autograd.grad(right, weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ConfigError, match="of the backward pass needs what lies in places that no token took"):
+        compiled(x_SM)
+
+
+def on_two_ranks(rank: int, world: int) -> list[str]:
+    """The second rank's tokens alone share places; then neither's do."""
+    torch._dynamo.reset()
+    said = []
+
+    def shares_if_told(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+        send_SEC, weight_SEC = switch(logit_SE)
+        twice_S = torch.where(logit_SE[:, 0] > 1e3, torch.arange(S) % (S // 2), torch.arange(S))
+        return send_SEC[twice_S], weight_SEC[twice_S]
+
+    layer = Layer(shares_if_told, lambda rows, _: rows.relu())
+    compiled = torch.compile(
+        layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True, timeout_s=60)
+    )
+    x_SM = torch.randn(S, M)
+    bias_E = layer.gate.bias.detach()
+    for shared in (float(rank), 0.0):
+        bias_E[0] = 1e4 * shared
+        try:
+            right = layer(x_SM)
+            torch.testing.assert_close(compiled(x_SM), right)
+            torch.testing.assert_close(compiled(x_SM), right)
+            said.append("")
+        except (ConfigError, RankError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_all_ranks_refuse_together_and_go_on_together(cluster: Cluster) -> None:
+    for refused, right in cluster.run(2, on_two_ranks):
+        assert refused.startswith("RankError: captured graph, the first run with own_places=True: rank 1: ")
+        assert "rank 0:" not in refused and re.search("tokens of two micro-batches are in one place", refused)
+        assert not right
