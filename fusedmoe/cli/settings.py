@@ -150,6 +150,7 @@ class Settings:
 
     def learning_rate(self, step: int) -> float:
         """Returns the rate of a step (from 0): a straight rise, then a cosine down to a tenth of the peak."""
+        # From step 0 on the rate is positive: a first step of rate 0 would be wasted.
         rise = min(1.0, (step + 1) / max(1, self.warmup_steps))
         way = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
@@ -173,6 +174,7 @@ class Settings:
         """
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it holds no settings")
+        # A setting that this version ignored would silently train another model.
         unknown = [name for name in data if name not in {f.name for f in fields(cls)}]
         unknown += [f"model.{name}" for name in data["model"] if name not in {f.name for f in fields(ModelConfig)}]
         if unknown:
@@ -200,9 +202,11 @@ def read_settings(run_dir: Path) -> Settings:
 def _fits(value: Any, hint: Any) -> bool:
     """Returns whether a value out of JSON is of the types that an annotation names."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
+    # bool is an int for Python; a flag in place of a number is a mistake.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, int | float):
+        # JSON knows larger numbers, which no setting can mean.
         return abs(value) < 2**63 and (float in kinds or type(value) in kinds)
     return isinstance(value, tuple(kinds))
 
@@ -376,6 +380,7 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...], defaults
         else:
             metavar = flag.metavar or ("N" if flag.kind is int else "X")
             choices = flag.choices() if callable(flag.choices) else flag.choices
+            # Long lists would make the usage unreadable beside the flag.
             if choices and len(choices) > _SHORT:
                 metavar, name["help"] = "NAME", f"{flag.help}: {', '.join(choices)} (default: {shown})"
             elif choices:
