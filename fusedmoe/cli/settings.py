@@ -60,25 +60,8 @@ def schedules() -> tuple[str, ...]:
 class Settings:
     """The settings of `fusedmoe train`. A setting that is None is chosen when the job starts, by model and ranks.
 
-    Attributes:
-        model: the model, `batch` and `seq_len` included.
-        ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.job`).
-        dispatch, wire_dtype: the all-to-all algorithm, and the dtype of rows that travel ("same": as they are).
-        schedule: the policy by which communication overlaps with computation (`schedules`).
-        placement: which ranks have which experts (`PLACEMENTS`).
-        placement_memory, placement_overlap: m and t of `ShardedExperts`.
-        rematerialise: copies of experts are given back after each forward pass.
-        dtype: "fp32", "bf16" (autocast; parameters stay float32) or "fp64".
-        device: "auto" takes a GPU where there is one for each rank of the machine.
-        recompute: activations are computed again for the backward pass instead of kept.
-        steps, lr, warmup, weight_decay, clip, aux_weight: AdamW under a cosine to a tenth of lr, after `warmup` steps.
-        seed: of the parameters, the batches and the gates' noise.
-        data, pattern, held_out: text (None: the Python standard library's source), which files, the share held out.
-        eval_batches: held-out batches of each replica at the end.
-        checkpoint_every: steps between checkpoints; 0: only at the end.
-        survive: steps between refreshes of the state in the nodes' memory (`fusedmoe.cli.survive`); 0: none is kept.
-        timeline_step: the step whose timeline is drawn.
-        timeout_s: how long a rank waits for another.
+    The help of each setting's flag (`GROUPS`) says what it means.
+
     Raises:
         ConfigError: a value that cannot be.
     """

@@ -31,13 +31,7 @@ from fusedmoe.cli.step_plans import (
     timing_facts,
 )
 from fusedmoe.errors import RankError
-from fusedmoe.measuring import (
-    STEPS_BUDGET_S,
-    Recorder,
-    cached_observed,
-    observe_steps,
-    span,
-)
+from fusedmoe.measuring import STEPS_BUDGET_S, Recorder, cached_observed, observe_steps, span
 from fusedmoe.models.transformer import Loss
 from fusedmoe.plans import (
     POLICIES,
@@ -52,14 +46,7 @@ from fusedmoe.plans import (
     simulate,
 )
 from fusedmoe.ranks import all_reduce
-from fusedmoe.training import (
-    TUNED,
-    GradientBuckets,
-    PlannedStep,
-    PlanTuning,
-    clip_grad_norm,
-    sync_gradients,
-)
+from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, PlanTuning, clip_grad_norm, sync_gradients
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,7 @@ from fusedmoe.dispatchers import (
     no_wider,
 )
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
-from fusedmoe.ops import (
-    Layout,
-    Weights,
-    contiguous_layout,
-    make_all_to_all,
-    order,
-    permute,
-    take_pairs,
-    unpermute,
-)
+from fusedmoe.ops import Layout, Weights, contiguous_layout, make_all_to_all, order, permute, take_pairs, unpermute
 from fusedmoe.ops import experts as fused_experts
 from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
