@@ -54,6 +54,7 @@ def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
     unlike: list[str] = []  # names of modules that are no layer of experts
 
     def of_experts(mlp: Any) -> Any:
+        # A spec, or the class itself where a layer has no parts to choose.
         module = getattr(mlp, "module", mlp)
         if module is not MoELayer:
             unlike.append(getattr(module, "__name__", repr(module)))

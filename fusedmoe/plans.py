@@ -14,10 +14,10 @@ from __future__ import annotations
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.candidates import PlanCandidate
-from fusedmoe.schedule.cost import CostModel, Costs, Line, Observed
+from fusedmoe.schedule.cost import LINES, CostModel, Costs, Line, Observed
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine, scale_of, slowest_of, spread_of
-from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.passes import alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -32,6 +32,7 @@ from fusedmoe.schedule.workload import IN_LAYERS, Workload
 
 __all__ = [
     "IN_LAYERS",
+    "LINES",
     "MACHINES",
     "MAX_TIMELINES",
     "PHASES",
@@ -54,6 +55,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "align",
+    "alternating",
     "at_work",
     "bound_s",
     "compare",
@@ -65,6 +67,7 @@ __all__ = [
     "micro_schedule",
     "ms",
     "observe",
+    "one_queue",
     "overlap_degree",
     "refit",
     "save_trace",

@@ -41,6 +41,7 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = 
     Raises:
         ConfigError: a dispatcher that pads rows, for quantised experts.
     """
+    # A derived configuration adds behaviour that this dispatcher would drop.
     if type(cfg) is not AllToAllTokenDispatcher.Config:
         raise ConfigError(
             f"fusedmoe.titan.token_dispatcher: {_name(cfg)} does more than send rows, such as pad them for quantised "

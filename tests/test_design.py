@@ -1,12 +1,15 @@
-"""The page of the design names files and definitions that are there."""
+"""The page of the design, and the reference, name files and definitions that are there."""
 
 from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tests.test_docs import MISSING
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/design.md").read_text(encoding="utf-8")
@@ -52,3 +55,15 @@ def test_what_the_page_names_is_there(path: str, name: str) -> None:
 def test_the_page_answers_the_questions() -> None:
     files = {path for path, _ in cited()}
     assert len(cited()) > 40 and {"engine/dispatcher.py", "layers/gates/base.py"} <= files
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("*.md")), ids=lambda page: page.stem)
+def test_the_reference_names_what_is_there(page: Path) -> None:
+    if page.stem == "titan" and "torchtitan" in MISSING or page.stem in MISSING:
+        pytest.skip("its library is not installed")
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        module, _, rest = name.rpartition(".")
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(import_module(module), rest), f"{page.name} names {name}"

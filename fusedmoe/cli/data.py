@@ -81,6 +81,7 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
     if not 0 < held_out < 1:
         raise ConfigError(f"held-out fraction {held_out} must lie between 0 and 1")
     root = Path(sysconfig.get_path("stdlib")) if source is None else source
+    # A zero byte marks a binary file; it is also the mark that ends each text below.
     texts = {path: text for path, text in _read(root, pattern, library=source is None) if text and b"\0" not in text}
     if not texts:
         raise ConfigError(f"data: no text in {root} (files that match {pattern!r}); see --data and --pattern")
@@ -89,10 +90,12 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
         ((path, text),) = texts.items()
         cut = len(text) - max(1, round(held_out * len(text)))
         texts, out = {path: text[:cut], path + " (end)": text[cut:]}, {path + " (end)"}
-    elif not out:  # so few files that the hash took none: the nearest to it
+    # So few files that the hash took none: take the file that is nearest to it.
+    elif not out:
         out = {min(texts, key=lambda path: mix("held out", path))}
     elif len(out) == len(texts):
         out.remove(max(out, key=lambda path: mix("held out", path)))
+    # The fingerprint covers names, sides and bytes: ranks compare it, and a resumed job its checkpoint's.
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(texts):
         digest.update(_encoded(f"{path}\0{path in out}\0{len(texts[path])}\0"))
@@ -106,6 +109,7 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
 def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]]:
     """Yields names and contents of regular files that are not empty; a pipe or a device would be waited for."""
     sizes = {path: size for path in _matches(root, pattern, library) if (size := _size(path))}
+    # Told before reading: a process that the kernel kills for its memory says nothing.
     needed, room = _COPIES * sum(sizes.values()), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > room:
         raise ConfigError(
@@ -114,6 +118,7 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
         )
     for path, size in sizes.items():
         try:
+            # A file may have become a pipe since it was looked at; this read does not wait for one.
             data = regular_bytes(path, size)
         except (FileNotFoundError, PermissionError) as error:
             if path == root:

@@ -66,6 +66,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
         ConfigError: the ranks do not fill nodes, or the sizes do not fit the world.
     """
     model, ranks = settings.model, launch.ranks
+    # torchrun knows how many ranks share this host; --ranks-per-node divides a host into pretended nodes.
     per_node = settings.ranks_per_node or launch.local_ranks
     if ranks % per_node:
         raise ConfigError(
@@ -75,9 +76,11 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     if settings.placement == "ep":
         ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
     else:
+        # Experts that move may be on any rank, so all ranks hold some.
         ep = settings.ep or ranks // (settings.esp or 1)
     esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
-    dense = model.hidden if model.moe_every > 1 else 0  # gcd(n, 0) = n
+    # gcd(n, 0) is n: without dense blocks only the attention heads bound mp.
+    dense = model.hidden if model.moe_every > 1 else 0
     mp = settings.mp or gcd(per_node, model.key_heads, dense)
     for what, need in (("ep · esp", ep * esp), ("mp", mp)):
         if ranks % need:
@@ -94,6 +97,7 @@ def choose_device(settings: Settings, launch: Launch) -> torch.device:
     Raises:
         ConfigError: GPUs were asked for, and there are fewer than ranks on this machine.
     """
+    # A rank without a GPU of its own would share one, and NCCL refuses that.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and settings.device != "cpu" else 0
     if gpus >= launch.local_ranks:
         return torch.device("cuda", launch.local_rank)
@@ -109,12 +113,14 @@ def choose_device(settings: Settings, launch: Launch) -> torch.device:
 def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
     """Holds the job's process group for as long as the block lasts; a world of one has none."""
     if device.type == "cuda":
+        # Before the process group: NCCL makes its communicator on the current device.
         torch.cuda.set_device(device)
     if launch.ranks == 1:
         yield
         return
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
+        # Before NCCL's first launch, which reads the setting.
         launch_in_order_of_issue()
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
@@ -158,6 +164,7 @@ def make_hooks(settings: Settings) -> tuple[Hooks, ...]:
 
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
     """Makes the model, its parameters drawn from the seed: the same on any number of ranks."""
+    # Every rank draws the whole model's numbers in the same order, and keeps its part.
     torch.manual_seed(mix("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     return Transformer(

@@ -28,6 +28,7 @@ class _Command(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flags = [flag for action in self._actions for flag in action.option_strings]
+            # A misspelt flag is the commonest mistake; argparse itself suggests nothing.
             near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
             advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"
             self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
@@ -59,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher ends the other ranks. A fault that only another rank has found is reported by that rank.
     """
     rank = int(os.environ.get("RANK", 0))
+    # Names of files may be in no encoding, and printing one must not end a job.
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parsed = _parse(arguments, quiet=rank > 0)
         return int(parsed.run(parsed))
@@ -70,12 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
+        # Without a file's name it is no mistake of the user's, and the traceback is wanted.
         if error.filename is None:
             raise
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
         return 1
     except RankError as error:
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        # The others wait somewhere else for this rank: they end with its reason.
         tell_others(error)
         return 1
 
@@ -84,6 +88,7 @@ def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:
     parser = make_parser()
     if not quiet:
         return parser.parse_args(arguments)
+    # Rank 0 prints usage and errors; the same from every rank would be unreadable.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
             return parser.parse_args(arguments)

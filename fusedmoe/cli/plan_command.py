@@ -123,6 +123,7 @@ class Report:
 
     def path_by_resource_s(self) -> dict[str, float]:
         """Returns seconds of the critical path by the resource at work."""
+        # Several tasks of the path may run at once; each moment counts once, for what is at work.
         spans = at_work(critical_path(self.plan, self.timeline))
         return {name: sum(end_s - start_s for start_s, end_s in spans[name]) for name in RESOURCES}
 
@@ -224,6 +225,7 @@ class Report:
         table = Table(title="what every policy would take", title_justify="left")
         for column in ("policy", "a step", "over the bound", "faster than sequential"):
             table.add_column(column, justify="left" if column == "policy" else "right")
+        # Slowest first, the bound last: the eye falls on what is left to gain.
         for name, seconds in sorted(self.step_s.items(), key=lambda item: -item[1]):
             over, faster = max(0.0, seconds / self.bound_s - 1), self.step_s["sequential"] / seconds
             style = "bold" if name == self.policy else None
@@ -268,6 +270,7 @@ class Copies:
             return None
         again = settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})
+        # The gaps of the link between nodes, layer by layer, as Hecate fills them.
         hidden_L = hidden_s(timeline, layers, again=again)
         nbytes, bytes_per_s = expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
         overlap = settings.placement_overlap
@@ -275,6 +278,7 @@ class Copies:
             assert settings.model.experts is not None
             overlap = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
         seconds = overlap * nbytes / bytes_per_s
+        # Simulated anew: a copy that does not fit its gap delays what follows it.
         copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
         return cls(hidden_L, nbytes, overlap, seconds, copied)
 
@@ -443,6 +447,7 @@ def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Setti
         raise ConfigError(f"--ranks {ranks} must be at least 1")
     if arguments.testbed is not None:
         testbed = TESTBEDS[arguments.testbed]
+        # The paper's cluster as a whole unless --ranks asks for a part of it.
         ranks = ranks or testbed.nodes * testbed.gpus
         settings = settings.changed({"ranks_per_node": settings.ranks_per_node or testbed.gpus})
     elif arguments.machine is not None:
@@ -474,6 +479,7 @@ def _costs(
     if arguments.costs is not None:
         return read_costs(arguments.costs)
     device = choose_device(settings, running)
+    # Nothing is known of this machine: all ranks measure it, or read what they measured before.
     with process_group(running, device, settings.timeout_s):
         topology = make_topology(sizes, settings.timeout_s)
         with topology.guard("fusedmoe plan"):

@@ -67,7 +67,8 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             return cls(path)
         name, number = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
-        while True:  # two jobs may start in the same second
+        # Two jobs may start in the same second.
+        while True:
             path = Path("runs") / (name if number == 1 else f"{name}_{number}")
             try:
                 path.mkdir(parents=True)
@@ -88,9 +89,11 @@ class RunDir:
             return
         kept, damaged = [], 0
         lines = read_text(self.metrics, errors="replace").split("\n")
-        for line in lines[:-1]:  # the last one is empty, or cut short: its writer was killed
+        # The last line is empty, or cut short where its writer was killed.
+        for line in lines[:-1]:
             try:
                 record = json.loads(line)
+                # Lines of later steps would stand twice once these steps are done again.
                 if record.get("loss") is not None and record["step"] <= step:
                     kept.append(line + "\n")
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):

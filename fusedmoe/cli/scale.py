@@ -93,6 +93,7 @@ class Point:
         if copies > 1:
             assert settings.model.experts is not None
             own_bytes = expert_bytes(settings, sizes) * settings.model.experts // sizes.ep
+            # Gradients of copied experts are reduced after the step: no plan has room for them.
             experts_s = layers * machine.all_reduce(ranks, copies, sizes.ep * sizes.esp).seconds(own_bytes)
         return cls(
             ranks,
@@ -148,9 +149,11 @@ class Scale:
         if settings.placement != "ep":
             raise ConfigError(f"--placement {settings.placement}: --scale is for experts that stay where they are")
         least = max((settings.ep or 1) * (settings.esp or 1), settings.mp or 1)
+        # Sizes that were asked for need that many ranks; fewer would be refused.
         numbers = [ranks for ranks in scale_of(machine) if ranks >= least]
         if not numbers:
             raise ConfigError(f"ep · esp or mp = {least} is more than the 4,096 ranks that --scale goes to")
+        # Each number of ranks is one part of the bar, whatever its planning takes.
         parts, points = 1000, []
         for done, ranks in enumerate(numbers):
 

@@ -60,25 +60,8 @@ def schedules() -> tuple[str, ...]:
 class Settings:
     """The settings of `fusedmoe train`. A setting that is None is chosen when the job starts, by model and ranks.
 
-    Attributes:
-        model: the model, `batch` and `seq_len` included.
-        ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.job`).
-        dispatch, wire_dtype: the all-to-all algorithm, and the dtype of rows that travel ("same": as they are).
-        schedule: the policy by which communication overlaps with computation (`schedules`).
-        placement: which ranks have which experts (`PLACEMENTS`).
-        placement_memory, placement_overlap: m and t of `ShardedExperts`.
-        rematerialise: copies of experts are given back after each forward pass.
-        dtype: "fp32", "bf16" (autocast; parameters stay float32) or "fp64".
-        device: "auto" takes a GPU where there is one for each rank of the machine.
-        recompute: activations are computed again for the backward pass instead of kept.
-        steps, lr, warmup, weight_decay, clip, aux_weight: AdamW under a cosine to a tenth of lr, after `warmup` steps.
-        seed: of the parameters, the batches and the gates' noise.
-        data, pattern, held_out: text (None: the Python standard library's source), which files, the share held out.
-        eval_batches: held-out batches of each replica at the end.
-        checkpoint_every: steps between checkpoints; 0: only at the end.
-        survive: steps between refreshes of the state in the nodes' memory (`fusedmoe.cli.survive`); 0: none is kept.
-        timeline_step: the step whose timeline is drawn.
-        timeout_s: how long a rank waits for another.
+    The help of each setting's flag (`GROUPS`) says what it means.
+
     Raises:
         ConfigError: a value that cannot be.
     """
@@ -150,6 +133,7 @@ class Settings:
 
     def learning_rate(self, step: int) -> float:
         """Returns the rate of a step (from 0): a straight rise, then a cosine down to a tenth of the peak."""
+        # From step 0 on the rate is positive: a first step of rate 0 would be wasted.
         rise = min(1.0, (step + 1) / max(1, self.warmup_steps))
         way = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
@@ -173,6 +157,7 @@ class Settings:
         """
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it holds no settings")
+        # A setting that this version ignored would silently train another model.
         unknown = [name for name in data if name not in {f.name for f in fields(cls)}]
         unknown += [f"model.{name}" for name in data["model"] if name not in {f.name for f in fields(ModelConfig)}]
         if unknown:
@@ -200,9 +185,11 @@ def read_settings(run_dir: Path) -> Settings:
 def _fits(value: Any, hint: Any) -> bool:
     """Returns whether a value out of JSON is of the types that an annotation names."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
+    # bool is an int for Python; a flag in place of a number is a mistake.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, int | float):
+        # JSON knows larger numbers, which no setting can mean.
         return abs(value) < 2**63 and (float in kinds or type(value) in kinds)
     return isinstance(value, tuple(kinds))
 
@@ -376,6 +363,7 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...], defaults
         else:
             metavar = flag.metavar or ("N" if flag.kind is int else "X")
             choices = flag.choices() if callable(flag.choices) else flag.choices
+            # Long lists would make the usage unreadable beside the flag.
             if choices and len(choices) > _SHORT:
                 metavar, name["help"] = "NAME", f"{flag.help}: {', '.join(choices)} (default: {shown})"
             elif choices:

@@ -56,6 +56,7 @@ def probes(costs: StepCosts, samples: int) -> list[Plan]:
     `samples`: the number of samples that micro-batches are cut from.
     """
     if costs.can_split:
+        # Micro-batches are of equally many samples, so the number must divide them.
         several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
         splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
         return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
@@ -71,6 +72,7 @@ def policy_of(settings: Settings) -> str:
     """
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = why_not_split(settings)
+    # Such a policy would plan nothing at all here.
     if not POLICIES[policy].by_layer and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
@@ -156,8 +158,10 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
     if model.layers < model.moe_every:
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
     cut = split_axis(settings, sizes.mp)
+    # On the meta device: shapes are enough to know what is reduced, and no memory is taken.
     made = make_model(settings, model, Topology(), torch.device("meta"))
     blocks = made.in_micro_batches(cut) if whole else None
+    # Gradients that travel in buckets, by layer; the rest is reduced after the step.
     reduced = bucketed_bytes(made, launch.ranks, sizes.mp, None if blocks is None else blocks.dense_parameters)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = blocks is not None and blocks.waits[0]

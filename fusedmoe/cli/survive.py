@@ -51,9 +51,12 @@ def end_with_launcher() -> None:
     has torchrun's own handlers of signals, which wait for whatever the rank waits for.
     """
     launcher = os.getppid()
+    # The kernel then kills this rank when its parent dies, whatever the rank is doing.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it was just before
+    # The launcher may have died between the two calls: then the kernel tells nobody.
+    if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
+    # A forked rank has inherited torchrun's handlers, which only set a flag for a loop that does not run here.
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
@@ -73,13 +76,16 @@ class Survivor:
         self._memory = NodeMemory()
         self._survival: Survival | None = None
         if launch.local_rank == 0:
+            # One process of a node keeps the memory alive while ranks come and go.
             self._memory.keep()
+        # A topology of its own for this one question: the layout depends on the answer.
         with Topology.from_sizes(timeout_s=settings.timeout_s) as everyone:
             notes = on_all_ranks(everyone.world, "asking what job this is", self._memory.note)
         note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
         self.run_dir: Path | None = None
         if note is not None:
             settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
+        # Nodes that came later have an older note, or none: the largest number is the job's.
         self._shares = max((int(note["shares"]) for note in notes if note is not None), default=1)
         self.sizes = fitting_sizes(settings, launch)
         self.settings = settings.changed({"model": settings.model.with_experts(launch.ranks, self.sizes.ep)})
@@ -92,6 +98,7 @@ class Survivor:
         """Puts the newest whole state into the trainer and returns what `refresh` was given; None without one.
         Collective."""
         self._survival = Survival(topology, self._memory)
+        # Say why an older state is taken: two nodes that share a state were lost together.
         for step, keys in self._survival.lost.items():
             if topology.is_first:
                 lost = f"of the state of step {step}, {len(keys)} parts are on no node that is left"
@@ -138,6 +145,7 @@ def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
     Raises:
         ConfigError: no sizes fit.
     """
+    # Give up as little as possible of what was asked for: first ep, which nodes that are left bound.
     for changes in ({}, {"ep": None}, {"ep": None, "esp": None}):
         with suppress(ConfigError):
             return choose_sizes(settings.changed(changes), launch)
@@ -157,9 +165,11 @@ def leave(topology: Topology, error: RankError) -> NoReturn:
     """
     print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
     tell_others(error)
+    # torchrun sends SIGTERM first, which a stopped process does not see, and waits for half a minute.
     for process in _stopped_beside():
         _kill(process)
     board = topology.job.board
+    # The rank at fault may be about to say why; its text is worth a moment.
     deadline = time.monotonic() + _END_S
     while board is not None and (guilty := board.at_fault()) is not None and guilty != os.getpid():
         if time.monotonic() > deadline:
@@ -167,7 +177,8 @@ def leave(topology: Topology, error: RankError) -> NoReturn:
             break
         time.sleep(0.02)
     sys.stdout.flush()
-    os._exit(1)  # destructors of process groups would wait for ranks that are gone
+    # Destructors of process groups would wait for ranks that are gone.
+    os._exit(1)
 
 
 def _stopped_beside() -> list[int]:

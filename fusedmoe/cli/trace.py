@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     with process_group(launch, device, settings.timeout_s):
         topology = make_topology(sizes, settings.timeout_s)
         with topology.guard("fusedmoe trace"):
+            # Given costs are of this machine as somebody measured it; else it is measured now, once.
             costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
             corpus = random_corpus(64 * settings.model.seq_len)
             trainer = Trainer(settings, topology, device, corpus, StopRequest())
@@ -122,9 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
             own = _run(trainer, arguments.steps)
             ranks = all_gather_object(topology.world, own, "gathering timelines")
     if launch.rank == 0:
+        # Ranks are the outer list; a step is to be compared over its ranks.
         by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
-        if planned[1].optimizer_s is None:  # nothing is known of it
+        # The costs know nothing of the optimizer: leave it out of what is compared.
+        if planned[1].optimizer_s is None:
             by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
+        # The median step: the first ones warm up caches, and any may be disturbed.
         middle = sorted(by_step, key=_step_s)[len(by_step) // 2]
         title = f"{settings.model.name}, {launch.ranks} ranks, schedule {settings.schedule}"
         both = [simulate(*planned), *align(middle)]

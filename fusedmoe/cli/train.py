@@ -19,7 +19,7 @@ from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, hurry, leave
-from fusedmoe.cli.trainer import StepReport, Trainer
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
 from fusedmoe.measuring import Display, cached_profile, make_display
@@ -120,24 +120,30 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
-        keep_memory()  # each step makes the tensors of the one before
+        # Each step makes the tensors of the step before; memory that goes back to the kernel costs page faults again.
+        keep_memory()
     with ExitStack() as held:
-        if not settings.survive:  # else torchrun may end a rank that waits for others to begin
+        # With --survive torchrun may end a rank while it waits for others: SIGTERM must then end the process.
+        if not settings.survive:
             held.enter_context(stop)
         held.enter_context(process_group(launch, device, settings.timeout_s))
         survivor = Survivor(launch, settings) if settings.survive else None
         if survivor is not None:
+            # A restarted rank knows only its flags; the note in the node's memory has the job's settings.
             settings, sizes = survivor.settings, survivor.sizes
         topology = make_topology(sizes, settings.timeout_s)
         if survivor is not None:
+            # All ranks start again after any error, so none needs to wait long for its reason.
             hurry(topology)
         try:
+            # An exception that leaves the block ends the other ranks with its text, wherever they wait.
             with topology.guard("fusedmoe train"):
                 job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
                 raise
+            # torchrun starts all ranks anew once this process has ended; waiting for an orderly end would take minutes.
             leave(topology, error)
     if launch.rank == 0:
         print(verdict.last_line, flush=True)
@@ -182,6 +188,7 @@ class TrainingJob:
     ) -> JobEnd:
         settings, topology = self.settings, self.topology
         done = 0
+        # A note in memory comes before --resume: it belongs to the same job, and memory is never older than the disk.
         if self.survivor is not None and self.survivor.run_dir is not None:
             self.folder = RunDir(self.survivor.run_dir)
             done = self._go_on(trainer, corpus, self.survivor)
@@ -191,6 +198,8 @@ class TrainingJob:
         else:
             self.folder = self._new_folder(run_dir)
         if self.survivor is not None:
+            # From here on a restart finds the job, also before its first refresh: it then begins anew in the same
+            # folder.
             self.survivor.announce(self.folder.path, trainer.shares)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
@@ -200,8 +209,10 @@ class TrainingJob:
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         if self.survivor is not None:
             extra = self._extra(trainer, corpus, done)
+            # The first state is kept before the first step, so that no step is lost to a failure in it.
             self.survivor.begin(trainer, topology, done, extra)
         try:
+            # Signals are caught only now, as all ranks are here; before, they had to end a rank that waits.
             late: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
             with late, make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(trainer, corpus, self.display, done, last)
@@ -225,6 +236,7 @@ class TrainingJob:
     def _follow(self, trainer: Trainer) -> None:
         """Makes the trainer follow its policy's plan, by this machine's costs, or those a resumed job began with."""
         path = self.folder.costs
+        # Only rank 0 may read the folder: on several nodes the others may not see it, or see it late.
         text = read_text(path) if self.topology.is_first and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
@@ -242,6 +254,7 @@ class TrainingJob:
             write_kept(self.folder.choice, trainer.tuning.choice())
             self.display.say(line)
 
+        # The fastest product that was measured here stands for the device's peak in mfu.
         self._peak_flops = costs.line("gemm").per_s
         plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
         if self.topology.is_first:
@@ -253,13 +266,16 @@ class TrainingJob:
         settings = self.settings
         # A resumed job has drawn its step, but the plan that measuring chooses may be another now.
         drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.followed
-        saved, stop, speed = done if self.survivor is None else -1, False, 0.0  # memory may be ahead of the disk
-        told, refreshed = False, dict[str, float]()  # seconds of the refresh before a step
+        # State that came from memory may be ahead of the disk: then the first save is due whatever `done` is.
+        saved, stop, speed = done if self.survivor is None else -1, False, 0.0
+        # A refresh runs after a step's line in the metrics is written: its seconds go into the next line.
+        told, refreshed = False, dict[str, float]()
         metrics = self._metrics(trainer)
         while done < last and not stop:
             values, refreshed = refreshed, {}
             if _is_drawn(settings, done, trainer, drawn):
                 drawn = trainer.followed
+                # A recorded step waits for each kernel, so it runs once and does not count for tuning.
                 report, timeline = trainer.recorded_step(done)
                 values["exposed_s"] = self._draw(timeline, done, trainer)
             else:
@@ -269,16 +285,21 @@ class TrainingJob:
             if load_LE is not None:
                 self.loads.note(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
+                # All ranks collect at the same steps: it is an all-reduce.
                 values |= metrics.collect()
             if self.topology.is_first:
-                self.folder.note(done, _of_step(settings, done, report) | values)
+                facts = {name: value for name, value in vars(report).items() if name != "stop"}
+                rate = settings.learning_rate(done - 1)
+                self.folder.note(done, facts | {"lr": rate, "time": time.time()} | values)
                 now = report.tokens / report.seconds
+                # A moving mean: single steps vary with the load of the machine.
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 display.step(done, report.loss, speed)
             # After the step's line in the metrics: a restart goes on from here, and no line may be missing.
             if self.survivor is not None and done % settings.survive == 0:
                 refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))}
-                if not told and self.topology.is_first:  # before, the optimizer had no state
+                # The first refresh came before the first step, when the optimizer had no state: its size says nothing.
+                if not told and self.topology.is_first:
                     display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
                 told = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
@@ -295,6 +316,7 @@ class TrainingJob:
         if self._peak_flops is None:
             return Metrics(trainer.model)
         _, active = count_parameters(trainer)
+        # 6 FLOP a parameter and token: two for the forward product, four for the gradients of input and weight.
         return Metrics(trainer.model, flops_per_token=6.0 * active, peak_flops=self._peak_flops)
 
     def _corpus(self) -> Corpus:
@@ -302,6 +324,7 @@ class TrainingJob:
         settings = self.settings
         source = None if settings.data is None else Path(os.path.expanduser(settings.data))
         corpus = load_corpus(source, settings.pattern, settings.held_out)
+        # A rank with other text would train on as if nothing were wrong.
         prints = all_gather_object(self.topology.world, corpus.fingerprint, "comparing the text")
         for rank, fingerprint in enumerate(prints):
             if fingerprint != prints[0]:
@@ -312,9 +335,11 @@ class TrainingJob:
         return corpus
 
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+        # Loads are gathered before each checkpoint, so that the file has every step that a resumed job skips.
         self.loads.flush()
         extra = self._extra(trainer, corpus, done)
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+        # Memory must never be older than the disk: a restart takes memory first.
         if self.survivor is not None and done % self.settings.survive:
             self.survivor.refresh(trainer, done, extra)  # memory must never be older than the disk
         trainer.interrupted()
@@ -350,6 +375,7 @@ class TrainingJob:
 
     def _taken(self, trainer: Trainer, corpus: Corpus, extra: dict[str, Any]) -> int:
         """Checks and takes up what was saved with model and optimizer; returns how many steps that has seen."""
+        # A checkpoint of another program loads as well where names and shapes agree; its extra data tells.
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
         if extra["text"] != corpus.fingerprint and self.topology.is_first:
@@ -434,6 +460,7 @@ def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None
 
     `drawn`: the plan of the picture that there is already.
     """
+    # A job shorter than the tuning would else end without any picture.
     if drawn is None and step == settings.steps - 1:
         return True
     return step >= settings.timeline_step and trainer.settled and trainer.followed != drawn
@@ -448,22 +475,10 @@ def _to_do(done: int, last: int, steps: int) -> str:
     return f"steps {done + 1} to {last}" + f" of {steps}" * (last < steps)
 
 
-def _of_step(settings: Settings, done: int, report: StepReport) -> dict[str, Any]:
-    return {
-        "loss": report.loss,
-        "aux_loss": report.aux_loss,
-        "lr": settings.learning_rate(done - 1),
-        "grad_norm": report.grad_norm,
-        "dropped": report.dropped,
-        "tokens": report.tokens,
-        "seconds": report.seconds,
-        "time": time.time(),
-    }
-
-
 def count_parameters(trainer: Trainer) -> tuple[int, int]:
     """Counts parameters of the whole model, and those that one token meets. Without communication."""
     model, topology = trainer.model, trainer.model.topology
+    # Experts are counted apart: a token meets k of them, and with copies a rank owns any number.
     routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))
     whole = active = 0.0
@@ -473,7 +488,8 @@ def count_parameters(trainer: Trainer) -> tuple[int, int]:
         for axis in replica.sharding:
             ranks *= getattr(topology, axis).size
         size = parameter.numel() * ranks
-        if layer is not None and layer.placed is not None:  # a rank owns any number of experts
+        # With experts that move a rank owns any number of them: count all experts by the shape of one.
+        if layer is not None and layer.placed is not None:
             size = parameter.shape[1:].numel() * layer.gate.experts * ranks // topology.ep.size
         whole += size
         active += size * (share if layer is not None else 1.0)

@@ -31,13 +31,7 @@ from fusedmoe.cli.step_plans import (
     timing_facts,
 )
 from fusedmoe.errors import RankError
-from fusedmoe.measuring import (
-    STEPS_BUDGET_S,
-    Recorder,
-    cached_observed,
-    observe_steps,
-    span,
-)
+from fusedmoe.measuring import STEPS_BUDGET_S, Recorder, cached_observed, observe_steps, span
 from fusedmoe.models.transformer import Loss
 from fusedmoe.plans import (
     POLICIES,
@@ -52,14 +46,7 @@ from fusedmoe.plans import (
     simulate,
 )
 from fusedmoe.ranks import all_reduce
-from fusedmoe.training import (
-    TUNED,
-    GradientBuckets,
-    PlannedStep,
-    PlanTuning,
-    clip_grad_norm,
-    sync_gradients,
-)
+from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, PlanTuning, clip_grad_norm, sync_gradients
 
 
 @dataclass(frozen=True)
@@ -105,6 +92,7 @@ class Trainer:
     ) -> None:
         model = settings.model
         self.shares = topology.dp.size if shares is None else shares
+        # A masked model is asked for hidden bytes, a causal one for the next byte.
         mask = model.mask if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
@@ -132,6 +120,7 @@ class Trainer:
         policy, blocks, workload = policy_of(settings), self._blocks, self._workload
         more: dict[str, Any] = {}
         if blocks is not None:
+            # Micro-batches are cut evenly, so the planner needs the number of samples that it may divide.
             more = {"blocks": blocks, "samples": micro_batch_limit(settings, topology.mp.size)}
         if settings.schedule in TUNED:
             made = (self.model, topology, settings.schedule, costs, workload)
@@ -145,6 +134,7 @@ class Trainer:
         planned = self.planned
         assert planned is not None
         if self.sharded_experts is not None:
+            # What the plan hides of a sparse collective bounds how many experts may travel for a layer.
             hidden_L = hidden_s(simulate(*planned), len(planned[1].layers), again=settings.rematerialise)
             self.sharded_experts.hide_in(statistics.mean(hidden_L))
         return planned
@@ -157,7 +147,8 @@ class Trainer:
         plan, costs = self._followed
         if self.tuning is not None:
             plan, costs = self.tuning.plan, self.tuning.costs
-        return plan if len(plan) else POLICIES["sequential"].plan(costs), costs  # what nothing in chunks amounts to
+        # A plan without tasks is what nothing in chunks amounts to: the sequential one, for pictures and tables.
+        return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
     @property
     def settled(self) -> bool:
@@ -186,6 +177,7 @@ class Trainer:
             return costs
         observed = dict(costs.observed)
         for name, whole in observed_forms(settings, self._workload).items():
+            # The key of the file: everything that the time of a step depends on.
             facts = timing_facts(settings, self._topology, self._device, whole)
             blocks = self._blocks if whole else None
             observed[name] = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))  # noqa: B023
@@ -198,6 +190,7 @@ class Trainer:
         plans = probes(step.costs, micro_batch_limit(self._settings, topology.mp.size))
 
         def run(plan: Plan, number: int) -> Timeline:
+            # Probes are followed like any plan, so that what is measured is what will run.
             step.follow(PlanCandidate("a probe", plan, blocks is not None, 0.0))
             return self.recorded_step(number)[1]
 
@@ -208,6 +201,7 @@ class Trainer:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """A context whose steps leave nothing behind."""
+        # Steps change parameters, buffers and the optimizer's state; copies on the host spare the GPU's memory.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         state = copy.deepcopy(self.optimizer.state_dict())
@@ -266,15 +260,19 @@ class Trainer:
         The model is evaluated without noise; the windows are the same every time.
         """
         settings, topology = self._settings, self._topology
+        # A gate may draw in evaluation, too: a random one, say.
         self._seed("held out", 0)
         self.model.eval()
         nats = targets = 0.0
         batches = settings.eval_batches * self.shares
         for index in range(-(-batches // topology.dp.size)):
+            # Replicas take windows in turn. All must call the model equally often, so the last round may repeat
+            # windows.
             place = index * topology.dp.size + topology.dp.index
             batch = self._held_out.held_out(place % batches, batches)
             with torch.no_grad():
                 loss = self._loss(batch)
+            # Each rank of an mp group counts the same targets.
             count = loss.targets / topology.mp.size * (place < batches)
             total = loss.nats * loss.targets * (place < batches)
             part, number, stop = self._sum(total, count, float(self._stop.wanted))
@@ -287,17 +285,21 @@ class Trainer:
     def _step(self, step: int, recorder: Recorder | None) -> StepReport:
         settings, topology = self._settings, self._topology
         began = time.perf_counter()
+        # A step depends on its number alone, so that a resumed job repeats none and skips none.
         self._seed("step", step)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
         loss_sum: Tensor | float = 0.0
         aux_sum: Tensor | float = 0.0
         for share, weight, last in self._own_shares():
+            # A batch beyond the step's share runs for the sake of the other ranks, which wait for its rows.
             if not weight:
                 self.model.eval()  # gates must not learn from a batch of weight 0
             loss = self._loss(self._training.training(settings.seed, step, share))
             if self._buckets is not None and last:
+                # Buckets travel during the last backward pass only: before it gradients are not complete.
                 self._buckets.open(recorder)
+            # `1 * loss` would be another operation in the graph: losses of jobs without shares keep their bits.
             whole = loss.nats + settings.aux_weight * loss.aux
             (whole if weight == 1 else weight * whole).backward()
             loss_sum, aux_sum = loss_sum + weight * loss.nats.detach(), aux_sum + weight * loss.aux.detach()
@@ -306,20 +308,24 @@ class Trainer:
             sync_gradients(self.model, topology, buckets=self._buckets)
         with span(recorder, "optimizer", kind="optimizer"):
             norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
-            if not math.isfinite(norm):  # on every rank alike
+            # The norm is a sum over all ranks, so all refuse together, and nobody waits for a rank that ended.
+            if not math.isfinite(norm):
                 raise RankError(
                     f"rank {topology.rank}: the gradient of step {step} is not finite (norm {norm}); "
                     "lower --lr, or go on from the last checkpoint with another --seed"
                 )
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            # Gates that balance without a loss move their biases by the loads of this step; collective.
             self.model.update_gates()
             layers = list(self.model.moe_layers())
             dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
+            # One all-reduce for everything that is reported, the wish to stop among it: ranks then agree on it.
             nats, aux, lost, routed, stop = self._sum(
                 loss_sum, aux_sum, float(dropped), float(slots), float(self._stop.wanted)
             )
         seconds = time.perf_counter() - began
+        # A recorded step is slower, and must not count against the plan that it follows.
         if self.tuning is not None and recorder is None:
             self.tuning.note(seconds)
         return StepReport(
@@ -338,8 +344,10 @@ class Trainer:
         Ranks exchange rows, so all take equally many; a batch too many has weight 0.
         """
         replicas, own = self._topology.dp.size, self._topology.dp.index
+        # Rounded up: ranks that are fewer than shares take several, the last ones perhaps one too many.
         each = -(-self.shares // replicas)
         for share in range(own * each, (own + 1) * each):
+            # Gradients are averaged over replicas: a share weighs as if there were as many replicas as shares.
             weight = replicas / self.shares if share < self.shares else 0.0
             yield share % self.shares, weight, share == (own + 1) * each - 1
 
@@ -357,5 +365,6 @@ class Trainer:
 
     def _sum(self, *values: Tensor | float) -> list[float]:
         """Sums values over all ranks, in float64."""
+        # float64 keeps sums of many ranks' losses exact enough to compare jobs by them.
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()

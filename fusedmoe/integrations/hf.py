@@ -79,7 +79,8 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
     if not torch.compiler.is_compiling():
         if checks is None:
             checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
-    elif checks is None:  # nobody could ask it later
+    # In a graph nobody could ask later, so the numbers are asserted on the device.
+    elif checks is None:
         ops.require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
         return
     checks.of_given(*tensors)
@@ -107,6 +108,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
             f"fusedmoe.hf: chosen experts must be numbers from 0 to {experts.num_experts - 1}, got {max(number_P)}"
         )
     pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
+    # By expert, so that each matrix is read once.
     pairs.sort(key=number_P.__getitem__)
     pair_N, counts = torch.tensor(pairs, dtype=torch.long), Counter(number_P[pair] for pair in pairs)
     token_N = pair_N // K if K else pair_N
@@ -116,6 +118,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
+    # Weights and sums in float32 at least, as in the library's own kernels.
     total = torch.promote_types(dtype, torch.float32)
     rows_NH = rows_NH.to(total) * top_k_weights.flatten()[pair_N, None].to(total)
     return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
@@ -130,6 +133,7 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
     sizes = list(counts.values())
     for number, rows, out, size in zip(counts, rows_NI.split(sizes), out_NO.split(sizes), sizes, strict=True):
         matrix_IO = weight_EIO.select(0, number).to(dtype)
+        # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
         if 1 < size <= skinny:
             out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
         else:
@@ -156,13 +160,15 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
     assert up is not None and down is not None
+    # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
     activation = fused_activation(experts)
     if activation is not None:
         halves = (2,) if experts.has_gate else ()
         w1 = up.reshape(len(up), *halves, -1, up.shape[2])
         b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
         return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
-    transposed = not experts.is_transposed  # theirs is from the other side
+    # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
+    transposed = not experts.is_transposed
     rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
     if experts.has_gate and is_clamped_swiglu(experts):
         rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
@@ -170,6 +176,7 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
         rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
     if experts.has_post_expert_norm:
+        # Before the weights, as in the module's own forward.
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
@@ -191,12 +198,15 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     alpha, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
     if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
         return False
+    # Beyond the limit on both sides, so that the clamps are seen, in every combination of both halves.
     side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64)
-    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)  # halves side by side are another function of eight columns
+    # Eight columns: halves side by side, instead of interleaved, are another function of them.
+    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
     try:
         with torch.no_grad():
             gated: Tensor = experts._apply_gate(tried_NH)
-    except Exception:  # it needs rows of the module's own
+    # It needs rows of the module's own width or dtype: then it is not this function.
+    except Exception:
         return False
     wanted = ops.clamped_swiglu(tried_NH, alpha, limit)
     return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
@@ -214,6 +224,7 @@ def fused_activation(experts: Any) -> str | None:
 
 def _activation(act: Any) -> str:
     """Returns our name of an activation of theirs; "" for one that we do not have."""
+    # By class, not by isinstance: a subclass may compute something else.
     kind = type(act)
     if kind in (SiLUActivation, nn.SiLU):
         return "silu"
@@ -278,6 +289,7 @@ class ExpertParallel(EPImplementation):
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         self._all_to_all = ops.make_all_to_all("direct", self._topology)
+        # Layers are numbered, so that ranks that call different ones find out.
         self._call = f"fusedmoe.hf {self._topology.number_layer()}"
         self._operators = Collectives(self._topology, self._all_to_all, name="fusedmoe.hf")
 
@@ -299,6 +311,7 @@ class ExpertParallel(EPImplementation):
         experts, topology, sharing = self._experts, self._topology, self._sharing
         self._checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
+        # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
         refusal = self._checks.of_numbers(x_TH, weight_TK)
@@ -335,6 +348,7 @@ def apply(model: Any) -> Any:
             "are modules of their own. For such a model see fusedmoe.MoELayer"
         )
     for name, module in modules.items():
+        # A replaced forward never asks transformers' registry, so setting the name would change nothing.
         owner = _owner(module)
         if owner not in _OWN:
             raise ConfigError(
@@ -346,7 +360,8 @@ def apply(model: Any) -> Any:
         owner_of_experts.set_experts_implementation(NAME)
     for name, module in modules.items():
         chosen = getattr(module.config, "_experts_implementation", None)
-        if chosen != NAME:  # a model that does not pass it on, or no model at all
+        # A model that does not pass the choice on to its parts, or a module outside of any model.
+        if chosen != NAME:
             raise ConfigError(
                 f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
                 f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
@@ -369,7 +384,8 @@ def _owner(module: Any) -> str:
     forward: Any = vars(module).get("forward", type(module).forward)
     while True:
         if isinstance(forward, partial):
-            hooked = _home(forward.func) == "accelerate.hooks"  # its hooks call the forward that they have kept
+            # accelerate's hooks keep the forward that they call in `_old_forward`.
+            hooked = _home(forward.func) == "accelerate.hooks"
             forward = module._old_forward if hooked else forward.func
         elif hasattr(forward, "_torchdynamo_orig_callable"):
             forward = forward._torchdynamo_orig_callable

@@ -50,10 +50,12 @@ class MetricsCallback(TrainerCallback):
         self._metrics = (Metrics if ours else RouterMetrics)(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._metrics is None or "loss" not in logs:  # of an evaluation, or the summary at the end
+        # Logs of an evaluation, and the summary at the end, are of no steps.
+        if self._metrics is None or "loss" not in logs:
             return
         values = self._metrics.collect(self._per_layer)
         logs.update(values)
+        # The trainer has appended a copy of the logs to its history before it calls this.
         state.log_history[-1].update(values)
         if state.is_world_process_zero:
             for sink in self._sinks:
@@ -79,7 +81,8 @@ class RouterMetrics(Collector):
     def __init__(self, model: Any) -> None:
         routers = _routers(model)
         self._hooks: list[Any] = []
-        self._logits: Tensor | None = None  # of the router that has run last
+        # Logits of the router that has run last, until its experts take them.
+        self._logits: Tensor | None = None
         watched = {}
         for name, experts in registered_experts(model).items():
             if not hasattr(experts, "down_proj"):
@@ -92,12 +95,14 @@ class RouterMetrics(Collector):
         router: nn.Module
         for router in model.modules():
             for kind, place in routers.items():
-                if isinstance(router, kind):  # FSDP gives modules classes of its own
+                # FSDP gives modules classes of its own, derived from theirs.
+                if isinstance(router, kind):
                     self._hooks.append(router.register_forward_hook(partial(self._keep, place)))
         if not watched:
             raise ConfigError(
                 f"MetricsCallback: {type(model).__name__} has no experts that transformers' registry serves"
             )
+        # Of a world of one nothing has to be brought together, and there may be no process group.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         super().__init__(watched, Topology.from_group(dist.group.WORLD) if several else Topology())
 
@@ -123,7 +128,8 @@ class RouterMetrics(Collector):
         # A router runs just before its experts, whatever wraps either of them (LoRA, activation checkpoints, hooks).
         logits_SE, self._logits = self._logits, None
         if logits_SE is not None and logits_SE.shape != (len(number_TK), counters.experts):
-            logits_SE = None  # of something else
+            # Logits of some other router: of another size, they cannot be these experts'.
+            logits_SE = None
         with torch.no_grad():
             counts_E = expert_load(number_TK.long().clamp(max=counters.experts), counters.experts)
         counters.choices(number_TK, counts_E, logits_SE)

@@ -52,9 +52,11 @@ class MegatronMoELayer(MoELayer):
         pg_collection: Any = None,
         timeout_s: float = 300.0,
     ) -> None:
+        # Before Megatron makes its own dispatcher, whose refusals would speak of other things.
         _check(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups)
+        # In place of the dispatcher that Megatron's constructor has just made.
         self.token_dispatcher = StagedDispatcher(config, groups, timeout_s)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -103,6 +105,7 @@ class StagedDispatcher(MoETokenDispatcher):
         number_TK, weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
         self._layout = ops.order(number_TK, routing_map.shape[1])
         if self._exchange is None:
+            # On one rank nothing travels: the experts gather rows themselves, and want no padding.
             self._layout = self._layout.exact()
             return x_TD, ops.take_pairs(weight_TK, self._layout)
         return ops.permute(x_TD, self._layout), ops.take_pairs(weight_TK, self._layout)
@@ -110,6 +113,7 @@ class StagedDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [R, D] the rows of this rank's experts, and the weight of each of them sorted. Collective."""
         if self._exchange is None:
+            # x
             self._handle = Handle(self._layout, probs)
             return hidden_states, probs
         rows_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
@@ -168,6 +172,7 @@ class StackedExperts(SequentialMLP):
 
     def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Makes [e, (2,) H, D] and [e, D, H]."""
+        # One copy for the pass, freed at its end: the kernels read the experts as one tensor.
         up, down = (torch.stack(list(half)) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
         return up.unflatten(1, (2, -1)) if self._gated else up, down
 
@@ -195,6 +200,7 @@ def chosen(routing_map: Tensor, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Makes [T, K] numbers of experts (ascending, -1 for none) and weights of [T, E] booleans and weights."""
     experts = routing_map.shape[1]
     index_E = torch.arange(experts, device=routing_map.device)
+    # The map has true for a chosen expert; the K smallest numbers are the chosen ones, in ascending order.
     number_TK = torch.where(routing_map, index_E, experts).topk(min(k, experts), largest=False).values
     weight_TK = probs.gather(1, number_TK.clamp(max=experts - 1))
     return number_TK.masked_fill(number_TK == experts, -1), weight_TK

@@ -80,6 +80,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Returns [R, D] rows for this rank's experts, sorted by expert; [e] how many of each; and the metadata."""
+        # A check that would fail far from here, in torchtitan's own code.
         if spmd.is_type_checking():
             raise ConfigError(
                 "fusedmoe.titan.token_dispatcher: torchtitan's type checks know no rows that this library sent; take "
@@ -102,6 +103,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         if handle is not None:
             assert isinstance(self._dispatcher, Collectives)
             rows_ND = self._dispatcher.combine_by_operators(ops.unpermute(rows_ND, handle.layout), handle)
+        # After the way back, as torchtitan does: scores do not travel with this dispatcher.
         rows_ND = (rows_ND * scores_N[:, None]).to(rows_ND.dtype)
         return ops.unpermute(rows_ND, layout).to(x_TD.dtype)
 

@@ -58,6 +58,7 @@ class _Finder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == EXAMPLES:
+            # An installed Tutel, or a checkout on the path, is found past this finder.
             whole = PathFinder.find_spec(ALIAS)
             return whole and PathFinder.find_spec(name, whole.submodule_search_locations)
         real = real_name(name)
@@ -79,4 +80,5 @@ class _Same(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # which the import system has just replaced
+        # The import system has just replaced it by that of the alias, and pickles would name the alias.
+        module.__spec__ = self._spec

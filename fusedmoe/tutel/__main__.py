@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(_module(arguments[1]), run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
+    # As Python itself would have done for the script.
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
 

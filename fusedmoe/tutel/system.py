@@ -27,6 +27,7 @@ def init_affinity_at_program_beginning() -> None:
         return
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
+        # Ranks go round the NUMA nodes in turn, `per_node` consecutive ones on each.
         nodes = _numbers(_NODES, "node")
         node = nodes[rank // per_node % len(nodes)]
         os.sched_setaffinity(0, _numbers(f"{_NODES}/node{node}", "cpu"))
@@ -52,6 +53,7 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Par
 
     env = create_groups_from_world(group_count, include_init=backend)
     if not hasattr(init_data_model_parallel, "default_env"):
+        # A process group that nobody ends may block the end of the process.
         atexit.register(_leave)
     init_data_model_parallel.default_env = env  # type: ignore[attr-defined]
     return env
@@ -141,6 +143,7 @@ def from_url(link: str, path: str | None = None) -> str:
 
     path = path or link.rstrip("/").rsplit("/", 1)[-1]
     if not os.path.exists(path):
+        # Whole or not at all: other ranks may look for the file at the same time.
         urlretrieve(link, f"{path}.part")
         os.replace(f"{path}.part", path)
     return path

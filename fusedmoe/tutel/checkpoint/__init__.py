@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.tutel.impls.moe_layer import NUMBERS
+from fusedmoe.tutel.impls.described import NUMBERS
 
 _COUNT = "_num_global_experts"
 # Ranks that share an expert hold ⌈D_out/s⌉ columns of its output bias each, so that the last may hold zeros behind it.
@@ -27,7 +27,8 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
     Raises:
         ConfigError: a file that is not there, is damaged, holds objects of classes, or nothing under `namespace`.
     """
-    if not os.path.isfile(path):  # a pipe would be waited for
+    # A pipe would be waited for.
+    if not os.path.isfile(path):
         raise ConfigError(f"{path} is not there, or no file")
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
@@ -44,7 +45,8 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
             raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
         state = state[key]
     for metadata in getattr(state, "_metadata", {}).values():
-        metadata.pop(NUMBERS, None)  # experts join or leave, so the numbers are no longer true
+        # Experts join or leave, so the numbers in the metadata are no longer true.
+        metadata.pop(NUMBERS, None)
     return whole, state
 
 
@@ -83,7 +85,8 @@ def joined(parts: list[Tensor], experts: int) -> Tensor:
     """Joins the parts of W ranks, [e, …] each, or of a shared expert [1, n, …], to [E, …]."""
     whole = torch.cat(parts)
     if parts[0].dim() == 1:
-        return whole  # flat shards stay flat
+        # Flat shards are joined without a look inside: padding goes where it was made.
+        return whole
     return whole.view(experts, -1, *whole.shape[2:]).clone()
 
 
@@ -105,6 +108,7 @@ def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
         return _even(whole, size)
     if experts % size == 0:
         return _even(whole, size)
+    # Fewer experts than ranks: the ranks that share one hold equal shards of it.
     shards = size // experts
     if shards and key.endswith(_BIAS):
         whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % shards))

@@ -51,6 +51,7 @@ def shards_of(ctx: MOELayer) -> Shards:
     s, r = ctx.sharded_count, ctx.adaptive_degree
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
+    # s ranks in r blocks: a block joins the shards of its s/r ranks and computes with them.
     size = s // r
     place = get_world_rank(ctx.group) % s if s > 1 else 0
     first = place // size * size
@@ -85,12 +86,14 @@ class _Watch(TorchFunctionMode):
         options = dict(kwargs or {})
         if self.name or not args or args[0] is not self.x or len(args) > 1 or options.pop("inplace", False):
             raise _Unknown
+        # The approximation is an option of one function, and two activations of ours.
         if func in _GELU:
             self.name = _GELUS.get(options.pop("approximate", "none"), "")
         elif func in _RELU or func in _SILU:
             self.name = "relu" if func in _RELU else "silu"
         if not self.name or options:
             raise _Unknown
+        # Returned instead of computing: if it is also what the function returns, nothing followed.
         self.result = torch.empty(0)
         return self.result
 
@@ -213,6 +216,7 @@ class FusedExpertsNetwork(nn.Module):
         b2, start = None, 0
         if self.batched_fc2_bias is not None:
             b2 = shards.join(self.batched_fc2_bias)
+            # A rank adds only the bias's columns that it holds: the ranks' results are summed.
             start = min(shards.first * self.batched_fc2_bias.shape[1], self.output_dim)
             b2 = b2[:, : self.output_dim - start]
         return Weights(w1, w2.transpose(1, 2), b1, b2, start)
@@ -224,8 +228,10 @@ class FusedExpertsNetwork(nn.Module):
         Args:
             rows: about how many rows x is routed to.
         """
+        # A subclass with a forward of its own computes something else.
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
+        # The GPU's kernels return rows of the width that they were given.
         if x_SM.is_cuda and self.output_dim != self.model_dim or not suits(self, x_SM, rows * self.hidden_size):
             return None
         name = activation_name(self.activation_fn)
@@ -249,6 +255,7 @@ class FusedExpertsNetwork(nn.Module):
             h = h + weights.b1[:, None]
         y = self.activation_fn(h) @ weights.w2.transpose(1, 2)
         if weights.b2 is not None:
+            # The columns of other shards are zero here; the sum over the ranks has each once.
             after = self.output_dim - weights.b2_start - weights.b2.shape[1]
             y = y + nn.functional.pad(weights.b2, (weights.b2_start, after))[:, None]
         return y

@@ -66,6 +66,7 @@ class LlamaFFNNetwork(nn.Module):
 
     def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:
         if ctx.adaptive_degree == 0 and ctx.world_size > 1:
+            # Flat parts of all experts; each expert's last part may end in padding.
             experts = zero_gather(flat, group=ctx.group).view(ctx.num_global_experts // shape[0], -1)
             return experts[:, : shape.numel()].reshape(-1, *shape[1:])
         if ctx.sharded_count == 1:
@@ -82,6 +83,7 @@ class LlamaFFNNetwork(nn.Module):
         if gated is None or not plain or not suits(self, x_SM, rows * self.hidden_size):
             return None
         w1, w2, w3 = self.whole(ctx)
+        # The kernels read both up projections as one tensor [e, 2, H, D].
         halves = torch.stack([w1.transpose(1, 2), w2.transpose(1, 2)], 1)
         return cast(Weights(halves, w3.transpose(1, 2)), x_SM), gated
 

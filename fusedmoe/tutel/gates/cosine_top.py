@@ -54,6 +54,7 @@ class CosineTopKGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         project, sim_PE = self.cosine_projector, self.sim_matrix
         token_SP = nn.functional.normalize(project(x.to(project.weight.dtype)), dim=1)
+        # Norms in half precision lose the small angles, so fp32_gate widens the matrix for the product.
         cosine_SE = token_SP @ nn.functional.normalize(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
         return cosine_SE * self.temperature.clamp(max=_MAX_LOG_SCALE).exp()
 

@@ -29,6 +29,7 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
     if fp32:
         x_SM, weight_EM = x_SM.float(), weight_EM.float()
     x_SM = x_SM.to(weight_EM.dtype)
+    # Half precision is rounded as Tutel rounds it; the library's router would compute in float32.
     if x_SM.dtype.itemsize < 4:
         return nn.functional.linear(x_SM, weight_EM)
     logits_SE = router_logits(x_SM, weight_EM)
@@ -87,6 +88,7 @@ class Float32Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Linear:
         super()._apply(fn, recurse)
+        # A conversion of the whole model has rounded the parameters: they keep those values, in float32.
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             super()._apply(lambda t: t.float(), recurse)
         return self
@@ -94,7 +96,8 @@ class Float32Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if self.weight.dtype != torch.float32:
-            self.float()  # `load_state_dict(assign=True)` has put others in their place
+            # `load_state_dict(assign=True)` has put parameters of another dtype in their place.
+            self.float()
 
 
 # Options of a gate's description that the layer reads; a gate takes them without using them.

@@ -59,6 +59,7 @@ def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
     """Does `swap_parts` by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
     algorithm = make_all_to_all("2dh", topology_of(handle))
     size = algorithm.group.size
+    # All parts are equal, so the ranks need not tell each other how many rows they send.
     count = part_of(len(rows), algorithm.group)
     traffic = Traffic([count] * size, [count] * size, np.full((size, size), count))
     ranks.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
@@ -117,8 +118,9 @@ def barrier(group: ProcessGroup | None = None) -> None:
         RankError: some did not come within TUTEL_GLOBAL_TIMEOUT_SEC, or failed; it names them.
     """
     members = as_group(group)
+    # An all-reduce of one number: its wait is bounded and names who did not come. `tolist` waits for the GPU.
     arrived = torch.zeros(1, device=ranks.device_of(members))
-    ranks.all_reduce(members, arrived, operation="barrier").tolist()  # on a GPU nothing else waits for it
+    ranks.all_reduce(members, arrived, operation="barrier").tolist()
 
 
 # Without gradients.
@@ -130,6 +132,7 @@ def simple_all_reduce(
     if get_world_size(group) == 1:
         return input
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
+    # Sums, maxima and minima go by the library's own all-reduce; other operations are bounded here.
     if op in _OPS:
         return ranks.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
@@ -156,6 +159,7 @@ def simple_reduce_scatter(input: Tensor, group: ProcessGroup | None = None, op: 
     if op == _SUM:
         return sum_and_split(members, input.detach())
     part_of(len(input), members)
+    # Not every backend has a reduce-scatter for every operation.
     return own_part(members, simple_all_reduce(input, group, op))
 
 
@@ -225,7 +229,8 @@ def all_to_all(
     begun = [out]
 
     def there(rows: Tensor) -> Tensor:
-        if not begun:  # the way back of a way back
+        # The second derivative sends the same way once more.
+        if not begun:
             return move(rows)
         wait()
         return begun.pop()
@@ -295,6 +300,7 @@ def batch_all_to_all_v(
     if len(send) != members.size:
         raise ConfigError(f"batch_all_to_all_v: {len(send)} sizes for {members.size} ranks; give one for each")
     _require_length("batch_all_to_all_v", datas, sum(send))
+    # The ranks tell each other how many elements come, so that any sizes fit.
     recv_W = swap_parts(members, torch.tensor(send, device=datas[0].device))
     recv = recv_W.tolist()
     there = partial(_swap_ragged, members, send, recv)

@@ -1,4 +1,4 @@
-"""Gates and experts from what clients hand in: dicts, lists of them, and old names."""
+"""Gates and experts of clients' descriptions (dicts, lists of dicts, old names), and the marks of their states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from typing import Any
 from torch import nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts import other_experts
+from fusedmoe.tutel.impls.dispatcher import Degree
 
 Description = Mapping[str, Any]
+#: In the metadata of a state_dict, whose keys are Tutel's alone: the numbers of its experts.
+NUMBERS = "fusedmoe_experts"
 
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
@@ -45,6 +49,7 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
     Raises:
         ConfigError: its type is unknown, a custom one lacks its module, or does not say its `top_k`.
     """
+    # A copy: Tutel's constructor pops keys from the caller's dict, which breaks a second layer.
     options = dict(description)
     kind = options.pop("type", None)
     module = _custom_module(options, "gate") if kind == "custom" else _module_of("gates", kind).Gate
@@ -71,6 +76,7 @@ def experts_in_all(wanted: float, ranks: int) -> int:
         ConfigError: none of these, or ranks that cannot share evenly.
     """
     if 0 < wanted < 1:
+        # 1/n and −n both mean that n ranks share an expert.
         wanted = -round(1 / wanted)
     if not wanted or wanted != int(wanted):
         raise ConfigError(f"num_experts_per_device = {wanted}; give a count, or −n for n ranks that share an expert")
@@ -82,6 +88,15 @@ def experts_in_all(wanted: float, ranks: int) -> int:
     return ranks // -count
 
 
+def valid_degree(degree: Any) -> Degree:
+    """Checks a2a_ffn_overlap_degree: "auto", or a whole number of Python, NumPy or a tensor, from 1 on."""
+    if degree == "auto":
+        return "auto"
+    if not isinstance(degree, str) and degree > 0 and degree == int(degree):
+        return int(degree)
+    raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
+
+
 def make_experts(description: Description, model_dim: int, count: int, shards: int) -> nn.Module:
     """Makes `count` experts, or one of `shards` parts of an expert.
 
@@ -91,6 +106,7 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
     options = {key: value for key, value in description.items() if key not in _COUNTS}
     kind = options.pop("type", None)
     if kind != "custom":
+        # Silently ignored, they would train another model.
         for old, cure in _OLD_OPTIONS.items():
             if old in options:
                 raise ConfigError(f"experts take no {old!r}, which Tutel has given up: {cure}")
@@ -102,7 +118,8 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
     except TypeError:
         if kind != "custom":
             raise
-        return module(local_experts=count, **options)  # the argument's older name
+        # The argument had this name in older versions of Tutel.
+        return module(local_experts=count, **options)
 
 
 def _custom_module(options: dict[str, Any], what: str) -> Callable[..., nn.Module]:
@@ -118,3 +135,16 @@ def _module_of(folder: str, kind: Any) -> Any:
     if kind not in known:
         raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")
     return importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}")
+
+
+def say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    """Notes in a state's metadata which experts it is of; a hook of the experts' `state_dict`."""
+    metadata[NUMBERS] = numbers
+
+
+def require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """Refuses another rank's experts; a hook of `load_state_dict`. A plain dict, and a state of Tutel's own, do not say
+    whose they are."""
+    given = metadata.get(NUMBERS, numbers)
+    if given != numbers:
+        raise other_experts(prefix, given, numbers, "A state put together by hand loads as dict(state)")

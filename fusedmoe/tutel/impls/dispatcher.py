@@ -25,16 +25,7 @@ from fusedmoe.dispatchers import (
     no_wider,
 )
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
-from fusedmoe.ops import (
-    Layout,
-    Weights,
-    contiguous_layout,
-    make_all_to_all,
-    order,
-    permute,
-    take_pairs,
-    unpermute,
-)
+from fusedmoe.ops import Layout, Weights, contiguous_layout, make_all_to_all, order, permute, take_pairs, unpermute
 from fusedmoe.ops import experts as fused_experts
 from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
@@ -82,12 +73,14 @@ class LocalExperts:
         rows_NM = permute(x_SM, layout)
         counts_ER = layout.counts_E[:, None] if counts_RE is None else counts_RE.t()
         places = max(places, int(counts_ER.max()))
+        # A block of Tutel's has `places` rows for each source rank, in rank order; custom experts may rely on it.
         length = places * counts_ER.shape[1]
         counts_G = counts_ER.reshape(-1)
         # Row n is the i-th of its source and expert: its place is theirs and i.
         shift_G = torch.arange(len(counts_G), device=counts_G.device) * places - (counts_G.cumsum(0) - counts_G)
         place_N = shift_G.repeat_interleave(counts_G, output_size=layout.rows)
         place_N = place_N + torch.arange(layout.rows, device=place_N.device)
+        # Places without a row are zeros, as Tutel pads them.
         blank = rows_NM.new_zeros(self.count * length, rows_NM.shape[1])
         block = blank.index_copy(0, place_N, rows_NM).view(self.count, length, rows_NM.shape[1])
         out_NM = self.blocks(block).flatten(0, 1).index_select(0, place_N)
@@ -116,7 +109,9 @@ class LayerDispatcher:
         self.checks, self._beside = InputChecks(topology, "moe_layer"), None
         if beside is not None and beside.size > 1:
             self._beside = Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
+        # One dispatcher serves all calls: its exchanges are numbered, and ranks compare the numbers.
         self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        # Streams overlap NCCL's kernels with ours; Gloo's threads need none.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
@@ -130,6 +125,7 @@ class LayerDispatcher:
         """
         refusal = self.checks.of_numbers(x_SM, weight_SK)
         if self._beside is not None and not x_SM.is_cuda:
+            # An exchange of no rows carries the refusal, and ends all ranks alike.
             nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
             self._beside.exchange(nothing_E, x_SM.dtype, refusal)
         return refusal
@@ -160,10 +156,13 @@ class LayerDispatcher:
         """
         if not self._crosses(stay):
             self.checks.refuse(refusal)
+        # Drops are decided here, on the sender, by expert and capacity; what follows sends what is left.
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if stay:
+            # SKIP_A2A: this rank's experts stand for those of all ranks, so that the work is about the same.
             layout = self._dealt(layout, choice, lambda expert, _: expert % experts.count, experts.count)
         elif self.copies > 1:
+            # Ranks that share an expert's tokens take its rows in turn, so each gets as many as the others.
             share = self.copies
             layout = self._dealt(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
         # Results in half precision travel as they are: weighted they would be in float32, or rounded where Tutel's are
@@ -172,6 +171,7 @@ class LayerDispatcher:
         if postscore and not weighted_here:
             return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
         layout = layout.exact()
+        # Rows are sorted here, and travel as tokens of their own with the layout that leaves them as they are.
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
@@ -189,6 +189,7 @@ class LayerDispatcher:
         if crosses and (overlaps or experts.fused is not None):
             self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
             return self._collectives.through_experts(routed, experts)
+        # Experts that are called as a module, once for all rows: autograd sees all that they do.
         dispatcher = self._collectives if crosses else Local()
         rows_RM, handle = dispatcher.dispatch(routed)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
@@ -210,11 +211,13 @@ class LayerDispatcher:
         workload = costs = None
         if degree == "auto":
             assert find is not None
-            rows = 1 << (rows - 1).bit_length() if rows else 1  # rounded up, so that few sizes are planned
+            # Rounded up to a power of two, so that few sizes are planned.
+            rows = 1 << (rows - 1).bit_length() if rows else 1
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
         any_degree = experts.in_chunks(x_SM).any_degree
         key = (degree, workload, any_degree)
         if key not in self._plans:
+            # Planning may measure, in the midst of a forward pass: autograd's hooks and modes must not see it.
             with undisturbed():
                 if degree == "auto":
                     schedule = Schedule.named("auto")
@@ -224,6 +227,7 @@ class LayerDispatcher:
                 assert schedule is not None
                 kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
                 plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
+                # Ranks with different plans would wait for each other for ever.
                 require_same_plans(topology, plans)
             self._plans[key] = plans
         return Assigned(self._plans[key])

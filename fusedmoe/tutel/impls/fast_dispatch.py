@@ -52,6 +52,7 @@ class Choice:
         """
         if self.priority_S is None or not len(self.expert_SK):
             return self.count_E
+        # Tutel's formula, kept bit for bit.
         told_E = expert_load(self.expert_SK[:, :-1], self.experts)
         last = self.expert_SK[-1, -1]
         told_E[last] = self.locations()[-1, -1]
@@ -86,6 +87,7 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
         # Added one by one, as half precision rounds.
         total_S = sum(weight_SK.unbind(1), torch.zeros_like(scores_SE[:, 0]))
         weight_SK = weight_SK / total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)[:, None]
+    # Batch-prioritised routing: the surest tokens get their places first.
     priority_S = scores_SE.detach().amax(1) if prioritised else None
     return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))
 
@@ -160,6 +162,7 @@ def extract_critical(
     choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
     capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)
+    # Tutel gives int32 lists, one tensor for each choice.
     indices, locations = (list(t.int().unbind(1)) for t in (choice.expert_SK, choice.locations()))
     gates = list(choice.weight_SK.unbind(1))
     return Critical(choice.experts, indices, locations, gates, capacity, choice.dispatch_count()), loss
@@ -174,6 +177,7 @@ def agreed_capacity(
         return int(simple_all_reduce(choice.count_E.new_tensor(value), group, dist.ReduceOp.MAX))
 
     tokens, top_k = choice.expert_SK.shape
+    # Ranks with fewer tokens would else compute a smaller capacity, and blocks of another size.
     tokens = most(tokens) if inequivalent_tokens else tokens
     return capacity_of(factor, top_k, tokens, choice.experts, lambda: most(int(choice.count_E.max())), alignment)
 
@@ -233,9 +237,11 @@ class _Places(NamedTuple):
     def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _Places:
         """Makes places of each choice's experts (negative for none) and locations."""
         expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
+        # Clients mark dropped pairs by a negative expert or a place beyond the capacity.
         kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
         pair_N = kept_SK.reshape(-1).nonzero()[:, 0]
         flat_N = (expert_SK * capacity + place_SK).reshape(-1)[pair_N]
+        # By place, so that rows of an expert lie together; stable, as masked tokens may share a place.
         flat_N, by = flat_N.sort(stable=True)
         pair_N = pair_N[by]
         rows = torch.arange(len(pair_N), device=pair_N.device)
@@ -287,6 +293,7 @@ class TutelMoeFastDispatcher:
                 f"a dispatcher's update got indices, locations and gates of {sizes} elements; give one tensor of each "
                 "for every choice, all with an element a token"
             )
+        # Tutel takes 0 and None for: as before.
         capacity = int(capacity or 0) or self.capacity
         self._places = _Places.of(self.num_global_experts, capacity, indices, locations)
         self.indices_, self.locations_, self.gates_ = indices, locations, gates

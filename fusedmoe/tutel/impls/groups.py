@@ -100,6 +100,7 @@ def create_groups_from_world(
     if include_init is not None:
         _initialise(include_init)
     key = group_count if parent is None else (group_count, parent)
+    # A world that was ended and made again has other groups under the same key.
     if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not _world(parent):
         _meet(parent)
         TUTEL_GROUPING_CACHE[key] = _split(group_count, parent)
@@ -111,6 +112,7 @@ def _meet(parent: ProcessGroup | None) -> None:
     """Waits for the ranks that make groups together: PyTorch's own wait for them names nobody."""
     members = as_group(parent)
     if members.size > 1:
+        # The store's keys tell who is here; PyTorch's `new_group` waits without a name.
         members.board.meet(members.ranks, None, TIMEOUT_S, operation="making groups", cure=CURE)
 
 
@@ -125,6 +127,7 @@ def _initialise(backend: str) -> None:
         raise ConfigError("backend='nccl' needs a CUDA GPU; give backend='gloo' to run on CPUs")
     if not dist.is_initialized():
         TUTEL_GROUPING_CACHE.clear()
+    # Under Tutel's own key, which clients read.
     known = TUTEL_GROUPING_CACHE.setdefault("", backend)
     if known != backend:
         raise ConfigError(f"initialised with {known} before, now asked for {backend}: one backend a job")
@@ -132,6 +135,7 @@ def _initialise(backend: str) -> None:
         return
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     environment = os.environ
+    # Open MPI's launcher, which sets neither RANK nor MASTER_PORT.
     if "LOCAL_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" in environment:
         where = f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', '23456')}"
         rank, size = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
@@ -192,6 +196,7 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
     ranks = dist.get_process_group_ranks(world)
     lines = [[ranks[place] for place in line] for line in grid]
     if world is dist.group.WORLD:
+        # `new_group` over the world is collective over all ranks, so every rank makes every line.
         return [dist.new_group(ranks=line, timeout=timeout) for line in lines][own]
     return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
 
@@ -222,8 +227,10 @@ def topology_of(handle: dist.ProcessGroup | None, shards: int = 1, degree: int =
     per_node = int(os.environ["LOCAL_SIZE"]) if "LOCAL_SIZE" in os.environ else None
     key = (dist.group.WORLD, tuple(dist.get_process_group_ranks(handle)), (shards, degree), per_node)
     if key not in _TOPOLOGIES:
+        # Topologies of an ended world hold dead process groups.
         for old in [known for known in _TOPOLOGIES if known[0] is not dist.group.WORLD]:
             del _TOPOLOGIES[old]
+        # s ranks share an expert in r blocks of s/r ranks: esp numbers the blocks, ep the expert and the place inside.
         experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
         _TOPOLOGIES[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=TIMEOUT_S)
     return _TOPOLOGIES[key]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import NAMED, UNKNOWN, other_experts, parameter_shardings, require_equal
+from fusedmoe.experts import NAMED, UNKNOWN, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
 from fusedmoe.tutel.impls import losses
@@ -27,14 +27,14 @@ from fusedmoe.tutel.impls.described import (
     gate_descriptions,
     make_experts,
     make_gate,
+    require_own,
+    say_whose,
+    valid_degree,
     wanted_experts,
 )
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import Choice, agreed_capacity, alignment_of, choose
 from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size, size_of, topology_of
-
-#: In the metadata of a state_dict, whose keys are Tutel's alone: which experts it is of.
-NUMBERS = "fusedmoe_experts"
 
 
 class MOELayer(nn.Module):
@@ -111,13 +111,16 @@ class MOELayer(nn.Module):
             raise ConfigError(f"moe_layer has no argument {', '.join(map(repr, kwargs))}")
         if not isinstance(experts, Mapping):
             raise ConfigError(f"moe_layer needs experts={{'type': …}}, and got {experts!r}")
+        # A process group cannot be copied: the holder lets deepcopy copy the layer.
         self._group = _Held(group)
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(wanted_experts(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E))
+        # A number on the host beside the buffer: to read the buffer waits for the GPU.
         self._experts_in_all = E
+        # Fewer experts than ranks: s consecutive ranks hold shards of the same one.
         self.num_local_experts = max(1, E // self.world_size)
         self.sharded_count = s = max(1, self.world_size // E)
         self.auto_parallel, self.use_model_parallel = False, True
@@ -126,9 +129,10 @@ class MOELayer(nn.Module):
         self.model_dim, self.is_postscore = model_dim, is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
-        self.a2a_ffn_overlap_degree, self.use_2dh = _valid(a2a_ffn_overlap_degree), use_2dh
+        self.a2a_ffn_overlap_degree, self.use_2dh = valid_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
         self._dispatchers: dict[int, LayerDispatcher] = {}
+        # Seeds go in Tutel's order, experts before gates, so that models begin with Tutel's numbers.
         gate_seed, expert_seed, last_seed = (*(seeds or ()), None, None, None)[:3]
         _seed(expert_seed)
         self.experts = make_experts(experts, model_dim, self.num_local_experts, s)
@@ -136,12 +140,13 @@ class MOELayer(nn.Module):
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
         for parameter in self.experts.parameters():
+            # Tutel's mark: clients leave such gradients out of their own all-reduce.
             parameter._tutel_expert = True  # type: ignore[attr-defined]
         self._note_marks()
         # Experts may be of any class: hooks see their states.
         numbers = self._numbers()
-        self.experts.register_state_dict_post_hook(partial(_say_whose, numbers))
-        self.experts.register_load_state_dict_pre_hook(partial(_require_own, numbers))
+        self.experts.register_state_dict_post_hook(partial(say_whose, numbers))
+        self.experts.register_load_state_dict_pre_hook(partial(require_own, numbers))
         self.register_load_state_dict_post_hook(_mark_again)
         gates = []
         for number, description in enumerate(gate_descriptions(gate_type)):
@@ -184,6 +189,7 @@ class MOELayer(nn.Module):
         parameter or buffer is each rank's own, as for Tutel: [local experts, …] part of a whole, else one without a
         whole; how ranks that share an expert split it is unknown.
         """
+        # What experts say of themselves counts; for others the layer has to guess as Tutel's clients do.
         stated = parameter_shardings(self.experts, marked=False)
         own = (*self.experts.named_parameters(), *self.experts.named_buffers())
         return {f"experts.{name}": stated[name] if name in stated else self._sharding(tensor) for name, tensor in own}
@@ -211,7 +217,8 @@ class MOELayer(nn.Module):
         if degree not in self.valid_rs:
             sharers = f"{self.sharded_count} ranks share an expert"
             raise ConfigError(f"adaptive degree {degree}: {sharers}, so choose one of {self.valid_rs}")
-        return int(degree)  # a key, which a tensor is not
+        # A key of the dispatchers, which a tensor is not.
+        return int(degree)
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Returns named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
@@ -253,29 +260,35 @@ class MOELayer(nn.Module):
         if input.dim() < 2:
             raise ConfigError(f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim]")
         if a2a_ffn_overlap_degree is not None:
-            self.a2a_ffn_overlap_degree = _valid(a2a_ffn_overlap_degree)
+            self.a2a_ffn_overlap_degree = valid_degree(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
             self.adaptive_degree = self._valid_r(adaptive_r)
         gate: Any = self.gates[gate_index]
         if not self.is_gshard_loss and not gate.gate_noise > 0:
             raise ConfigError("the load-and-importance loss (is_gshard_loss=False) needs a gate with gate_noise > 0")
         alone = self.world_size == 1
+        # Tutel rounds the capacity for sparse products in evaluation by one process only.
         effective = alone and self.num_local_experts > 1 and not torch.is_grad_enabled()
         self.megablocks_size = int(megablocks_size) if effective else 0
         token_shape = input.shape[-reserve_dims:]
         dispatcher = self._dispatcher()
         with topology_of(self.group).guard("moe_layer.forward"):
+            # Bad numbers of forwards before, which on CUDA nobody has waited for.
             dispatcher.checks.tell_logits()
             x_SM = input.reshape(-1, token_shape.numel())
+            # Cast before routing: Tutel's router sees the rounded tokens.
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
+            # Found before the capacity is agreed on: a rank that ended alone would leave the others in that all-reduce.
             refusal = dispatcher.agreed_refusal(x_SM, choice.weight_SK)
             self.dispatch_count = choice.dispatch_count()
             degree = self.a2a_ffn_overlap_degree
+            # A degree that the scheduler picks must not change results, so only a given one rounds the capacity.
             alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
             factor = gate.capacity_factor if capacity_factor is None else capacity_factor
             capacity = agreed_capacity(choice, factor, alignment, self.group, inequivalent_tokens)
             experts = self._local_experts(x_SM, choice, token_shape, capacity)
+            # Results are weighted in float32 at least.
             weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
             y_SM = dispatcher.through_experts(
                 x_SM,
@@ -290,6 +303,7 @@ class MOELayer(nn.Module):
                 refusal=refusal,
             )
         y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
+        # Without a graph, adding the loss to another one later is an error; it says so then.
         if not torch.is_grad_enabled():
             l_aux = without_a_graph(l_aux, "moe_layer.l_aux", next(gate.parameters(), None) if self.training else None)
         self.l_aux = y.l_aux = l_aux  # type: ignore[attr-defined]
@@ -303,9 +317,11 @@ class MOELayer(nn.Module):
 
     def _route(self, x_SM: Tensor, gate: Any, top_k: int | None) -> tuple[Choice, Tensor]:
         E = self.num_global_experts
+        # Autocast would round the router's product, and with it who goes where.
         with outside_autocast(x_SM.device.type):
             logits_SE = noisy_SE = gate(x_SM)
             if self.training and gate.gate_noise > 0:
+                # Noise before softmax and top-k, by E: Tutel's formula.
                 noisy_SE = logits_SE + gate.gate_noise * torch.randn_like(logits_SE) / E
             scores_SE = noisy_SE.softmax(1)
             choice = choose(
@@ -326,6 +342,7 @@ class MOELayer(nn.Module):
     def _dispatcher(self) -> LayerDispatcher:
         """Returns the dispatcher of the adaptive degree; collective when a degree is used first."""
         r, s = self._parts(), self.sharded_count
+        # Once, in the first call: it is collective.
         if not self._dispatchers and self.world_size > 1:
             self._compare_gates()
         if r not in self._dispatchers:
@@ -357,6 +374,7 @@ class MOELayer(nn.Module):
         count = self.num_global_experts if self._parts() == 0 else self.num_local_experts
         module: Any = self.experts
         fused = None
+        # Experts of this package may be one operation; a client's module is only called.
         if hasattr(module, "fused"):
             fused = module.fused(self, x_SM, choice.expert_SK.numel())
         if fused is not None:
@@ -388,6 +406,7 @@ class MOELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph, and make dispatchers of their own.
         self._note_marks()
+        # Process groups and plans stay behind, and the loss leaves its graph.
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
@@ -417,6 +436,7 @@ class MOELayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         count = prefix + "_num_global_experts"
+        # Old files of Tutel have no counter.
         if count not in state_dict:
             logging.warning("%s is missing: a checkpoint of an old format; it is taken to fit", count)
             state_dict[count] = self._num_global_experts
@@ -460,17 +480,6 @@ class _Held:
         return self
 
 
-def _say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    metadata[NUMBERS] = numbers
-
-
-def _require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    """Refuses another rank's experts; a plain dict, and a state of Tutel's, do not say whose they are."""
-    found = metadata.get(NUMBERS, numbers)
-    if found != numbers:
-        raise other_experts(prefix, found, numbers, "A state put together by hand loads as dict(state)")
-
-
 def _mark_again(layer: MOELayer, *_: Any) -> None:
     layer._mark_again()
 
@@ -478,14 +487,6 @@ def _mark_again(layer: MOELayer, *_: Any) -> None:
 def _seed(seed: int | None) -> None:
     if seed is not None:
         torch.manual_seed(seed)
-
-
-def _valid(degree: Any) -> Degree:
-    if degree == "auto":
-        return "auto"
-    if not isinstance(degree, str) and degree > 0 and degree == int(degree):
-        return int(degree)  # that of NumPy or of a tensor too
-    raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
 
 
 @cache
