@@ -28,7 +28,7 @@ _STALE_S = 3600.0
 
 
 def regular_bytes(path: Path, most: int) -> bytes:
-    """What is in a file. A pipe or a device is not waited for.
+    """Returns what is in a file. A pipe or a device is not waited for.
 
     Raises:
         OSError: it is something else than a file, has more than `most` bytes, or cannot be read.

@@ -48,13 +48,13 @@ class Helper:
         self.end.atexit = False
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
-        """What the call returns or raises, in the future."""
+        """Starts a call; the future gets what it returns or raises."""
         done: Future[T] = Future()
         self._calls.put((call, done))
         return done
 
     def check(self, done: Future[Any]) -> bool:
-        """Whether a call is done. Raises what it raised, and `MemoryError` where the thread has ended before that."""
+        """Returns whether a call is done. Raises what it raised, or `MemoryError` if the thread ended before that."""
         alive = self._thread.is_alive()  # before the other question: it may end in between
         try:
             if done.done():
@@ -84,7 +84,7 @@ class Helper:
 
 
 class _Begun(threading.Event):
-    """By which `Thread.start` knows that a thread has begun."""
+    """Event that tells `Thread.start` that a thread has begun, within a bound."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(_BEGIN_S if timeout is None else timeout):

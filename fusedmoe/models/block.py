@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
-    """Whether block `layer` (from 0) has experts: with `moe_every` = n, the last of every n blocks."""
+    """Returns whether block `layer` (from 0) has experts: with `moe_every` = n, the last of every n blocks."""
     return (layer + 1) % config.moe_every == 0
 
 
@@ -148,7 +148,10 @@ class BeforeExperts(nn.Module):
 
 
 class BeforeExpertsInPositions(BeforeExperts):
-    """What comes before experts, for some positions of all samples, on one MP rank; keys and values go on."""
+    """Attention, and what else comes before experts, for some positions of all samples, on one MP rank.
+
+    Keys and values go on to later positions.
+    """
 
     def forward(  # type: ignore[override]
         self, x_BPM: Tensor, past: Sequence[tuple[Tensor, ...]]
@@ -195,7 +198,7 @@ class BlockPipeline:
         self.rest = list(blocks)[sum(map(len, groups)) :]
 
     def __call__(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
-        """What the last block with experts gives, and this rank's share of all auxiliary losses."""
+        """Returns the last block's output, and this rank's share of all auxiliary losses."""
         for part in self._parts:
             part.split = split
         y_BPM = self.pipelined(x_BPM)

@@ -1,4 +1,4 @@
-"""What a model is: its dimensions and the kinds of its parts; and the models of the papers' experiments, by name.
+"""Models in numbers: dimensions and kinds of parts; the models of the papers' experiments, by name.
 
 FlowMoE, Table 2 (layers, batch, sequence, M, H, experts per GPU, k; capacity factor 1): GPT2-Tiny-MoE, BERT-Large-MoE,
 LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4 (batch 1, k = 2, capacity factor 1.2): GPT2-XL-MoE and Mixtral-7B with the
@@ -128,7 +128,7 @@ class ModelConfig:
         return BYTES
 
     def with_experts(self, ranks: int, ep: int = 1) -> ModelConfig:
-        """The same model with its number of experts settled for a job of `ranks` ranks.
+        """Settles the number of experts for a job of `ranks` ranks.
 
         A number that was given stays. Otherwise `experts_per_rank` times the ranks, but never fewer than k, and a
         multiple of `ep`: a model of a big cluster stays a model on a small one.

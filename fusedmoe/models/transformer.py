@@ -126,7 +126,7 @@ class Transformer(nn.Module):
                 yield block.experts
 
     def in_micro_batches(self, along: Along = "samples") -> PipelinedBlocks:
-        """From now on the blocks run in micro-batches, by the plans that what is returned follows. Collective.
+        """Has the blocks run in micro-batches from now on, by the plans of the blocks that it returns. Collective.
 
         Args:
             along: "positions": of each sequence, so that one sample is enough; of causal models with mp = 1.
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
             layer.update_gate()
 
     def record(self, recorder: Recorder | None) -> None:
-        """From now on, what the model does becomes spans of `recorder`; None ends it."""
+        """Has `recorder` take spans of all that the model does from now on; None ends it."""
         self.recorder = recorder
         modules: Iterable[nn.Module] = self.modules()
         if self._micro is not None:
@@ -154,8 +154,8 @@ class Transformer(nn.Module):
                 module.recorder = recorder
 
     def _hidden(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
-        """What the last block gives for this rank's positions, [B, P, M], its share of the auxiliary loss, and the
-        split."""
+        """Returns the last block's output for this rank's positions, [B, P, M], its share of the auxiliary loss, and
+        the split."""
         length = tokens_BL.shape[1]
         split = TokenSplit.from_length(length, self.topology)
         tokens_BP = tokens_BL[:, split.start : split.stop]
