@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -74,22 +75,7 @@ class KnownWays:
     """Ways to split the instructions of a graph, each found once: ranges overlap."""
 
     def __init__(self) -> None:
-        self._of: dict[Any, OperatorSplit | None] = {}
-        self._from: dict[Any, list[OperatorSplit]] = {}
-
-    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, chunks: int) -> OperatorSplit | None:
-        key = (node, axis, crosses, chunks)
-        if key not in self._of:
-            self._of[key] = way_of(node, axis, crosses, chunks=chunks)
-        return self._of[key]
-
-    def outputs_from(
-        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool
-    ) -> list[OperatorSplit]:
-        key = (node, given, axis, chunks, rows)
-        if key not in self._from:
-            self._from[key] = outputs_from(node, given, axis, chunks, rows)
-        return self._from[key]
+        self.way_of, self.outputs_from = cache(way_of), cache(outputs_from)
 
 
 def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
@@ -109,17 +95,17 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
     for node in nodes:
         if is_all_to_all(node):
             for axis in first_axes(node, chunks, rows):
-                note(node, known.way_of(node, axis, False, chunks))
+                note(node, known.way_of(node, axis, False, chunks=chunks))
     # From the all-to-alls outwards: a way that leads to none of them is of no use.
     while ends:
         node, way = ends.pop()
         for source, wanted in way.inputs.items():
             if wanted is not None:
                 for crosses in (False, True)[: 1 + rows]:
-                    note(source, known.way_of(source, wanted, crosses, chunks))
+                    note(source, known.way_of(source, wanted, crosses, chunks=chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, known.way_of(user, way.axis, False, chunks))
+                note(user, known.way_of(user, way.axis, False, chunks=chunks))
             elif user in inside:
                 for found in known.outputs_from(user, node, way.axis, chunks, rows):
                     note(user, found)
