@@ -140,14 +140,20 @@ class MicroBatch:
 
     Attributes:
         number, count: which it is, of how many.
+        lead: the shape of its tokens, [b, …].
         rows: tokens that each rank routes; one number where no other rank has the same tokens.
         own: where this rank's tokens are among all of them.
     """
 
-    def __init__(self, number: int, count: int, rows: Sequence[int], rank: int) -> None:
-        self.number, self.count, self.rows, self.rank = number, count, rows, rank
+    def __init__(self, number: int, count: int, lead: torch.Size, rows: Sequence[int], rank: int) -> None:
+        self.number, self.count, self.lead, self.rows, self.rank = number, count, lead, rows, rank
         start = sum(rows[:rank])
         self.own = slice(start, start + rows[rank])
+
+    def batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
+        """[S, …] values of this rank's tokens -> [b, …, ·], with `fill` for tokens of other ranks."""
+        value_S = own_S if len(self.rows) == 1 else self.spread(own_S, fill)
+        return value_S.view(*self.lead, *value_S.shape[1:])
 
     def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Values of this rank's tokens -> values of all tokens, with `fill` for those of other ranks."""

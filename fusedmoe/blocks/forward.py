@@ -54,7 +54,7 @@ class BlocksForward(BlockPass, ForwardPass):
         # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
         # expert has been given so far; dense micro-batches whose rows have their places.
         groups = [block.mp for block in blocks]
-        self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), group), group.index) for group in groups]
+        self._wholes = [MicroBatch(0, 1, self._lead, split_counts(len(x_SM), group), group.index) for group in groups]
         self._capacities: list[int | None] = []
         self._drawn: list[tuple[Tensor, ...]] = []
         self._taken: list[Tensor | None] = [None] * len(states)
@@ -63,7 +63,7 @@ class BlocksForward(BlockPass, ForwardPass):
         for block, whole in zip(blocks, self._wholes, strict=True):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
-            self._drawn.append(tuple(self._batch(whole.spread(values)) for values in gate.draw(own_SM)))
+            self._drawn.append(tuple(whole.batch(values) for values in gate.draw(own_SM)))
 
     def bodies(self) -> dict[str, Callable[[Task], None]]:
         return {
@@ -154,7 +154,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert chunk.start == self._placed[number], "micro-batches must be routed in order"
         self._placed[number] = chunk.stop
         routed = [state.dense[place] for place in chunk]
-        chosen = [self._batch(dense.micro_batch.spread(dense.routing.expert_SK, -1), dense.x) for dense in routed]
+        chosen = [dense.micro_batch.batch(dense.routing.expert_SK, -1) for dense in routed]
         if capacity is not None:
             together = torch.cat(chosen, axis)
             expert_SK = together.flatten(0, -2)
@@ -168,7 +168,7 @@ class BlocksForward(BlockPass, ForwardPass):
             chosen = list(kept.split([experts.shape[axis] for experts in chosen], axis))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
             with torch.set_grad_enabled(self.keep):
-                weight = self._batch(dense.micro_batch.spread(dense.routing.weight_SK), dense.x)
+                weight = dense.micro_batch.batch(dense.routing.weight_SK)
                 for p in state.cuts.rows_of[place]:
                     at = state.cuts.rows_in_dense_at[p]
                     expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
@@ -278,11 +278,11 @@ class BlocksForward(BlockPass, ForwardPass):
             self._numbers = torch.arange(self._lead.numel()).view(self._lead)
         part = self._numbers[ats[place]]
         if len(whole.rows) == 1:
-            return MicroBatch(place, len(ats), (part.numel(),), 0)
+            return MicroBatch(place, len(ats), part.shape, (part.numel(),), 0)
         # Tokens are numbered along the batch; each rank routes those between two of these ends.
         ends = torch.tensor([0, *whole.rows]).cumsum(0)
         rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
-        return MicroBatch(place, len(ats), rows.tolist(), whole.rank)
+        return MicroBatch(place, len(ats), part.shape, rows.tolist(), whole.rank)
 
     def _whole_gate(self, number: int) -> Tensor:
         """Computes the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
@@ -291,7 +291,7 @@ class BlocksForward(BlockPass, ForwardPass):
         # and the gradient with respect to scores is what each micro-batch's graph gets in the backward pass.
         dense = [state.dense[place] for place in range(len(state.dense))]
         parts = zip(
-            *([self._batch(one.micro_batch.spread(score.detach()), one.x) for score in one.scores] for one in dense),
+            *([one.micro_batch.batch(score.detach()) for score in one.scores] for one in dense),
             strict=True,
         )
         scores = [self._tokens(torch.cat(part, self.split.axis))[whole.own] for part in parts]
@@ -305,7 +305,7 @@ class BlocksForward(BlockPass, ForwardPass):
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
             of_scores = [next(grads) if score.requires_grad else None for score in scores]
-            state.dscores = [None if grad is None else self._batch(whole.spread(grad)) for grad in of_scores]
+            state.dscores = [None if grad is None else whole.batch(grad) for grad in of_scores]
         return aux.detach()
 
     def _note_sizes(self, state: BlockState) -> None:
@@ -316,11 +316,6 @@ class BlocksForward(BlockPass, ForwardPass):
             places = state.cuts.row_chunks["forward"][number]
             sizes = (np.split(whole, len(places), -1) for whole in (chunk.part.send_PE, chunk.part.come_QPE))
             state.sizes |= dict(zip(places, zip(*sizes, strict=True), strict=True))
-
-    def _batch(self, value_S: Tensor, like: Tensor | None = None) -> Tensor:
-        """[S, …] values of tokens -> [B, …, ·], of the whole batch or of a micro-batch's x."""
-        lead = self._lead if like is None else like.shape[:-1]
-        return value_S.view(*lead, *value_S.shape[1:])
 
     def _tokens(self, value: Tensor) -> Tensor:
         """[b, …, ·] values -> [S, …]."""
