@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
-from fusedmoe.layers.gates import Routing, fused, router
+from fusedmoe.layers.gates import Routing, router
 from tests.layers.gate_cases import best_first, make, parts
 
 ALL: dict[str, Any] = {"statistics": True, "logsumexp": True}
@@ -351,7 +351,6 @@ def test_gates_with_kernels_equal_plain_torch(
     monkeypatch.setattr(kernels, "_choose", lambda *a, real=kernels._choose: (calls.append(1), real(*a))[1])
     with_kernels = run()
     assert bool(calls) == (name not in ("expert_choice", "softmoe") and options.get("groups") is None)
-    monkeypatch.setattr(fused, "has_kernels", lambda *_: False)
     monkeypatch.setattr(router, "has_kernels", lambda *_: False)
     for got, expected in zip(with_kernels, run(), strict=True):
         assert (got is None) == (expected is None)
