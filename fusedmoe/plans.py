@@ -26,7 +26,7 @@ from fusedmoe.schedule.refit import Row, compare, observe, refit
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
 
@@ -52,6 +52,7 @@ __all__ = [
     "StepSplit",
     "Stretch",
     "Task",
+    "TaskKind",
     "Timeline",
     "Workload",
     "align",

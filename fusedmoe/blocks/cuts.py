@@ -30,7 +30,7 @@ from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunks import concatenated, taken
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, TaskKind
 
 #: Indexes a batch, [B, …, M]: all before the axis that is cut, and a slice of that.
 Index = tuple[slice, ...]
@@ -56,16 +56,16 @@ class BlockDegrees(NamedTuple):
 def degrees_of(plans: Plans, block: int) -> BlockDegrees:
     """Reads the degrees of one block off the plans of both passes."""
     counts = [Counter(task.kind for task in plan if task.layer == block) for plan in (plans.forward, plans.backward)]
-    dense_forward, dense_backward = (count["attention"] or 1 for count in counts)
+    dense_forward, dense_backward = (count[TaskKind.ATTENTION] or 1 for count in counts)
     # All parts of a block's pipeline have as many chunks, but which parts there are depends on the ranks.
     rows_forward, rows_backward = (max(count[kind] for kind in PIPELINE) or 1 for count in counts)
-    weights = counts[1][WEIGHT_GRADIENTS["attention"]]
+    weights = counts[1][WEIGHT_GRADIENTS[TaskKind.ATTENTION]]
     return BlockDegrees(
         (dense_forward, dense_backward),
         (rows_forward, rows_backward),
-        counts[0]["permute"] > 0,
+        counts[0][TaskKind.PERMUTE] > 0,
         weights > 0,
-        counts[1]["attention"] + weights,
+        counts[1][TaskKind.ATTENTION] + weights,
     )
 
 

@@ -37,7 +37,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
-from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task
+from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task, TaskKind
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
@@ -281,16 +281,16 @@ class PipelinedBlocks(nn.Module):
                     f"pipeline: the {phase} plan has {name(task)}, and copies come forward, and their gradients go "
                     "backward, of blocks with placement='fssdp' alone"
                 )
-            if task.kind == "gradient-all-reduce" and gradients is None:
+            if task.kind == TaskKind.GRADIENT_ALL_REDUCE and gradients is None:
                 raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
         # What each block needs: all its parts, and one degree in both passes where its graphs are the forward's.
-        kinds = {"attention", *self._layers()[0].parts}
+        kinds = {TaskKind.ATTENTION, *self._layers()[0].parts}
         for number, block in enumerate(self._blocks):
             counts = Counter(task.kind for task in plan if task.layer == number)
             lacks = sorted(kinds - counts.keys())
             if lacks:
                 raise ConfigError(f"pipeline: the {phase} plan has no {lacks[0]} of block {number}")
-            if phase == "forward" and block.waits and counts["attention"] > 1 and not counts["permute"]:
+            if phase == "forward" and block.waits and counts[TaskKind.ATTENTION] > 1 and not counts[TaskKind.PERMUTE]:
                 raise ConfigError(
                     f"pipeline: block {number} cannot tell whose rows there is room for before all of a batch is "
                     "routed (k > 1 with a capacity): the plan needs a permute task between attention and dispatch"
@@ -432,8 +432,8 @@ def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bo
     layers = range(len(waits))
     for layer in layers if phase == "forward" else reversed(layers):
         for kind in STAGES[phase]:
-            if kind == "permute" and phase == "forward" and waits[layer]:
+            if kind == TaskKind.PERMUTE and phase == "forward" and waits[layer]:
                 tasks.append(Task(kind, None, layer, phase))
-            elif kind in ("attention", *kinds):
+            elif kind in (TaskKind.ATTENTION, *kinds):
                 tasks += [Task(kind, chunk, layer, phase) for chunk in range(degree)]
     return list_plan(tasks, dict.fromkeys(tasks, 1.0))

@@ -42,6 +42,7 @@ from fusedmoe.plans import (
     Costs,
     Machine,
     Plan,
+    TaskKind,
     Timeline,
     at_work,
     bound_s,
@@ -104,7 +105,9 @@ class Report:
     @property
     def bucket_bytes(self) -> int | None:
         """Bytes of the largest gradient all-reduce, S_p; None without any."""
-        return max((task.size or 0 for task in self.plan.inter if task.kind == "gradient-all-reduce"), default=None)
+        return max(
+            (task.size or 0 for task in self.plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE), default=None
+        )
 
     @property
     def weights_apart(self) -> bool:
@@ -113,7 +116,9 @@ class Report:
 
     def micro_batches(self, phase: str) -> list[int]:
         """Returns each layer's number of micro-batches; 1 where the layer is not split."""
-        numbers = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
+        numbers = Counter(
+            task.layer for task in self.plan.compute if task.kind == TaskKind.ATTENTION and task.phase == phase
+        )
         return [numbers[layer] for layer in sorted({stretch.layer for stretch in self.passes})]
 
     def path_s(self) -> dict[str, float]:

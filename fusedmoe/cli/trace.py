@@ -29,6 +29,7 @@ from fusedmoe.plans import (
     Plan,
     Row,
     StepCosts,
+    TaskKind,
     Timeline,
     align,
     compare,
@@ -149,7 +150,7 @@ def _run(trainer: Trainer, steps: int) -> list[Timeline]:
 
 
 def _without_optimizer(timeline: Timeline) -> Timeline:
-    return replace(timeline, spans=tuple(span for span in timeline.spans if span.kind != "optimizer"))
+    return replace(timeline, spans=tuple(span for span in timeline.spans if span.kind != TaskKind.OPTIMIZER))
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:

@@ -40,6 +40,7 @@ from fusedmoe.plans import (
     Plan,
     PlanCandidate,
     StepCosts,
+    TaskKind,
     Timeline,
     Workload,
     hidden_s,
@@ -304,9 +305,9 @@ class Trainer:
             (whole if weight == 1 else weight * whole).backward()
             loss_sum, aux_sum = loss_sum + weight * loss.nats.detach(), aux_sum + weight * loss.aux.detach()
         self.model.train()
-        with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
+        with span(recorder, "gradient sync", kind=TaskKind.GRADIENT_ALL_REDUCE, resource="inter"):
             sync_gradients(self.model, topology, buckets=self._buckets)
-        with span(recorder, "optimizer", kind="optimizer"):
+        with span(recorder, "optimizer", kind=TaskKind.OPTIMIZER):
             norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
             # The norm is a sum over all ranks, so all refuse together, and nobody waits for a rank that ended.
             if not math.isfinite(norm):

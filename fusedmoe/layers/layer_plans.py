@@ -18,7 +18,7 @@ from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import Task, TaskKind
 
 if TYPE_CHECKING:
     from fusedmoe.engine.one_sided_dispatcher import KernelTransport
@@ -71,7 +71,9 @@ class LayerPlans:
             return
         for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
             own = f"MoELayer.set_plan: the {phase} plan"
-            require_runnable(plan, (*self.kinds, *(["gradient-all-reduce"] if gradients is not None else [])), own)
+            require_runnable(
+                plan, (*self.kinds, *([TaskKind.GRADIENT_ALL_REDUCE] if gradients is not None else [])), own
+            )
             lacks = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
             if lacks:
                 raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")

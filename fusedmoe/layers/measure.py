@@ -35,7 +35,7 @@ from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 # Chunks of the passes that are measured.
@@ -183,17 +183,19 @@ def observe_layer(
         ordered = order.order(x, gate(x), gate.experts)
         y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
         y = order.restore(y, ordered)
-        with recorder.span("between the passes", kind="loss"):
+        with recorder.span("between the passes", kind=TaskKind.LOSS):
             pass
         torch.autograd.grad(y, [x, *parameters], dy_SM, allow_unused=True)
-        with recorder.span("after the passes", kind="optimizer"):
+        with recorder.span("after the passes", kind=TaskKind.OPTIMIZER):
             pass
         return recorder.timeline()
 
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
         found = observe_steps(topology, plans, costs, run, clock=clock)
-    of_layer = {sample: s for sample, s in found.seconds.items() if sample.kind not in ("loss", "optimizer")}
+    of_layer = {
+        sample: s for sample, s in found.seconds.items() if sample.kind not in (TaskKind.LOSS, TaskKind.OPTIMIZER)
+    }
     rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
 

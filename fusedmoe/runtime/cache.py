@@ -158,6 +158,7 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "networks": _networks(),
     }
     ranks: list[dict[str, Any]] = all_gather_object(topology.world, own, "comparing machines")
+    # Hosts by number: their names change from job to job.
     hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
     sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
     return {
@@ -209,6 +210,7 @@ def _processor() -> str:
 
 def _networks() -> Sequence[str]:
     """Returns network cards with their speeds, and which of them torch.distributed was told to use."""
+    # Times depend on the cards that carry rows, and on which of them a job was told to use.
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
@@ -248,11 +250,13 @@ def cached_plans(
     Raises:
         ConfigError: layers that cannot be split.
     """
+    # The name of a file holds all that its plan depends on.
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
     # The library cannot tell whether a user's function is still the one that made a file.
     kept = {name for name in paths if name not in POLICIES or not POLICIES[name].own}
     texts = {name: read_kept(paths[name]) if first and not again and name in kept else None for name in paths}
+    # Rank 0's files count, so that all ranks follow one plan even where their disks differ.
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     found = {name: _valid_plan(texts[name], costs) for name in paths}
     plans = {name: plan for name, plan in found.items() if plan is not None}
@@ -305,6 +309,7 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             return None
         plan = Plan.parse("\n".join(data["plan"]))
+        # A file that was cut or edited gives another fingerprint, or another time.
         sound = plan.fingerprint == data["fingerprint"] and makespan(plan, costs) == data["step_s"]
     except (KeyError, TypeError, ConfigError):
         return None

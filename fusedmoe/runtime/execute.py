@@ -125,6 +125,7 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
         ended = False
         for task in plan.on(resource):
             for earlier in plan.waits[task]:
+                # Waits in slices, and looks between them whether the threads of the links still live.
                 while not done[earlier].wait(LOOK_S):
                     for thread, works in links:
                         thread.check(works)
@@ -152,6 +153,7 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
             fail(error)
 
     try:
+        # Links first: their threads wait for the network while computation begins here.
         for resource in RESOURCES[1:]:
             if plan.on(resource):
                 thread = Helper(f"fusedmoe {resource}")
@@ -175,6 +177,7 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
 def _on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, torch.cuda.Stream]) -> None:
     """Issues the tasks in the plan's sequence, each on its resource's stream behind the events of what it waits for."""
     caller = torch.cuda.current_stream()
+    # Streams of the links must not run ahead of what the caller's stream has issued before.
     begun = torch.cuda.Event()
     begun.record(caller)
     used = [stream for resource, stream in streams.items() if plan.on(resource)]
@@ -185,6 +188,7 @@ def _on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, 
         stream = streams[plan.resources[task][0]]
         for earlier in plan.waits[task]:
             stream.wait_event(done[earlier])
+        # Switching to the stream that is current already would cost time for nothing.
         with torch.cuda.stream(stream) if stream != caller else nullcontext():
             body(task)
             done[task] = torch.cuda.Event()

@@ -234,10 +234,12 @@ class _Profiler:
             before_s = self._elapsed_s()
             rounds.append(self._round(ladder, len(rounds) * len(ladder), total))
             round_s = self._elapsed_s() - before_s
+        # The median of the rounds: one disturbance does not move it.
         medians = np.median(rounds, axis=0)
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in self._works}
         for (name, size), seconds in zip(ladder, medians, strict=True):
             points[name].append((float(self._works[name].n(size)), float(seconds)))
+        # No task is shorter than what the executor takes for an empty one.
         task_s = float(self._slowest([self._task_s()])[0])
         fitted = {name: line_through(of) for name, of in points.items()}
         lines = self._of_rank_0(
@@ -370,6 +372,7 @@ class _Profiler:
         for name, work in sorted(self._works.items(), key=lambda one: takes_s(one[0], one[1].unit, one[1].steps)):
             share_s = left_s / (len(self._works) - len(sizes) + 1)  # contention has one, too
             unit, steps = work.unit, work.steps
+            # First fewer sizes, then smaller ones: see `_LEAST_STEPS`.
             while takes_s(name, unit, steps) > share_s and steps > _LEAST_STEPS:
                 steps //= 2
             while takes_s(name, unit, steps) > share_s and unit > work.unit // _LEAST_PART:

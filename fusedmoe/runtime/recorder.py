@@ -44,6 +44,7 @@ def span(
 ) -> AbstractContextManager[None]:
     """Returns `recorder.span(...)`, or a shared context that does nothing when there is no recorder; and a range of
     PyTorch's profiler, where one is on."""
+    # A layer's recorder adds the layer's number, and hands on to the one behind it.
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.number, recorder.to
     if recorder is None and not profiling():
@@ -84,6 +85,7 @@ def recorded(
     """
     if recorder is None and not profiling():
         return operation(x)
+    # The span of the backward pass is made now, and opened and closed by the marks.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
         y = operation(_Mark.apply(x, lambda: _close(back)))
@@ -280,6 +282,7 @@ class _CudaClock:
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
     """One instant on both clocks: (`now()`, `time.time()`); the tightest of a few readings."""
     best = (float("inf"), 0.0, 0.0)
+    # The reading with the least time between both clocks is the most exact.
     for _ in range(8):
         before = now()
         wall = time.time()

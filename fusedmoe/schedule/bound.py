@@ -220,6 +220,7 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     from scipy.optimize import linprog
 
     found = list(sums)
+    # Seconds that a sum has beside the passes, whatever their chunks.
     fixed = np.array([beside_s for _, beside_s in found])
     # [sums, choices] of each pass, without what is no better than another choice in any sum.
     by_pass = zip(*(sums for sums, _ in found), strict=True)
@@ -240,6 +241,7 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
         [1.0],
         [(0, None)] * (count + len(passes)),
     )
+    # The programme may fail or round; any weights give a bound, so the best of all is taken.
     weights = [*np.eye(count)]  # each sum by itself bounds as well
     if solved.x is not None:
         weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
@@ -265,6 +267,7 @@ def _by_layer_s(costs: StepCosts, limit: int) -> float:
     layers = costs.layers
     head = sum(_layer_pass_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)
     head += sum(_layer_pass_s(costs, layer, "backward", limit) for layer in layers)
+    # From each layer's end on, links have to carry what only then is ready.
     best, after = head, 0.0
     gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
     for layer in layers:

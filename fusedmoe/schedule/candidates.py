@@ -148,6 +148,7 @@ def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> It
             return idle_slot_plan(costs, ahead, back, bucket_bytes)
         if candidate._gradients == "exposed":
             return step_plan(costs, ahead, back, exposed=True)
+        # The same bytes stay in the places that the plan has for them.
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
         return step_plan(costs, ahead, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
@@ -170,6 +171,7 @@ def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPas
     """Returns the order and the degree that the plan has of one layer's chunks."""
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
     own = pass_of(plan, layer, phase)
+    # The order is not written in a plan: it is the one that gives the same tasks on each resource.
     for order in (three_queues, alternating, one_queue):
         tasks = order(kinds, degree, phase, layer)
         if all(tuple(t for t in own.on(on) if t.kind in PIPELINE) == tuple(tasks.get(on, ())) for on in RESOURCES):

@@ -171,6 +171,7 @@ class Contest:
 
     def _choose(self) -> Generator[Entry, float, None]:
         """Tries candidates until there are no more, or they cost too much."""
+        # Every search has to stay within the same share of all steps.
         self._spent_before_s, self._tried_before = self.spent_s, self.tried
         self.settled, before = False, [self.best.candidate] if self.entries else []
         self.entries = []
@@ -182,10 +183,12 @@ class Contest:
             new = [Entry(candidate) for candidate in more]
             pool = [self.best, *new] if self.entries else new
             self.entries += new
+            # The first candidate also does the steps that a job begins with, which are slow with any plan.
             if pool is new:
                 self.best = new[0]
                 yield from self._start(new[0])
             yield from self._rounds(pool)
+            # The best may have been lucky in few steps: whoever is faster by now runs against it again.
             for _ in range(_SECOND_LOOKS):
                 least = min(self.entries, key=lambda entry: entry.median_s)
                 if self._as_good(self.best, least):
@@ -274,6 +277,7 @@ class Contest:
         """Returns True if one is as fast as the fastest, for all that is known; of few steps nothing is."""
         if one is least or min(len(one.seconds), len(least.seconds)) < _FEW:
             return one is least
+        # Two medians differ by chance as much as this.
         margin = self.noise * _OF_MEDIAN * math.sqrt(1 / len(one.seconds) + 1 / len(least.seconds))
         return one.median_s <= least.median_s * (1 + margin)
 

@@ -71,6 +71,7 @@ class Line:
     def amount(self, seconds: float) -> float:
         """Returns the bytes or FLOP of this time; 0 where it is too short to start (F14), infinite where size is
         free."""
+        # Nothing is done before the start is over.
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -102,6 +103,7 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
     line = fit(points)
     if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
         return line
+    # Imported here: hardly any fit needs it, and it is slow to import.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T

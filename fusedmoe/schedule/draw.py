@@ -92,6 +92,7 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
 
     result = Figure(dpi=_DPI, facecolor="white")
+    # Widths of text are known only to a canvas, and decide how high the legend is.
     measure = Measure(FigureCanvasAgg(result))
     legend, legend_height = _flow(_legend_entries(kinds, has_backward), measure)
     head, foot = 0.75 + legend_height, 0.55
@@ -108,6 +109,7 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     inches_per_ms = plot_width / (span_ms or 1.0)
     # Where one of the brackets has no room for whole words none has them.
     brackets = [each for group in groups for each in group.brackets(brief=False)]
+    # Brackets are abbreviated all or none, so that one picture has one language.
     brief = not all(_fits(name, seconds * 1e3 * inches_per_ms, measure) for name, seconds in brackets if name)
     for group in groups:
         _draw_group(page, chart, group, head, span_ms, inches_per_ms, brief, measure)
@@ -162,6 +164,7 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
         rows = []
         for resource in shown:
             parts = lanes(timeline.on(resource))
+            # Overlapping spans get lanes of their own, which must stay tall enough to see.
             height = max(_ROW, len(parts) * _LANE_MIN)
             rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP

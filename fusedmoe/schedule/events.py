@@ -98,17 +98,20 @@ def run(
     left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, 1.0
     now, never = 0.0, _NEVER
     while True:
+        # Every free resource takes its most urgent ready task.
         for resource, heap in queues:
             if heap and end[resource] == never:
                 place = by_rank[heappop(heap)]
                 running[resource], starts[place] = place, now
                 end[resource] = now + seconds[place]
+        # A link's task that began since the last event starts with all of its work left.
         if contention < 1.0:
             for link in (_INTRA, _INTER):
                 if running[link] != known[link]:
                     known[link] = place = running[link]
                     left[link], since[link], end[link] = seconds[place], now, now + seconds[place] / speed
             wanted = contention if end[_INTRA] < never and end[_INTER] < never else 1.0
+            # The other link began or ended: what is left of both is done at another speed from now on.
             if wanted != speed:
                 for link in (_INTRA, _INTER):
                     if end[link] < never:
@@ -116,6 +119,7 @@ def run(
                         since[link], end[link] = now, now + left[link] / wanted
                 speed = wanted
         soonest = min(end)
+        # Tasks that only fill idle time may start where nothing is ready and no event is due now.
         if spare and soonest > now:
             for resource, heap in spare:
                 if heap and end[resource] == never:
@@ -126,6 +130,7 @@ def run(
         if soonest == never:
             return starts, ends
         now = soonest
+        # All that ends at this moment frees its resource before anything starts.
         for resource, at in enumerate(end):
             if at == now:
                 end[resource] = never

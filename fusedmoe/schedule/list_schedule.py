@@ -62,6 +62,7 @@ class ListSchedule:
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
+        # Buckets stay in back-propagation's order: each carries the bytes that follow the one before.
         buckets = [place for place, task in enumerate(self._tasks) if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
         for one, other in zip(buckets, buckets[1:], strict=False):
             self._before[other].append(one)
@@ -75,6 +76,7 @@ class ListSchedule:
         if contention == 1.0 or not both <= set(self._on):
             return self._end_s
         before, followers = ([list(found) for found in of] for of in (self._before, self._followers))
+        # With the orders fixed, contention only makes tasks longer; it changes no order.
         for order in self._orders():
             for one, other in zip(order, order[1:], strict=False):
                 before[other].append(one)
@@ -101,6 +103,7 @@ class ListSchedule:
     def _improved(self, hopeless_s: float) -> tuple[list[float], float]:
         """Returns the starts and the end of the best schedule that is found."""
         starts, end = self._schedule(self._urgency())
+        # Backwards and forwards again, for as long as the end comes sooner.
         for _ in range(_ROUNDS if end < hopeless_s else 0):
             ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
             late, _ = self._schedule([-end_s for end_s in ends], True)
@@ -149,6 +152,7 @@ def fill_idle_slots(
     gates = standard_dependencies(tasks)
     before: list[Sequence[int]] = list(bare.before)
     for bucket in waiting:
+        # A bucket waits for the one before it, so that bytes go in back-propagation's order.
         ahead = [len(before) - 1] if bucket is not waiting[0] else []
         before.append([*(number[one] for one in gates[bucket]), *ahead])
     on = bare.graph[1] + [RESOURCES.index("inter") + SPARE] * len(waiting)

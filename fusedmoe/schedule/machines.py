@@ -151,6 +151,7 @@ class Machine:
         sigma = self.spread.value
         if not 0 <= sigma < math.inf:
             raise ConfigError(f"spread = {sigma} must be a number from 0")
+        # A collective waits for the slowest rank, so what computes takes as long as there.
         slowest = slowest_of(ranks, sigma)
         lines = {
             "gemm": Line(self.product_start_s.value * slowest, slowest / self.flops.value),

@@ -75,6 +75,7 @@ def name(task: Task) -> str:
 
 def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
     """Returns the text of a plan, ending without a line break. The same plan gives the same text everywhere."""
+    # A plan of one layer and pass is written without prefixes, which would say the same on every word.
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
     lines = []
     common = places.pop() if len(places) == 1 else None
@@ -124,6 +125,7 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
         else:
             known = ", ".join(f"'{word}: …'" for word in (*RESOURCES, "phase", "layer", "after TASK"))
             raise ConfigError(f"plan, line {number}: {line.strip()!r} is none of {known}")
+    # `after` lines name tasks without sizes: a task's first four fields are its name.
     named = {task[:4]: task for order in orders.values() for task in order}
     after: dict[Task, tuple[Task, ...]] = {}
     for number, word, words in waits:
@@ -342,6 +344,7 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
         for earlier, index in zip(numbers, numbers[1:], strict=False):
             if earlier not in before[index]:
                 before[index].append(earlier)
+    # Tasks of a circle never get ready, so they are missing from the order.
     places = issue_order(before, followers_of(before))
     if len(places) != len(tasks):
         stuck = set(tasks) - {tasks[index] for index in places}
@@ -405,6 +408,7 @@ def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Se
             path.append((f"{name(task)} needs {name(needed)}", ""))
             task = needed
         else:
+            # It needs no stuck task, so one stands ahead of it on a resource.
             earlier, resource = next(link for link in behind[task] if link[0] in stuck)
             cure = f"move {name(task)} forward on {resource}"
             path.append((f"{name(task)} stands behind {name(earlier)} on {resource}", cure))

@@ -158,9 +158,11 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
     """Returns the seconds of a step beside its tasks: in each pass, between them, and after them."""
+    # Without a loss the timeline is of layers by themselves, and nothing says where a pass ends.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
+    # The loss divides the step: before it is the forward pass, after it the backward pass.
     begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
@@ -194,6 +196,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     for layer in costs.layers:
         if id(layer) not in layers:
             layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
+    # Times between the passes and after them are measured as wholes, so they replace what was predicted.
     between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_around_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
@@ -270,6 +273,7 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> 
     """`points`: seconds of a chunk by the number of chunks."""
     if not points:
         return part
+    # Several numbers of chunks tell starts and work apart; one number only scales what was predicted.
     if len(points) > 1:
         line = line_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
         return StageTime(line.alpha_s, line.beta_s)

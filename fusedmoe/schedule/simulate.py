@@ -149,6 +149,7 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     if not all(0 <= duration < math.inf for duration in durations):
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
+    # Links that cannot disturb each other need no event loop: starts follow from what is waited for.
     if contention < 1 and plan.intra and plan.inter:
         return run(plan.before, *plan.graph, durations, contention=contention)
     return run_in_order(plan.before, durations)

@@ -59,6 +59,7 @@ def step_plan(
     def add(phase: str, layer: int, buckets: list[Task]) -> None:
         of, how = costs.layers[layer], (forward if phase == "forward" else backward)[layer]
         dense = [Task(kind, None, layer, phase) for kind in STAGES[phase] if kind in of.dense_s[phase]]
+        # Dense parts before the pipeline, and those that follow it.
         first = sum(STAGES[phase].index(task.kind) < STAGES[phase].index(PIPELINE[0]) for task in dense)
         for task in dense[:first]:
             orders[LINKS.get(task.kind, "compute")].append(task)
@@ -75,6 +76,7 @@ def step_plan(
         add("backward", layer, cutter.cut(middle, layer + 1))
         orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}
+    # All that is left of the gradients goes now: layer by layer where nothing is hidden, else in one piece.
     for layer in reversed(layers) if exposed else (0,):
         buckets = cutter.cut(cutter.available(layer), layer)
         orders["inter"] += buckets
@@ -168,6 +170,7 @@ class BucketCutter:
         if size <= 0:
             return []
         self.start += size
+        # A bucket belongs to the last layer that it carries bytes of, whose dense part it has to wait for.
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
         number = self._cut.get(last, 0)
         self._cut[last] = number + 1

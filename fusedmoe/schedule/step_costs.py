@@ -169,6 +169,7 @@ class StepCosts:
     def seconds(self, plan: Plan) -> dict[Task, float]:
         """Returns the duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in
         the costs."""
+        # A bucket without a size carries what is left of its layer's gradient: only the whole plan says how much.
         carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
         return self.durations(plan.sequence, carried)
 
@@ -187,6 +188,7 @@ class StepCosts:
             if nbytes is not None:
                 result[task] = self.all_reduce.seconds(nbytes)
                 continue
+            # All chunks of a part are equal, so one number serves them all.
             where = (kind, layer, phase)
             if where not in known:
                 without = (weight_gradient(kind), layer, phase) in counts
@@ -284,6 +286,7 @@ def resource_bound_s(
         buckets: bytes of each gradient all-reduce; None: one for all.
     """
     compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
+    # Sums over layers that are one object are made once.
     known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # layers are often one object many times
     for phase in PHASES:
         for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
@@ -316,5 +319,6 @@ def links_bound_s(inter: float, intra: float, contention: float) -> float:
 
     Below a contention of one half they had better take turns.
     """
+    # The longer link works all the time; beside it the shorter one costs what contention takes from it.
     less, more = sorted((inter, intra))
     return more + less * min(1.0, (1 - contention) / contention)

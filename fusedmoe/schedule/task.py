@@ -194,7 +194,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     forward = sorted(layer for phase, layer in stages if phase == "forward" and layer is not None)
     backward = sorted((layer for phase, layer in stages if phase == "backward" and layer is not None), reverse=True)
     passes = [_stages("forward", stages["forward", layer]) for layer in forward]
-    passes.append([kinds["loss"] for kinds in stages.values() if "loss" in kinds])
+    # The loss stands between the passes as a pass of its own, so that all of the backward pass waits for it.
+    passes.append([kinds[_K.LOSS] for kinds in stages.values() if _K.LOSS in kinds])
     passes.extend(_stages("backward", stages["backward", layer]) for layer in backward)
 
     before: list[Task] = []
@@ -204,34 +205,40 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
         for index, stage in enumerate(stages_of_pass):
             _link(after, before, stage, within=micro or index > 0)
             before = stage
+        # A pass without stages does not break the chain.
         earlier = stages_of_pass or earlier
     for (phase, layer), kinds in stages.items():
         if phase is not None and layer is not None:
-            _in_order(after, kinds.get("attention", ()))
+            _in_order(after, kinds.get(_K.ATTENTION, ()))
+        # W tasks are on no row's way: they wait for the part that they are cut off from, and no row waits for them.
         for kind in [kind for kind in kinds if kind in _WEIGHTS]:
             sources = [task for source in kinds if weight_gradient(source) == kind for task in kinds[source]]
             for task in kinds[kind]:
                 after[task] = tuple(source for source in sources if source.chunk == task.chunk) or tuple(sources)
-        for task in kinds.get("expert", ()):
+        # Copies of experts must have come before any row is computed with them.
+        for task in kinds.get(_K.EXPERT, ()):
             after[task] = (*after[task], *kinds.get(GATHER, ()))
         for task in kinds.get(REDUCE, ()):
-            after[task] = tuple(kinds.get(WEIGHT_GRADIENTS["expert"], ()) or kinds.get("expert", ()))
+            after[task] = tuple(kinds.get(WEIGHT_GRADIENTS[_K.EXPERT], ()) or kinds.get(_K.EXPERT, ()))
+        # Gradients of the dense part are complete when autograd has been through all of it.
         reduced = [
-            task for kind in ("other", "gate", "attention", "attention-weight-gradient") for task in kinds.get(kind, ())
+            task
+            for kind in (_K.OTHER, _K.GATE, _K.ATTENTION, _K.ATTENTION_WEIGHT_GRADIENT)
+            for task in kinds.get(kind, ())
         ]
-        for task in kinds.get("gradient-all-reduce", ()):
+        for task in kinds.get(_K.GRADIENT_ALL_REDUCE, ()):
             after[task] = tuple(reduced) if phase == "backward" else ()
-        for task in kinds.get("optimizer", ()):
+        for task in kinds.get(_K.OPTIMIZER, ()):
             after[task] = tuple(t for t in after if t.phase == "backward" and task.layer in (None, t.layer))
     return after
 
 
-def _stages(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
-    return [of[kind] for kind in STAGES[phase] if kind in of]
+def _stages(phase: str, kinds: Mapping[str, list[Task]]) -> list[list[Task]]:
+    return [kinds[kind] for kind in STAGES[phase] if kind in kinds]
 
 
-def _in_micro_batches(found: Sequence[Sequence[Task]]) -> bool:
-    return any(stage[0].kind == "attention" and stage[0].chunk is not None for stage in found)
+def _in_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
+    return any(stage[0].kind == _K.ATTENTION and stage[0].chunk is not None for stage in stages)
 
 
 def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> None:
@@ -248,18 +255,21 @@ def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Se
     Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end. From one
     pass to the other nothing does.
     """
+    # The chunks before, by number: chunk i waits for chunk i where both parts have equally many.
     together = {task.chunk: task for task in before}
-    micro = within or any(of and of[0].kind == "attention" for of in (before, stage))
+    micro = within or any(tasks and tasks[0].kind == _K.ATTENTION for tasks in (before, stage))
     micro = micro and bool(before) and before[0].phase == stage[0].phase
-    chunks, here, there = {task.chunk for task in stage}, len(stage), len(before)
-    all_chunks = chunks == {*range(here)} and together.keys() == {*range(there)}
+    chunks, count, count_before = {task.chunk for task in stage}, len(stage), len(before)
+    all_chunks = chunks == {*range(count)} and together.keys() == {*range(count_before)}
     if micro and None not in together and together.keys() == chunks:
         for task in stage:
             after[task] = (together[task.chunk],)
+    # Numbers of chunks differ: a chunk waits for those that it shares a row with.
     elif micro and all_chunks:
         for task in stage:  # chunk i of n is what stands between shares i/n and (i + 1)/n
             chunk = task.chunk or 0
-            after[task] = tuple(together[one] for one in range(chunk * there // here, -(-(chunk + 1) * there // here)))
+            first, stop = chunk * count_before // count, -(-(chunk + 1) * count_before // count)
+            after[task] = tuple(together[number] for number in range(first, stop))
     else:
         everything = tuple(before)
         for task in stage:

@@ -187,6 +187,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     One machine has one wall clock. Between machines the anchors are as good as their time synchronisation;
     where that is too coarse, correct with `Timeline.shifted` first.
     """
+    # Anchors are wall-clock times; the earliest one is the common zero.
     first_anchor = min((t.anchor_s for t in timelines if t.anchor_s is not None), default=0.0)
     delays = [0.0 if t.anchor_s is None else t.anchor_s - first_anchor for t in timelines]
     starts: dict[bool, list[float]] = {True: [], False: []}  # by whether there is an anchor
@@ -210,6 +211,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        # The first lane that is free again, so that a resource with one task at a time keeps one lane.
         lane = next((lane for lane in result if lane[-1].end_s <= span.start_s), None)
         if lane is None:
             result.append([span])
@@ -230,6 +232,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     thread must not overlap, or Perfetto loses some of them: spans that do overlap go to further threads of the same
     resource.
     """
+    # Ranks share one clock in the viewer.
     aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
     stride = max((timeline.rank for timeline in aligned), default=0) + 1
     names: list[dict[str, Any]] = []

@@ -129,6 +129,7 @@ class Workload:
         chunks: dict[str, dict[str, StageTime]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
+        # Each product starts by itself; all of their FLOP run at one rate.
         attention = StageTime(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
         shared = StageTime(0.0, 0.0)
         if self.esp > 1:
@@ -151,6 +152,7 @@ class Workload:
         # Of two products of the backward pass of a weight one is its gradient.
         expert = chunks["backward"][TaskKind.EXPERT]
         weights: dict[str, StageTime] = {TaskKind.EXPERT: expert * 0.5, TaskKind.ATTENTION: projections}
+        # A model of a machine without this line knows nothing of copies, and charges nothing.
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
@@ -182,6 +184,7 @@ class Workload:
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
         layers = tuple(of_size[size] for size in gradient_bytes)
         found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s, workload=self)
+        # What ran goes before what lines predict.
         seen = model.observed.get(self.shapes)
         if not whole:
             seen = model.observed.get(self.shapes + IN_LAYERS, seen)

@@ -37,6 +37,7 @@ from fusedmoe.schedule.contest import WINDOW, Contest, Entry
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
+from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets
@@ -269,7 +270,7 @@ class PlanTuning:
 
 
 def _bucket_bytes(candidate: PlanCandidate) -> int:
-    return max(task.size or 0 for task in candidate.plan.inter if task.kind == "gradient-all-reduce")
+    return max(task.size or 0 for task in candidate.plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE)
 
 
 @dataclass

@@ -166,6 +166,7 @@ class SplitSearch:
         """Evaluates what may be better than the best, the least bound first."""
         splits = list(splits)  # as the best one was when the search began
         least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
+        # The most promising first: a good one soon makes the bounds of many others too high.
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self.best_s:
                 seconds, plan = self._evaluate(self._costs, split, self.best_s)

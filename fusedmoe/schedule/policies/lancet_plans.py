@@ -81,6 +81,7 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: flo
         hidden.append(amount)
     model.maximize(sum(hidden))
     greedy = place_greedily(gaps, weights_s)
+    # The solver starts from the greedy placement, so that it never ends with a worse one.
     for (weight, number), variable in chosen.items():
         model.add_hint(variable, greedy[weight] == number)
     solver = solved(model, limit)
@@ -167,6 +168,7 @@ def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Spli
     """Returns the layers that go forward in micro-batches together."""
     layers = costs.layers
 
+    # Ranges of equal layers take equally long: they are simulated once.
     @cache
     def seconds_of(which: tuple[int, ...], k: int) -> float:
         found = tuple(by_id[one] for one in which)
@@ -228,6 +230,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
     """Returns the collectives of a pass in order, its weight gradients, and for each collective those that fit
     beside."""
     before = standard_dependencies(tasks)
+    # All that a task waits for, by whatever way: a weight gradient beside such a collective would wait in a circle.
     ancestors: dict[Task, set[Task]] = {}
     for task in tasks:
         ancestors[task] = set().union(*({one} | ancestors[one] for one in before[task])) if before[task] else set()

@@ -119,6 +119,7 @@ def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
     ahead = [number[task] for task in own if task.kind in (TaskKind.EXPERT, WEIGHT_GRADIENTS[TaskKind.EXPERT])]
     found: set[int] = set()
+    # Everything that the experts' gradients wait for, by whatever way.
     while ahead:
         place = ahead.pop()
         if place not in found:
@@ -131,6 +132,7 @@ def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
 def _idle_s(timeline: Timeline, since_s: float, until_s: float) -> float:
     """Returns the seconds in which the link between nodes has nothing to do in this time."""
     spans = timeline.on("inter")
+    # Spans that reach over the ends of the time count for what is inside it.
     cut = [one._replace(start_s=max(one.start_s, since_s), end_s=min(one.end_s, until_s)) for one in spans]
     busy = Timeline(spans=tuple(one for one in cut if one.start_s < one.end_s)).busy_s("inter")
     return max(0.0, until_s - since_s - busy)
