@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
-from fusedmoe.autograd.moves import sort_received
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.layout import sort_received
 from fusedmoe.runtime.recorder import Recorder, span
 
 # A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so

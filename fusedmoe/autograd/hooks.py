@@ -67,13 +67,23 @@ def carry(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
     """Moves rows ("dispatch" or "combine") with the hooks at both ends."""
-    return run_hooks(hooks, f"after_{name}", move(run_hooks(hooks, f"before_{name}", rows, context)), context)
+    before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
+    return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
     """Passes the tensor through every hook at a seam; after_ hooks in reverse, so that pairs nest."""
     for hook in reversed(hooks) if seam.startswith("after") else hooks:
-        changed = getattr(hook, seam)(tensor, context)
+        # Each seam is written out, so that a search for a method's name finds where it is called.
+        seams = {
+            "before_moe_start": hook.before_moe_start,
+            "before_dispatch": hook.before_dispatch,
+            "after_dispatch": hook.after_dispatch,
+            "before_combine": hook.before_combine,
+            "after_combine": hook.after_combine,
+            "before_moe_end": hook.before_moe_end,
+        }
+        changed = seams[seam](tensor, context)
         if changed is not None and not isinstance(changed, Tensor):
             raise ConfigError(f"{type(hook).__name__}.{seam} gave {changed!r}; a hook gives a tensor, or None")
         tensor = tensor if changed is None else changed

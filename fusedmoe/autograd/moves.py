@@ -7,7 +7,6 @@ which graphs can hold (`autograd/exchange_operators.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from fusedmoe.autograd.checks import check_integers, check_rows, check_tensor, r
 from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.kernels.layout import Layout, build_layout
+from fusedmoe.kernels.layout import Layout, sort_received
 
 
 def dispatch(rows_NM: Tensor, exchange: Exchange) -> Tensor:
@@ -99,14 +98,9 @@ def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
     if rows is not None:
         right &= counts_RE.sum() == rows
     require_values("received_layout", right, "counts must not be negative, and `rows` must be their sum")
-    return sort_received(counts_RE, rows)
-
-
-def sort_received(counts_RE: Tensor, rows: int | None) -> Layout:
-    """Does what `received_layout` does, with counts that the ranks have agreed on."""
-    peers, experts = counts_RE.shape
-    expert_RE = torch.arange(experts, device=counts_RE.device).expand(peers, experts)
-    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows).view(-1, 1)
     if torch.compiler.is_compiling():  # the operator has sizes that a graph can hold
-        return order(expert_R1, experts)
-    return replace(build_layout(expert_R1, experts), verified=True)
+        experts = counts_RE.shape[1]
+        expert_RE = torch.arange(experts, device=counts_RE.device).expand(counts_RE.shape)
+        expert_R = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows)
+        return order(expert_R.view(-1, 1), experts)
+    return sort_received(counts_RE, rows)

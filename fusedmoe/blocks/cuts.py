@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moves import sort_received
+from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunks import concatenated, taken
 from fusedmoe.engine.run import Plans
@@ -219,7 +219,7 @@ class Received:
         shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], micro_batches, sizes_QPG.shape[2] // micro_batches)
         counts_RpE = torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape)[..., :held]
         self.part, self.counts_RpE = part, counts_RpE.to(device)
-        self.layout = sort_received(self.counts_RpE.reshape(-1, self.counts_RpE.shape[2]), part.rows)
+        self.layout = received_layout(self.counts_RpE.reshape(-1, self.counts_RpE.shape[2]), part.rows)
 
     def numbers(self, start_pRE: Tensor) -> Tensor:
         """[R]: the number of each row, where those of micro-batch p, source r and expert e begin with

@@ -15,10 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moves import sort_received
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.kernels.gather_sum import put_pairs
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, sort_received
 
 
 def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:

@@ -27,7 +27,7 @@ from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, no_wider
+from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, selects, weight_of_rows
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
@@ -193,7 +193,10 @@ class Collectives(Dispatcher):
         assigned = self.plans(x_SM, met.exchange.most_rows, experts)
         if assigned is None:
             rows_RM, handle = self._dispatch(x_SM, met)
-            return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
+            out_RM = experts(rows_RM, handle.layout, handle.weight_N)
+            if out_RM.element_size() > rows_RM.element_size():
+                out_RM = out_RM.to(rows_RM.dtype)  # results travel in the rows' dtype
+            return self.combine(out_RM, handle)
         (there, back), chunk_experts = assigned.plans.degrees, experts.in_chunks(x_SM)
         if there != back and not chunk_experts.any_degree:
             raise ConfigError(

@@ -179,6 +179,18 @@ def build_layout(
     return Layout(counts_E, offsets(counts_E), source_N, pair_N, row_SK.view(tokens, K))
 
 
+def sort_received(counts_RE: Tensor, rows: int | None) -> Layout:
+    """Sorts received rows, which lie by (source, local expert), by local expert.
+
+    Args:
+        counts_RE: rows of each source and expert, which the ranks have agreed on.
+        rows: their sum; with it nothing waits for the device.
+    """
+    expert_RE = torch.arange(counts_RE.shape[1], device=counts_RE.device).expand(counts_RE.shape)
+    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows).view(-1, 1)
+    return replace(build_layout(expert_R1, counts_RE.shape[1]), verified=True)
+
+
 def define_layout(
     expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
 ) -> Layout:

@@ -209,19 +209,23 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
-        if isinstance(x, Tensor):
+        if self.hooks and isinstance(x, Tensor):
             x = enter(self.hooks, x)
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
-        if self.mp_tokens.joint:
+        if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-        counts = self.mp_tokens.counts(len(x_SM))
-        y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder)
-        return leave(self.hooks, self.mp_tokens.join(y_SM, counts, recorder).view(x.shape))
+            counts = self.mp_tokens.counts(len(x_SM))
+            y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder)
+            y_SM = self.mp_tokens.join(y_SM, counts, recorder)
+        else:
+            y_SM = self._route(x_SM, refusal, recorder)
+        y = y_SM.view(x.shape)
+        return leave(self.hooks, y) if self.hooks else y
 
     def _route(self, x_SM: Tensor, refusal: str | None, recorder: Recorder | None) -> Tensor:
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
-            routing = self.mp_tokens.call(self.gate, x_SM)
+            routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
             refusal = refusal or self.checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.no_routing(x_SM)  # this rank sends nothing but why
@@ -290,7 +294,8 @@ class MoELayer(nn.Module):
         self.load.tell(self.gate, self.topology.world)
 
     def _keep_aux(self, aux: Tensor) -> None:
-        aux = self.mp_tokens.aux(aux)
+        if self.topology.mp.size > 1:
+            aux = self.mp_tokens.aux(aux)
         if not torch.is_grad_enabled():
             like = next(self.gate.parameters(), None) if self.training and self.gate.aux else None
             aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not self.gate.aux)
