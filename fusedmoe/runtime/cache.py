@@ -291,7 +291,7 @@ def _source() -> str:
     """Returns a digest of the modules that plan: between two versions they change, too."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
-        for path in sorted(Path(folder).glob("*.py")):
+        for path in sorted(Path(folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
