@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,12 +49,9 @@ class AllToAll(Protocol):
     """An algorithm that moves rows between the ranks of one group.
 
     Attributes:
-        compiles: whether compilers can take layers that exchange by it.
         identity: its name and its process groups: two algorithms of one identity do the same, so that a compiled graph
             of one serves the other.
     """
-
-    compiles: ClassVar[bool]
 
     @property
     def group(self) -> Group: ...
@@ -118,7 +115,6 @@ class Direct:
     """The algorithm of one collective over the whole group."""
 
     group: Group
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -153,7 +149,6 @@ class OneLeader:
     inside: Group
     leaders: Group | None
     nodes: int
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -195,7 +190,6 @@ class TwoLevel:
     group: Group
     inside: Group
     across: Group  # the ranks of this rank's place on each node
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
