@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,12 +49,9 @@ class AllToAll(Protocol):
     """An algorithm that moves rows between the ranks of one group.
 
     Attributes:
-        compiles: whether compilers can take layers that exchange by it.
         identity: its name and its process groups: two algorithms of one identity do the same, so that a compiled graph
             of one serves the other.
     """
-
-    compiles: ClassVar[bool]
 
     @property
     def group(self) -> Group: ...
@@ -94,6 +91,7 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
                 f"dispatch={name!r} needs the same number of ranks of each ep group on every node, in order, but nodes "
                 f"of {topology.ranks_per_node} ranks hold {nodes}. Use dispatch='direct' or another ranks_per_node."
             )
+    # Subgroups are made by their members only, and pooled: layers of one topology share them.
     grid = _by_node(group.ranks, topology.ranks_per_node)
     node, place = divmod(group.index, len(grid[0]))
     inside = topology.subgroup("ep in node", tuple(grid[node]))
@@ -117,7 +115,6 @@ class Direct:
     """The algorithm of one collective over the whole group."""
 
     group: Group
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -152,7 +149,6 @@ class OneLeader:
     inside: Group
     leaders: Group | None
     nodes: int
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -173,6 +169,8 @@ class OneLeader:
             rows = rows[:0]
             scatter = [0] * places
         else:
+            # The leader holds rows by (source place, destination); leaders exchange them by destination node; what came
+            # from each node is by (source place, destination place), and goes out by destination place.
             out_pNP, in_npP = rows_npNP[node], rows_npNP[:, :, node]
             arrived = out_pNP.sum((1, 2)).tolist()
             rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), arrived, operation, agreed=True)
@@ -192,7 +190,6 @@ class TwoLevel:
     group: Group
     inside: Group
     across: Group  # the ranks of this rank's place on each node
-    compiles: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -206,6 +203,7 @@ class TwoLevel:
         nodes, places = self.across.size, self.inside.size
         rows_npNP = traffic.pairs_WW.reshape(nodes, places, nodes, places)
         node, place = divmod(self.group.index, places)
+        # After the first exchange this rank holds rows of all places of its node for its own place on every node.
         own_NP, held_pN = rows_npNP[node, place], rows_npNP[node, :, :, place]
         rows = regroup(rows, own_NP, (1, 0))
         rows = all_to_all_rows(self.inside, rows, own_NP.sum(0).tolist(), held_pN.sum(1).tolist(), operation, True)
@@ -224,6 +222,7 @@ def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
     Rows are in blocks, block (i, j, …) having sizes[i, j, …] rows, the last index fastest. With sizes
     [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
     """
+    # Where each block starts, then the same in the new order; a row's source is its block's start plus its place there.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
     start, size = start.reshape(sizes.shape).transpose(axes).reshape(-1), sizes.transpose(axes).reshape(-1)
     offset = np.cumsum(size) - size

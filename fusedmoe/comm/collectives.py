@@ -72,6 +72,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
             raise group.ended(operation, verdict)
         board.waits(f"{operation} over the {group}", group.ranks)
         noted, now = True, time.monotonic()
+        # Two looks at the notes of the others, a renewal apart, tell a stopped rank from one that waits.
         if earlier is None and now > deadline - RENEWED_S:
             earlier, deadline = board.waiting(group.ranks), max(deadline, now + RENEWED_S)
         elif earlier is not None and now > deadline:
@@ -109,8 +110,9 @@ def begin(group: Group, operation: str, details: str = "", data: bytes = b"") ->
     if group.on_gpu:
         return []
     words = f"{operation}\n{details}".encode()
-    if len(words) > _WORDS:
+    if len(words) > _WORDS:  # cut, but different words must stay different
         words = words[: _WORDS - 12] + f"... {zlib.crc32(words):08x}".encode()
+    # How often a rank has called an operation tells who has left the order, where ranks call different ones.
     board.calls[operation] += 1
     envelope = bytearray(_ENVELOPE)
     _HEAD.pack_into(envelope, 0, len(words), len(data), board.calls[operation])

@@ -63,7 +63,7 @@ class Part:
         self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
         self._algorithm, self._esp = algorithm, esp
         self._traffic = algorithm.traffic(send_PE.sum(1).tolist(), come_QPE[esp.index].sum(1).tolist())
-        self._back = self._traffic.back()
+        self._back = self._traffic.back()  # once for all combines of the part, forward and backward
         self._gathered = come_QPE.sum((1, 2)).tolist()
         self.counts_RE = torch.from_numpy(come_QPE.reshape(-1, come_QPE.shape[2])).to(device)
         self.rows, self.sent, self.received = sum(self._gathered), int(send_PE.sum()), sum(self._traffic.recv)
@@ -94,6 +94,7 @@ class Part:
 
     def turn(self) -> None:
         """Begins a backward pass: this rank may be the only one that has one."""
+        # So the ranks compare what they call once more, at the first rows over each group.
         self._agreed.clear()
 
     def _begin(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
@@ -141,6 +142,7 @@ class Exchange(Part):
         me = ep.job.rank
         if problem := _wrong(counts_E, dtype, ep.size):
             ep.refuse(CHECK, problem)
+        # A rank that refuses still takes part in the exchange of counts: its peers hear of it there, and nobody waits.
         if refusal is not None:
             ep.board.refuse(CHECK, refusal, ep.size * esp.size)
         elif ep.job.board is not None:
@@ -161,7 +163,9 @@ class Exchange(Part):
                 shape, dtype_of_counts = sent_PE.shape, sent_PE.numpy().dtype
                 all_WPE = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
                 received_PE = torch.from_numpy(all_WPE[:, ep.index].copy())
+        # The shards of an expert get the same rows, so each needs the counts of all its sharding peers.
         all_QPE = all_gather_rows(sizes or esp, received_PE[None], [1] * esp.size, operation).cpu().numpy()
+        # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPE, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
         notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
@@ -216,6 +220,7 @@ def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:
         return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
     if len(counts_E) == 0 or len(counts_E) % ranks:
         return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
+    # On a GPU looking at counts would wait for the device; there `_stranger` finds them, once they are on the host.
     if not counts_E.is_cuda and bool((counts_E < 0).any()):
         return f"counts of rows must not be negative, got {counts_E.tolist()}"
     if dtype not in _DTYPES:

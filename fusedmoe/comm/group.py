@@ -134,6 +134,7 @@ class Group:
 
     def refuse(self, operation: str, text: str) -> NoReturn:
         """Raises what is wrong with this rank's part in an operation that has not begun, and tells the other ranks."""
+        # Alone there is nobody to tell, and the caller's mistake is one of configuration.
         if self.job.board is None:
             raise ConfigError(f"{operation}: {text}")
         self.job.board.post(self.job.rank, operation, text)
@@ -239,6 +240,7 @@ class ProcessGroups:
             operation = f"making a process group for {purpose}"
             held = [{name: value} for value in job.board.meet(ranks, own, job.timeout_s, operation=operation)]
         of_ranks = [rank.get(name, (0, 0)) for rank in held]
+        # Where one rank lacks the group, or holds another, all make a new one under a number that none has used.
         numbers = {number for number, _ in of_ranks}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
@@ -371,6 +373,7 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
     if handle is None:
         yield
         return
+    # PyTorch's own collectives wait as long as their process group says.
     _set_timeout(timedelta(seconds=job.timeout_s), handle)
     try:
         with group.board.noted(f"{operation} over the {group}", group.ranks):

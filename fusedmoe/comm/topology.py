@@ -308,6 +308,7 @@ class Topology:
             return
         pool = process_groups()
         pool.give_back(leases)
+        # A process group goes when none of its ranks has another lease: topologies need not be alike on all ranks.
         own, timeout_s = pool.leased(leases), self.job.timeout_s
         leases_out = self.world.board.meet(self.world.ranks, own, timeout_s, operation="closing the topology")
         for lease in leases:
@@ -433,6 +434,7 @@ def _meet(
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
+    # One meeting for both: the ranks compare arguments, and hold what their process groups are made from.
     facts = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
     if len(ranks) == dist.get_world_size():
         board.forget_addresses()

@@ -325,7 +325,7 @@ def test_exchange_operators(cluster: Cluster) -> None:
 
 def test_a_layer_that_is_gone() -> None:
     class Own:  # no other way in this process has its name
-        group, compiles, identity = fusedmoe.Topology().ep, True, "a way of its own"
+        group, identity = fusedmoe.Topology().ep, "a way of its own"
 
     way = exchange_operators.Way(fusedmoe.Topology(), Own())  # type: ignore[arg-type]
     name = way.name

@@ -144,6 +144,7 @@ class Board:
             store.delete_key(f"meeting/{place}/{number - 2}/{self.rank}")  # who came to the next one has read it
             return keys
 
+        # A meeting is short where all are on time: looks begin close together and grow apart.
         self.calls[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
         keys = self._ask(come, timeout_s) or {}
@@ -152,6 +153,7 @@ class Board:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             said: Verdict | str | None = self.read()
+            # Asking for processes costs system calls: only once the wait is long.
             if said is None and pause == LOOK_S and (dead := self.gone(tuple(ranks))):
                 said = self.post(dead[0], operation, PROCESS_ENDED)
             if said is None and (self._line.broke or time.monotonic() > deadline):
@@ -327,6 +329,7 @@ class Board:
 
     def waiting(self, ranks: Iterable[int]) -> dict[int, Note]:
         """Returns the notes of `ranks` but this one, and of the ranks for which they wait."""
+        # Also those for whom the ranks wait: one that waits is seldom at fault, the end of the chain is.
         notes: dict[int, Note] = {}
         queue = list(ranks)
         while queue:

@@ -262,6 +262,7 @@ class Nvshmem:
             raise ConfigError(f"{operation} over the {self.group}: all must ask for the same size, above 0: {asked}")
         address = self._bounded(lambda: self._library.allocate(size), operation)
         own = tensor_at(address, size, self.device)
+        # Cleared before the gather below returns on any rank: a peer may put as soon as it has the address.
         own.zero_()
         self.settle(operation)
         every = self._all(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
@@ -274,6 +275,7 @@ class Nvshmem:
         """Gives memory back, once no rank uses it any more; its tensor must not be touched afterwards."""
         self._need_open()
         operation = "freeing symmetric memory"
+        # First this rank's stream, then all ranks: no kernel anywhere still uses the memory.
         self.settle(operation)
         self._meet(operation)
         self._open = [other for other in self._open if other is not memory]

@@ -54,6 +54,7 @@ class OneSidedAllToAll:
             x.view(-1)[start * _ROW_BYTES : start * _ROW_BYTES + len(part)] = part
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
+        # All ranks make as many rounds, also with nothing to send: signals and credits count exchanges.
         for done in range(0, _rows_of(most), self._rows):
             self._round(words, starts, [rows - done for rows in rows_W], done)
             rows = self._place.rows[self._place.slot(self._epoch)]

@@ -72,6 +72,7 @@ class ReceiveBuffers:
         self.tokens = make_receive_buffer(
             heap, (size, capacity, sizes.width), sizes.dtype, self._tile, capacity // self._tile
         )
+        # A line for each local expert's count, then one for each row; one signal for each tile of lines.
         lines = _up(lines, _METADATA_TILE)
         self.metadata = make_receive_buffer(
             heap, (size, lines, 2), torch.int32, _METADATA_TILE, lines // _METADATA_TILE

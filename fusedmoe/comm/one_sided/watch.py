@@ -46,6 +46,7 @@ class Watch:
         memory = _shared(1 + RECORD, heap.device)
         self.stop, self.record = memory[:1], memory[1:]
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
+        # By the address of the signals: the record of a kernel has it.
         self._names: dict[int, tuple[str, Name]] = {}
         self._looker: Helper | None = None
         heap.checks.append(partial(self.check, wait=True))
@@ -66,6 +67,7 @@ class Watch:
             yield
             self.check()
             return
+        # A kernel in the interpreter runs on this thread, which cannot look at the board meanwhile.
         done = threading.Event()
         self._looker = self._looker or Helper("fusedmoe-watch")
         looking = self._looker.begin(partial(self._look, done))
