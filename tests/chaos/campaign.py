@@ -61,9 +61,7 @@ def _share(layout: Layout) -> float:
 
 #: (kind, layout): how often it is drawn.
 SCENES: dict[tuple[str, str], float] = {
-    # None that is captured: compiled graphs keep process groups in a process that has ended its job, where that would
-    # count as left over.
-    **{("train", name): _share(layout) for name, layout in LAYOUTS.items() if not layout.captured},
+    **{("train", name): _share(layout) for name, layout in LAYOUTS.items()},
     **{("checkpoint", name): 0.3 for name in [*_PLAIN, "ddp 2", "blocks 2", "fssdp 2"]},
     **{("plan", name): 0.2 for name in [*_PLAIN, "2dh 4"]},
     **{("profile", name): 0.2 for name in _PLAIN},
@@ -325,12 +323,17 @@ class _Run:
         self._end_hung()
         self._until = time.monotonic() + case.spec.timeout_s + GRACE_S
         self._gather(lambda rank: rank in self.left)
+        # PyTorch's compiled graphs keep a job's process groups for as long as their process lives: it gets no other job,
+        # and what it keeps is not held against it.
+        captured = LAYOUTS[case.spec.layout].captured
         for rank, worker in self._workers.items():
             # What it keeps must not be held against the next case.
-            if rank in self.dead or rank in self.hung or self.left.get(rank, True):
+            if captured or rank in self.dead or rank in self.hung or self.left.get(rank, True):
                 if rank not in {*self.dead, *self.hung, *self.left}:
                     self.hung[rank] = f"does not end\n{self._stacks(worker)}"
                 team.replace(worker)
+        if captured:
+            self.left = {rank: {} for rank in self.left}
 
     def _start(self) -> None:
         run, port = self.team.next_run()
