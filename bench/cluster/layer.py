@@ -24,6 +24,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.layers.scheduled_plans import ScheduledPlans
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import layer_policies
@@ -110,7 +111,8 @@ def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule |
 def _plans(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> Plans | None:
     """Those that it follows for such tokens, after one pass; None: it has none."""
     run(layer, x_SM, dy_SM)
-    return next(iter(layer._plans.made.values()), None)
+    # A layer without a schedule makes none.
+    return next(iter(layer._plans.made.values()), None) if isinstance(layer._plans, ScheduledPlans) else None
 
 
 def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, recorder: Recorder | None = None) -> None:
