@@ -121,7 +121,7 @@ class _Traffic:
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
         # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
-        if backward and not crossing.turned:
+        if operation == "combine_backward" or (backward and not crossing.turned):
             crossing.part.turn()
         crossing.turned = operation == "combine_backward"
         self.operation, self.crossing, self.part = operation, crossing, crossing.part

@@ -143,6 +143,7 @@ class SparseCollectives:
     ) -> SparseWork:
         if self._group.size == 1 or not transfers:
             return SparseWork()
+        _ = self._group.handle  # a closed topology says so here, before a helper begins
         tables = [table.detach() for table in tables]
         sent = sum(source == self._group.index for _, source, _, _ in transfers) * sum(map(_row_bytes, tables))
         run = partial(self._run, transfers, rows, tables, owned, during or nullcontext())

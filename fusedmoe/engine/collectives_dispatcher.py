@@ -192,7 +192,7 @@ class Collectives(Dispatcher):
         """
         assigned = self.plans(x_SM, met.exchange.most_rows, experts)
         if assigned is None:
-            rows_RM, handle = self._dispatch(x_SM, met)
+            rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             out_RM = experts(rows_RM, handle.layout, handle.weight_N)
             if out_RM.element_size() > rows_RM.element_size():
                 out_RM = out_RM.to(rows_RM.dtype)  # results travel in the rows' dtype
@@ -215,6 +215,22 @@ class Collectives(Dispatcher):
         )
         batch = RowBatch(met.layout, met.exchange, chunk_experts, run)
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+
+
+def _with_backward(x_SM: Tensor, met: Met, experts: LocalExperts) -> tuple[Tensor, Met]:
+    """Returns tokens and weights, of which one has a gradient if the experts learn.
+
+    Tokens of other ranks may have one while those of this rank have none: all that train experts take part in the
+    dispatch's backward, or the others would wait for them.
+    """
+    weight_N = met.weight_N
+    if x_SM.requires_grad or (weight_N is not None and weight_N.requires_grad) or not torch.is_grad_enabled():
+        return x_SM, met
+    if not (isinstance(experts, nn.Module) and any(parameter.requires_grad for parameter in experts.parameters())):
+        return x_SM, met
+    if weight_N is None:
+        return x_SM.detach().requires_grad_(), met
+    return x_SM, met._replace(weight_N=weight_N.detach().requires_grad_())
 
 
 @dataclass(frozen=True, eq=False)

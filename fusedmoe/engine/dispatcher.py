@@ -105,6 +105,11 @@ class Dispatcher:
     follows_plans: ClassVar[bool] = False
     recorder: Recorder | None = None
 
+    def __init_subclass__(cls) -> None:
+        # Graphs take operators, not what a subclass does in their place: it has to say so again.
+        if "compiles" not in vars(cls):
+            cls.compiles = False
+
     def __str__(self) -> str:
         return type(self).__name__
 

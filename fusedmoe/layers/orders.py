@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, said_beside
 
 __all__ = ["ORDERS", "Dropless", "Einsum", "Order", "Ordered", "Sparse"]
 
@@ -57,11 +57,10 @@ class Order:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # Traits said by the class above hold for its methods, not for new ones.
-        own = vars(cls)
-        if "copies" not in own and not own.keys().isdisjoint(("order", "_order", "restore")):
+        # Traits hold for the methods of the class that says them, not for new ones, of a mixin in front of it too.
+        if not said_beside(cls, "copies", ("order", "_order", "restore")):
             cls.copies = False
-        if "splits" not in own and not own.keys().isdisjoint(("layout", "restore")):
+        if not said_beside(cls, "splits", ("layout", "restore")):
             cls.splits = False
 
     def layout(self, routing: Routing, experts: int) -> Layout:

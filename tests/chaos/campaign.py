@@ -323,8 +323,8 @@ class _Run:
         self._end_hung()
         self._until = time.monotonic() + case.spec.timeout_s + GRACE_S
         self._gather(lambda rank: rank in self.left)
-        # PyTorch's compiled graphs keep a job's process groups for as long as their process lives: it gets no other job,
-        # and what it keeps is not held against it.
+        # PyTorch's compiled graphs keep a job's process groups for as long as their process lives: it gets no other
+        # job, and what it keeps is not held against it.
         captured = LAYOUTS[case.spec.layout].captured
         for rank, worker in self._workers.items():
             # What it keeps must not be held against the next case.

@@ -114,3 +114,24 @@ def test_local() -> None:
     x, layout = torch.randn(3, M), ops.order(torch.tensor([[0], [2], [1]]), E)
     rows, handle = Local().dispatch(Routed(x, layout))
     assert rows is x and handle == Handle(layout, None) and Local().combine(rows, handle) is rows
+
+
+def one_has_gradients(rank: int, world: int) -> None:
+    """Tokens of rank 0 alone have a gradient, and the gate learns nothing: all ranks still go back together."""
+    topology = Topology.from_sizes(world, timeout_s=20)
+    torch.manual_seed(0)
+    layer = MoELayer(M, gates.TopK(E, K), experts.SwiGLU(4), topology=topology, dtype=torch.float64)
+    layer.gate.requires_grad_(False)
+    for tokens in ((5, 3), (5, 0)):
+        x = torch.randn(tokens[rank], M, dtype=torch.float64, requires_grad=rank == 0)
+        layer(x).sum().backward()
+        assert (x.grad is not None) == (rank == 0)
+    assert all(parameter.grad is not None for parameter in layer.experts.parameters())
+
+
+def test_tokens_of_one_rank_have_gradients(cluster: Cluster) -> None:
+    cluster.run(2, one_has_gradients)
+
+
+def test_a_subclass_says_again_that_graphs_can_hold_it() -> None:
+    assert Collectives.compiles and not Apart.compiles

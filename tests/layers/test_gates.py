@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from fusedmoe import orders
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import (
     GATES,
@@ -388,3 +390,27 @@ def test_the_worked_example_of_a_gate() -> None:
     whole.weight_SK[:, 0].sum().backward()
     assert gate.center_EM.grad.norm() > 0
     assert torch.equal(ids(whole), torch.cat([ids(gate(part)) for part in x.split(4)]))
+
+
+def test_traits_hold_for_the_methods_of_the_class_that_says_them() -> None:
+    """A method that a mixin puts in front is a new one, too."""
+
+    class Routes:
+        def route(self, x_SM: Tensor) -> Any:
+            return super().route(x_SM)  # type: ignore[misc]
+
+    class Updates:
+        def update(self, load_E: Tensor) -> None: ...
+
+    class Restores:
+        def restore(self, y_SM: Tensor, ordered: Any) -> Tensor:
+            return super().restore(y_SM, ordered)  # type: ignore[misc]
+
+    assert TopK.splits and not type("Mine", (Routes, TopK), {}).splits
+    assert type("Mine", (Routes, TopK), {"splits": True}).splits
+    balancing = type("Balancing", (Gate,), {"update": Updates.update})
+    for bases in ((Updates, TopK), (TopK, balancing), (balancing,)):
+        assert type("Mine", bases, {}).balances
+    assert not TopK.balances
+    mine = type("Mine", (Restores, orders.Sparse), {})
+    assert orders.Sparse.copies and orders.Sparse.splits and not mine.copies and not mine.splits

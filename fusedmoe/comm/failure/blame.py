@@ -99,7 +99,7 @@ def other_operation(board: Board, operation: str, where: str, rank: int) -> Rank
     text = (
         f"what it sent to rank {board.rank} is of another operation; one of the two called that out of order. {ORDER}"
     )
-    return _ended(board, operation, where, board.post(rank, operation, f"{text}. {ORDER}"))
+    return _ended(board, operation, where, board.post(rank, operation, text))
 
 
 def _ended(board: Board, operation: str, where: str, verdict: object) -> RankError:

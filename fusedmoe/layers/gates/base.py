@@ -7,7 +7,7 @@ ordering follow later, from `Routing`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +62,16 @@ class SoftRouting:
     logits_SE: Tensor | None
 
 
+def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:
+    """Returns whether the class that says a trait is not behind one that defines any of these methods anew."""
+    for base in cls.__mro__:
+        if trait in vars(base):
+            return True
+        if not vars(base).keys().isdisjoint(methods):
+            return False
+    return True
+
+
 class Gate(nn.Module):
     """Base of all gates: names its parameters, fills them and routes tokens.
 
@@ -112,10 +122,11 @@ class Gate(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A new route() may look at all tokens; what the class above says of its own route() does not hold for it.
-        if "route" in vars(cls) and "splits" not in vars(cls):
+        # A new route(), a mixin's too, may look at all tokens: what a class behind it says of its own does not hold.
+        if not said_beside(cls, "splits", ("route",)):
             cls.splits = False
-        cls.balances = cls.balances or "update" in vars(cls)
+        if "balances" not in vars(cls):
+            cls.balances = cls.update is not Gate.update
 
     def __init__(
         self, experts: int, k: int = 1, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None

@@ -1,7 +1,7 @@
 """Primitives of device-initiated communication, for kernels: put rows into a peer's memory, signal, wait with a bound.
 
-One source for every symmetric heap (`fusedmoe/comm/heap.py`): a kernel gets its own copy of an allocation and the table
-of all ranks' addresses, and stores where the table says. The protocol, checked exhaustively in
+One source for every symmetric heap (`fusedmoe/comm/one_sided/heap.py`): a kernel gets its own copy of an allocation and
+the table of all ranks' addresses, and stores where the table says. The protocol, checked exhaustively in
 tests/comm/test_protocol.py:
 
 * Memory is a ring of slots; exchange number `epoch` (from 1) uses slot (epoch - 1) % slots.
@@ -13,7 +13,7 @@ tests/comm/test_protocol.py:
   was there before must have been read by the peer. A fence is between rows and their signal, and between two credits.
   A reader asks NVSHMEM between the wait and the rows.
 * A wait ends when `stop` is set or, on a GPU, when its time is up; it then leaves a record, and whoever launched the
-  kernel raises (`fusedmoe/comm/watch.py`). What such a kernel has computed is never used.
+  kernel raises (`fusedmoe/comm/one_sided/watch.py`). What such a kernel has computed is never used.
 """
 
 from __future__ import annotations
