@@ -88,7 +88,11 @@ class LayerPlans:
         return None
 
     def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
-        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks.
+        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks."""
+        return self.to_follow()
+
+    def to_follow(self) -> Assigned | None:
+        """Returns the plans that the layer was assigned.
 
         Where activations are computed again, these are the plans that the forward pass followed, so that as much is
         saved.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.dispatcher import LocalExperts, recomputing
+from fusedmoe.engine.dispatcher import LocalExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError
@@ -60,7 +60,7 @@ class ScheduledPlans(LayerPlans):
         return False
 
     def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
-        assigned = super().find(x_SM, rows, experts)
+        assigned = self.to_follow()
         if assigned is not None:
             return assigned
         workload = self._workload(x_SM, rows)
@@ -76,9 +76,7 @@ class ScheduledPlans(LayerPlans):
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """Returns how kernels send and receive by themselves; None where collectives do. The first call in a dtype and
         on a device is collective."""
-        if not recomputing():
-            self._followed = self.assigned
-        if self._followed is not None or not self.puts:
+        if self.to_follow() is not None or not self.puts:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:

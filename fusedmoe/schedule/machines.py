@@ -243,7 +243,7 @@ def spread_of(timelines: Sequence[Timeline]) -> float:
 # fp32 elements on testbed A and of bytes on B; for matrix products n is 4·MAC = 2·FLOP on both. The exponents of A's
 # all-to-all and all-gather are swapped in print: these units and this swap give the times of the paper's Table 2. The
 # contention is no number of the paper's: with it, simulation meets Table 5.
-#: The two clusters of the FSMoE paper, in seconds for each byte and FLOP.
+#: Machines of the FSMoE paper by letter, their lines in seconds for each byte and FLOP.
 TESTBEDS = {
     "A": Testbed(
         CostModel(
