@@ -12,7 +12,8 @@ experts as a plan calls them, chunk by chunk.
 
 from __future__ import annotations
 
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
+from fusedmoe.autograd.experts import no_wider
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
 from fusedmoe.engine.run import Assigned, Plans

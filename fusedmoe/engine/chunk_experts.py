@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
+from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.moves import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
@@ -156,11 +157,6 @@ class AutogradExperts:
         """Autograd makes all gradients at once: nothing is left but to add up."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
-
-
-def no_wider(out_RM: Tensor, rows_RM: Tensor) -> Tensor:
-    """Experts' results as they travel: in the rows' dtype, where theirs has more bytes."""
-    return out_RM.to(rows_RM.dtype) if out_RM.element_size() > rows_RM.element_size() else out_RM
 
 
 def _gradients(like: Tensor, totals: Totals) -> Gradients | None:

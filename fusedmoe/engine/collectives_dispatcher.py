@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd import exchange_operators
 from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
+from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
@@ -193,10 +194,7 @@ class Collectives(Dispatcher):
         assigned = self.plans(x_SM, met.exchange.most_rows, experts)
         if assigned is None:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
-            out_RM = experts(rows_RM, handle.layout, handle.weight_N)
-            if out_RM.element_size() > rows_RM.element_size():
-                out_RM = out_RM.to(rows_RM.dtype)  # results travel in the rows' dtype
-            return self.combine(out_RM, handle)
+            return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
         (there, back), chunk_experts = assigned.plans.degrees, experts.in_chunks(x_SM)
         if there != back and not chunk_experts.any_degree:
             raise ConfigError(
