@@ -1,16 +1,17 @@
-"""Rows between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
+"""Tokens between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
 
-    send_PE, come_QPE = meet(counts_E, bad, dtype, way)
-    rows_RM, weight_R, *layout = dispatch(rows_NM, weight_N, send_PE, come_QPE, way)
-    …                                                        experts
-    y_NM = combine(out_RM, send_PE, come_QPE, len(rows_NM), way)
+    *tokens, row_N, code_N = deduplicate(layout, peers)               which tokens go to which rank
+    send_PC, come_QPC = meet(counts_E, tokens_W, bad, dtype, way)
+    x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, come_QPC, way)
+    …                                                                 experts
+    y_TM = combine(y_RM, send_PC, come_QPC, len(x_TM), way)
 
 Operators take tensors and plain values, so process groups stand behind a name, `way`: in graphs that of a `Way`, which
-layers share; in eager mode that of a `Crossing`, one batch's way, whose ranks have exchanged sizes already. How many
-rows come is known when a graph runs, not when it is made: a size without a value (`new_dynamic_size`), one for all
-results of a dispatch. Each operator needs the one before, forward and backward, so that no compiler can change the
-order of what ranks do together; and none is computed twice in a backward pass, since compilers recompute only operators
-that they know.
+layers share; in eager mode that of a `Crossing`, one batch's way, whose ranks have met already. How many rows come is
+known when a graph runs, not when it is made: sizes without a value (`new_dynamic_size`), one of tokens and one of pairs
+for all results of a dispatch. Each operator needs the one before, forward and backward, so that no compiler can change
+the order of what ranks do together; and none is computed twice in a backward pass, since compilers recompute only
+operators that they know.
 
 Dispatch and combine are linear, so their derivatives are right as often as autograd asks:
 
@@ -33,11 +34,12 @@ from torch import Tensor
 
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.comm.exchange import Exchange, Sized, Sizes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.deduplicate import sending
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
-from fusedmoe.kernels.layout import sort_received
+from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.recorder import Recorder, span
 
 # A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
@@ -75,7 +77,7 @@ class Way:
 
 
 class Crossing:
-    """One batch's way to the experts' ranks and back, once their ranks have exchanged sizes.
+    """One batch's way to the experts' ranks and back, once its ranks have met.
 
     In eager mode operators know it by its name. The graph of its batch keeps it, so that the layer may be gone by the
     backward pass.
@@ -88,7 +90,7 @@ class Crossing:
     """
 
     def __init__(
-        self, topology: Topology, part: Part, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
+        self, topology: Topology, part: Sized, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
     ) -> None:
         self.topology, self.part, self.hooks, self.recorder = topology, part, hooks, recorder
         self.sharded = topology.esp.size > 1
@@ -111,13 +113,15 @@ class _Traffic:
     `send` takes rows to all shards of their experts, `bring_back` takes their results to the ranks of the tokens.
     """
 
-    def __init__(self, way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, way: str, operation: str, send_PC: Tensor, come_QPC: Tensor, device: torch.device, by_pairs: bool = False
+    ) -> None:
         crossing = _crossings.get(way)
         if crossing is None:  # in a graph
             layers = _way(way, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
-                sizes = send_PE.numpy(), come_QPE.numpy()
-                part = Part(layers.all_to_all, layers.topology.esp, *sizes, device, "a layer's graph")
+                sizes = Sizes(send_PC.numpy(), come_QPC.numpy())
+                part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, by_pairs, "a layer's graph")
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
         # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
@@ -134,24 +138,20 @@ class _Traffic:
         if error is not None:
             self.crossing.topology.stop(f"fusedmoe::{self.operation}", error)
 
-    def send(self, rows_NM: Tensor) -> Tensor:
+    def send(self, x_TM: Tensor) -> Tensor:
         part, crossing = self.part, self.crossing
-        if len(rows_NM) > part.sent:
-            rows_NM = rows_NM[: part.sent]  # padding does not travel
+        if len(x_TM) > part.sent:
+            x_TM = x_TM[: part.sent]  # padding does not travel
         if crossing.hooks or crossing.recorder is not None:
             with span(crossing.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
-                rows = carry(crossing.hooks, "dispatch", part.dispatch, rows_NM, HookContext(self.phase))
+                rows = carry(crossing.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
         else:
-            rows = part.dispatch(rows_NM)
+            rows = part.dispatch(x_TM)
         if crossing.sharded:
             with span(crossing.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
                 rows = part.all_gather(rows)
         # An operator returns memory of its own.
         return rows if crossing.travels else rows.clone()
-
-    def send_weights(self, weight_N: Tensor) -> Tensor:
-        weight_R1 = self.part.dispatch(weight_N[: self.part.sent, None])
-        return self.part.all_gather(weight_R1) if self.crossing.sharded else weight_R1
 
     def bring_back(self, rows_RM: Tensor, rows: int) -> Tensor:
         """Returns what became of the rows that were sent, and zeros for padding: `rows` in all."""
@@ -168,11 +168,6 @@ class _Traffic:
             return _padded(back, rows)
         return back if crossing.travels else back.clone()
 
-    def bring_weights_back(self, weight_R1: Tensor, rows: int) -> Tensor:
-        weight_R1 = self.part.reduce_scatter(weight_R1) if self.crossing.sharded else weight_R1
-        back = self.part.combine(weight_R1)
-        return (_padded(back, rows) if len(back) < rows else back)[:, 0]
-
 
 def _padded(back: Tensor, rows: int) -> Tensor:
     padded = back.new_zeros((rows, *back.shape[1:]))
@@ -180,15 +175,37 @@ def _padded(back: Tensor, rows: int) -> Tensor:
     return padded
 
 
+@operator("deduplicate")
+def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chooses the tokens that go to each rank: the five tensors of `Sending.tokens`, `row_N` and `code_N`."""
+    tokens, row_N, code_N = sending(Layout.of(layout), peers)
+    assert tokens.source_N is not None and row_N is not None and code_N is not None
+    return tokens.counts_E, tokens.offsets_E1, tokens.source_N, tokens.pair_N, tokens.row_SK, row_N, code_N
+
+
+@register_fake(deduplicate)
+def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
+    of = Layout.of(layout)
+    rows: Any = min(of.rows, of.tokens * peers)
+    like, small = of.row_SK, torch.int16 if of.experts < 2**14 else torch.int32
+    counts_W, offsets_W1 = like.new_empty(peers), like.new_empty(peers + 1, dtype=torch.int32)
+    source_T, pair_T, row_SK = like.new_empty(rows), like.new_empty(rows), like.new_empty(like.shape)
+    row_N = like.new_empty(of.rows)
+    return counts_W, offsets_W1, source_T, pair_T, row_SK, row_N, row_N.to(small)
+
+
 @operator("meet")
-def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
-    """Tells the ranks how many rows travel: `Exchange`.
+def meet(
+    counts_E: Tensor, tokens_W: Tensor | None, bad: Tensor | None, dtype: torch.dtype, way: str
+) -> tuple[Tensor, Tensor]:
+    """Tells the ranks how many tokens and pairs travel: `Exchange`.
 
     Args:
-        counts_E: rows of this rank for each expert.   dtype: of the rows.
+        counts_E: pairs of this rank for each expert.   tokens_W: its tokens for each rank; None: a row for each pair.
         bad: more than 0 where router logits, or what they are made of, are not finite, a scalar; then no rank goes on.
+        dtype: of the rows.
     Returns:
-        `send_PE` and `come_QPE` of the exchange, on the host.
+        `Sizes.send_PC` and `Sizes.come_QPC`, on the host.
     Raises:
         RankError: of what an exchange refuses.
     """
@@ -196,142 +213,179 @@ def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> 
     with found.topology.guard("fusedmoe::meet"):
         text = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
         refusal = text if bad is not None and int(bad) else None
-        made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal)
-    return torch.tensor(made.send_PE), torch.tensor(made.come_QPE)
+        made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal, tokens_W)
+    return torch.tensor(made.sizes.send_PC), torch.tensor(made.sizes.come_QPC)
 
 
 @register_fake(meet)
-def _(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
+def _(
+    counts_E: Tensor, tokens_W: Tensor | None, bad: Tensor | None, dtype: torch.dtype, way: str
+) -> tuple[Tensor, Tensor]:
     topology = next(iter(_ways[way])).topology
     peers, shards = topology.ep.size, topology.esp.size
-    send_PE = counts_E.new_empty((peers, counts_E.shape[0] // peers), device="cpu")
-    return send_PE, send_PE.new_empty((shards, *send_PE.shape))
+    send_PC = counts_E.new_empty((peers, counts_E.shape[0] // peers + 1), device="cpu")
+    return send_PC, send_PC.new_empty((shards, *send_PC.shape))
 
 
 @operator("dispatch")
 def dispatch(
-    rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tensor, way: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sends rows, and returns those of this rank's experts, the weight of each sorted one (none of None), and their
-    layout."""
-    with _Traffic(way, "dispatch", send_PE, come_QPE, rows_NM.device) as traffic:
-        rows_RM = traffic.send(rows_NM)
-        layout = sort_received(traffic.part.counts_RE, traffic.part.rows)
-        weight_R = rows_NM.new_empty(0)
-        if weight_N is not None:
-            weight_R = traffic.send_weights(weight_N)[layout.pair_N, 0]
+    x_TM: Tensor,
+    weight_N: Tensor | None,
+    row_N: Tensor | None,
+    code_N: Tensor | None,
+    k: int,
+    send_PC: Tensor,
+    come_QPC: Tensor,
+    way: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sends tokens, and returns those for this rank's experts, the weight of each of their sorted rows (none of None),
+    the pair of each, numbered as received, and their layout.
+
+    Args:
+        x_TM: [T, M] tokens by destination.   weight_N: [N] weight of each row of the experts' layout.
+        row_N, code_N: as `deduplicate` gives them; None: a row travels for each pair.
+        k: the most pairs of a token.
+    """
+    with _Traffic(way, "dispatch", send_PC, come_QPC, x_TM.device, code_N is None) as traffic:
+        part = traffic.part
+        x_RM, pairs = traffic.send(x_TM), part.pairs.sent
+        weight_P = weight_N
+        if weight_N is not None:  # in the order in which pairs travel; padding does not
+            weight_P = weight_N[:pairs] if row_N is None else weight_N[row_N[:pairs]]
+        received, weight_P = part.exchange_pairs(None if code_N is None else code_N[:pairs], weight_P, k)
+        layout, order_N = received.sort(part.rows, part.experts, k)
+        sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
         assert layout.source_N is not None
-        return rows_RM, weight_R, layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
+        numbers = layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
+        return x_RM, sorted_N, order_N, *numbers
 
 
 @register_fake(dispatch)
-def _(rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tensor, way: str) -> tuple[Tensor, ...]:
-    rows, experts = torch.library.get_ctx().new_dynamic_size(), send_PE.shape[1]
-    like = rows_NM.new_empty(0, dtype=torch.long)
+def _(
+    x_TM: Tensor,
+    weight_N: Tensor | None,
+    row_N: Tensor | None,
+    code_N: Tensor | None,
+    k: int,
+    send_PC: Tensor,
+    come_QPC: Tensor,
+    way: str,
+) -> tuple[Tensor, ...]:
+    tokens, experts = torch.library.get_ctx().new_dynamic_size(), come_QPC.shape[2] - 1
+    pairs = tokens if code_N is None else torch.library.get_ctx().new_dynamic_size()
+    like = x_TM.new_empty(0, dtype=torch.long)
     return (
-        rows_NM.new_empty((rows, rows_NM.shape[1])),
-        rows_NM.new_empty(0) if weight_N is None else weight_N.new_empty(rows),
+        x_TM.new_empty((tokens, x_TM.shape[1])),
+        x_TM.new_empty(0) if weight_N is None else weight_N.new_empty(pairs),
+        like.new_empty(pairs),
         like.new_empty(experts),
         like.new_empty(experts + 1, dtype=torch.int32),
-        like.new_empty(rows),
-        like.new_empty(rows),
-        like.new_empty((rows, 1)),
+        like.new_empty(pairs),
+        like.new_empty(pairs),
+        like.new_empty((tokens, k)),
     )
 
 
 @operator("dispatch_backward")
 def dispatch_backward(
-    drows_RM: Tensor,
-    dweight_R: Tensor | None,
-    pair_R: Tensor,
-    send_PE: Tensor,
-    come_QPE: Tensor,
+    dx_RM: Tensor,
+    dweight_N: Tensor | None,
+    order_N: Tensor,
+    row_N: Tensor | None,
+    code_N: Tensor | None,
+    k: int,
+    send_PC: Tensor,
+    come_QPC: Tensor,
+    tokens: int,
     rows: int,
     way: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns gradients of `rows` rows and of their weights (none of None)."""
-    with _Traffic(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as traffic:
-        drows_NM = traffic.bring_back(drows_RM.contiguous(), rows)
-        if dweight_R is None:
-            return drows_NM, drows_RM.new_empty(0)
-        arrived_R1 = torch.empty_like(dweight_R[:, None]).index_copy_(0, pair_R, dweight_R[:, None].contiguous())
-        return drows_NM, traffic.bring_weights_back(arrived_R1, rows).contiguous()
+    """Returns gradients of `tokens` tokens, and of the weights of `rows` rows (none of None)."""
+    with _Traffic(way, "dispatch_backward", send_PC, come_QPC, dx_RM.device, row_N is None) as traffic:
+        dx_TM = traffic.bring_back(dx_RM.contiguous(), tokens)
+        if dweight_N is None:
+            return dx_TM, dx_RM.new_empty(0)
+        dweight_P = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N.contiguous())
+        return dx_TM, traffic.part.return_weights(dweight_P, row_N, rows).contiguous()
 
 
 @register_fake(dispatch_backward)
-def _(drows_RM: Tensor, dweight_R: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    rows = others[3]
-    dweight_N = drows_RM.new_empty(0) if dweight_R is None else dweight_R.new_empty(rows)
-    return drows_RM.new_empty((rows, drows_RM.shape[1])), dweight_N
+def _(dx_RM: Tensor, dweight_N: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    tokens, rows = others[6:8]
+    dweight = dx_RM.new_empty(0) if dweight_N is None else dweight_N.new_empty(rows)
+    return dx_RM.new_empty((tokens, dx_RM.shape[1])), dweight
 
 
 @operator("combine")
-def combine(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
-    """Returns the results of the rows that were sent, and zeros for padding: `rows` in all."""
-    with _Traffic(way, "combine", send_PE, come_QPE, out_RM.device) as traffic:
-        return traffic.bring_back(out_RM.contiguous(), rows)
+def combine(y_RM: Tensor, send_PC: Tensor, come_QPC: Tensor, tokens: int, way: str) -> Tensor:
+    """Returns the results of the tokens that were sent, and zeros for padding: `tokens` in all."""
+    with _Traffic(way, "combine", send_PC, come_QPC, y_RM.device) as traffic:
+        return traffic.bring_back(y_RM.contiguous(), tokens)
 
 
 @register_fake(combine)
-def _(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
-    return out_RM.new_empty((rows, out_RM.shape[1]))
+def _(y_RM: Tensor, send_PC: Tensor, come_QPC: Tensor, tokens: int, way: str) -> Tensor:
+    return y_RM.new_empty((tokens, y_RM.shape[1]))
 
 
 @operator("combine_backward")
-def combine_backward(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
+def combine_backward(dy_TM: Tensor, send_PC: Tensor, come_QPC: Tensor, received: int, way: str) -> Tensor:
     """Returns gradients of the `received` results."""
-    with _Traffic(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as traffic:
-        return traffic.send(dy_NM.contiguous())
+    with _Traffic(way, "combine_backward", send_PC, come_QPC, dy_TM.device) as traffic:
+        return traffic.send(dy_TM.contiguous())
 
 
 @register_fake(combine_backward)
-def _(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
-    return dy_NM.new_empty((received, dy_NM.shape[1]))
+def _(dy_TM: Tensor, send_PC: Tensor, come_QPC: Tensor, received: int, way: str) -> Tensor:
+    return dy_TM.new_empty((received, dy_TM.shape[1]))
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows_NM, weight_N, send_PE, come_QPE, ctx.way = inputs
+    x_TM, weight_N, row_N, code_N, ctx.k, send_PC, come_QPC, ctx.way = inputs
     ctx.crossing = _crossings.get(ctx.way)
-    ctx.rows, ctx.weighted = rows_NM.shape[0], weight_N is not None
-    ctx.save_for_backward(output[5], send_PE, come_QPE)
+    ctx.tokens, ctx.rows = x_TM.shape[0], None if weight_N is None else weight_N.shape[0]
+    ctx.save_for_backward(output[2], row_N, code_N, send_PC, come_QPC)
 
 
-def _dispatch_gradient(ctx: Any, drows_RM: Tensor, dweight_R: Tensor, *_: Any) -> tuple[Any, ...]:
-    pair_R, send_PE, come_QPE = ctx.saved_tensors
-    weighted = dweight_R if ctx.weighted else None
-    drows_NM, dweight_N = dispatch_backward(drows_RM, weighted, pair_R, send_PE, come_QPE, ctx.rows, ctx.way)
-    return drows_NM, dweight_N if ctx.weighted else None, None, None, None
+def _dispatch_gradient(ctx: Any, dx_RM: Tensor, dweight_N: Tensor, *_: Any) -> tuple[Any, ...]:
+    order_N, row_N, code_N, *sizes = ctx.saved_tensors
+    weighted, rows = (None, 0) if ctx.rows is None else (dweight_N, ctx.rows)
+    dx_TM, dweight = dispatch_backward(
+        dx_RM, weighted, order_N, row_N, code_N, ctx.k, *sizes, ctx.tokens, rows, ctx.way
+    )
+    return dx_TM, None if weighted is None else dweight, None, None, None, None, None, None
 
 
 def _keep_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, dweight_R, _, send_PE, come_QPE, _, ctx.way = inputs
-    ctx.crossing, ctx.weighted = _crossings.get(ctx.way), dweight_R is not None
-    ctx.save_for_backward(send_PE, come_QPE)
+    _, dweight_N, _, row_N, code_N, ctx.k, send_PC, come_QPC, _, _, ctx.way = inputs
+    ctx.crossing, ctx.weighted = _crossings.get(ctx.way), dweight_N is not None
+    ctx.save_for_backward(row_N, code_N, send_PC, come_QPC)
 
 
-def _dispatch_backward_gradient(ctx: Any, g_NM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
-    g_RM, g_R, *_ = dispatch(g_NM, g_N if ctx.weighted else None, *ctx.saved_tensors, ctx.way)
-    return g_RM, g_R if ctx.weighted else None, None, None, None, None, None
+def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
+    row_N, code_N, *sizes = ctx.saved_tensors
+    g_RM, g_weight, *_ = dispatch(g_TM, g_N if ctx.weighted else None, row_N, code_N, ctx.k, *sizes, ctx.way)
+    return g_RM, g_weight if ctx.weighted else None, *(None,) * 9
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    out_RM, send_PE, come_QPE, _, ctx.way = inputs
-    ctx.crossing, ctx.received = _crossings.get(ctx.way), out_RM.shape[0]
-    ctx.save_for_backward(send_PE, come_QPE)
+    y_RM, send_PC, come_QPC, _, ctx.way = inputs
+    ctx.crossing, ctx.received = _crossings.get(ctx.way), y_RM.shape[0]
+    ctx.save_for_backward(send_PC, come_QPC)
 
 
-def _combine_gradient(ctx: Any, dy_NM: Tensor) -> tuple[Any, ...]:
-    return combine_backward(dy_NM, *ctx.saved_tensors, ctx.received, ctx.way), None, None, None, None
+def _combine_gradient(ctx: Any, dy_TM: Tensor) -> tuple[Any, ...]:
+    return combine_backward(dy_TM, *ctx.saved_tensors, ctx.received, ctx.way), None, None, None, None
 
 
 def _keep_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    dy_NM, send_PE, come_QPE, _, ctx.way = inputs
-    ctx.crossing, ctx.rows = _crossings.get(ctx.way), dy_NM.shape[0]
-    ctx.save_for_backward(send_PE, come_QPE)
+    dy_TM, send_PC, come_QPC, _, ctx.way = inputs
+    ctx.crossing, ctx.tokens = _crossings.get(ctx.way), dy_TM.shape[0]
+    ctx.save_for_backward(send_PC, come_QPC)
 
 
 def _combine_backward_gradient(ctx: Any, g_RM: Tensor) -> tuple[Any, ...]:
-    return combine(g_RM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
+    return combine(g_RM, *ctx.saved_tensors, ctx.tokens, ctx.way), None, None, None, None
 
 
 register_gradient(dispatch, _dispatch_gradient, _keep_dispatch)

@@ -15,7 +15,8 @@ from fusedmoe.autograd.checks import check_integers, check_rows, check_tensor, r
 from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.kernels.layout import Layout, sort_received
+from fusedmoe.kernels.deduplicate import rows_of_counts
+from fusedmoe.kernels.layout import Layout
 
 
 def dispatch(rows_NM: Tensor, exchange: Exchange) -> Tensor:
@@ -103,4 +104,5 @@ def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
         expert_RE = torch.arange(experts, device=counts_RE.device).expand(counts_RE.shape)
         expert_R = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows)
         return order(expert_R.view(-1, 1), experts)
-    return sort_received(counts_RE, rows)
+    rows = int(counts_RE.sum()) if rows is None else rows
+    return rows_of_counts(counts_RE, rows).sort(rows, counts_RE.shape[1], 1)[0]

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.blocks.cuts import Received, Regrouped, Sent
+from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, Regrouped, Sent
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.run import BackwardPass, Chunk, Run
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
+from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import Task, TaskKind
 
 
@@ -50,7 +50,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             if self._same[-1]:  # the first chunk here is the last one there
                 self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
             else:
-                self.block_chunks[number] = self._regrouped_chunks(block)
+                self.block_chunks[number] = self._regrouped_chunks(block, dz.device)
 
     def bodies(self) -> dict[str, Callable[[Task], None]]:
         return {
@@ -67,16 +67,21 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert dx is not None
         return dx
 
-    def _regrouped_chunks(self, block: BlockState) -> dict[int, BlockChunk]:
+    def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
         """Makes other chunks of the same micro-batches, as yet without rows."""
         assert block.exchange is not None
-        chunks = {}
+        chunks, there = {}, block.chunks[0].received
         for number, places in enumerate(block.cuts.row_chunks["backward"]):
-            send, come = (np.concatenate([block.sizes[p][i] for p in places], -1) for i in (0, 1))
-            part = block.exchange.part(send, come)
-            sent = Sent([block.rows[p].layout for p in places], self.split.peers)
-            received = Received(part, come, len(places), block.held, sent.counts.device)
-            chunks[number] = BlockChunk(part, received.layout, sent=sent, received=received)
+            sizes = [block.sizes[p] for p in places]
+            whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
+            part = block.exchange.part(whole.send_P, whole.come_QP)
+            pairs = part if block.exchange.by_pairs else block.exchange.part(whole.send_pairs_P, whole.come_pairs_QP)
+            sent, sent_pairs = (
+                Sent(torch.from_numpy(np.stack(each)).to(device))
+                for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])
+            )
+            received = ReceivedChunk(sizes, device, there.experts, there.k)
+            chunks[number] = BlockChunk(part, pairs=pairs, sent=sent, sent_pairs=sent_pairs, received=received)
         return chunks
 
     def recall(self, task: Task) -> None:
@@ -88,12 +93,13 @@ class BlocksBackward(BlockPass, BackwardPass):
         chunks = [block.chunks[i] for i in range(len(block.chunks))]
         block.chunks = {}
         regrouped = Regrouped([chunk.received for chunk in chunks])
-        x_RM, kept_RH = Kept([c.x_RM for c in chunks if c.x_RM is not None]), Kept([c.kept for c in chunks])
-        weights = torch.cat([c.weights for c in chunks if c.weights is not None])
+        x_RM, kept_NH = Kept([c.x_RM for c in chunks if c.x_RM is not None]), Kept([c.kept for c in chunks])
+        weight_P = torch.cat([c.weight_P for c in chunks if c.weight_P is not None])
         del chunks  # so that the forward's rows can go as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
-            rows, sorted_rows = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
-            chunk.x_RM, chunk.kept, chunk.weights = x_RM.rows(rows), kept_RH.rows(sorted_rows), weights[rows]
+            tokens, pairs, rows = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
+            chunk.layout = chunk.received.layout
+            chunk.x_RM, chunk.kept, chunk.weight_P = x_RM.rows(tokens), kept_NH.rows(rows), weight_P[pairs]
 
     def start(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
@@ -104,7 +110,8 @@ class BlocksBackward(BlockPass, BackwardPass):
             if state.ended is not None:
                 dy = self._through_end(state, dy)
             dtype = block.dense[block.cuts.dense_of[p]].u_to.dtype
-            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.layout))
+            assert state.sent is not None
+            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent.tokens))
         into = self.block_chunks[number][chunk]
         into.rows = into.sent.join(rows)
 
@@ -123,10 +130,14 @@ class BlocksBackward(BlockPass, BackwardPass):
         return drows_SM
 
     def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
-        assert chunk.weights is not None
+        assert isinstance(chunk, BlockChunk) and chunk.weight_P is not None
         if dweight_R is None:
-            dweight_R = chunk.weights.new_zeros(len(chunk.layout.pair_N))
-        chunk.weights = put_pairs(dweight_R.to(chunk.weights.dtype), chunk.layout)
+            dweight_R = torch.zeros_like(chunk.weight_P)
+        # Their way home is that of the pairs, in the order in which these came.
+        dweight_P = torch.empty_like(chunk.weight_P).index_copy_(
+            0, chunk.received.order_N, dweight_R.to(chunk.weight_P.dtype)
+        )
+        chunk.beside, chunk.weight_P = dweight_P[:, None], None
 
     def sparse_reduce_scatter(self, task: Task) -> None:
         number = task.layer or 0
@@ -136,11 +147,15 @@ class BlocksBackward(BlockPass, BackwardPass):
     def finish(self, task: Task, rows: Tensor) -> None:
         number, i = task.layer or 0, task.chunk or 0
         block, chunk = self.blocks[number], self.block_chunks[number][i]
-        assert chunk.weights is not None
-        weights, chunk.weights = chunk.weights[:, 0], None
+        assert chunk.beside is not None
+        dweights, chunk.beside = chunk.beside[:, 0], None
         places = block.cuts.row_chunks["backward"][i]
-        for p, drows, dweight in zip(places, chunk.sent.split(rows), chunk.sent.split(weights), strict=True):
-            block.rows[p].drows, block.rows[p].dweight = drows, dweight
+        for p, dx, dweight in zip(places, chunk.sent.split(rows), chunk.sent_pairs.split(dweights), strict=True):
+            state = block.rows[p]
+            assert state.sent is not None
+            state.drows, state.dweight = dx, dweight
+            if state.sent.row_N is not None:
+                state.dweight = torch.empty_like(dweight).index_copy_(0, state.sent.row_N, dweight)
 
     def attention(self, task: Task) -> None:
         number = task.layer or 0
@@ -190,7 +205,8 @@ class BlocksBackward(BlockPass, BackwardPass):
         for rows in micro_batches:
             assert rows.drows is not None
             # Drops are rows that a token does not have: `gather_sum` adds up what there is.
-            drows.append(gather_sum(self.use(rows.drows), rows.layout))
+            assert rows.sent is not None
+            drows.append(gather_sum(self.use(rows.drows), rows.sent.tokens))
         if micro_batches[0].ordered is None:
             give(dense.u_to, _together(block, place, dense.u_to.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moves import received_layout
-from fusedmoe.comm.exchange import Part
-from fusedmoe.engine.chunks import concatenated, taken
+from fusedmoe.comm.exchange import Sizes
+from fusedmoe.engine.chunks import concatenated, inverse, taken
 from fusedmoe.engine.run import Plans
+from fusedmoe.kernels.deduplicate import Received
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, TaskKind
 
@@ -165,95 +165,130 @@ class MicroBatch:
 
 
 class Sent:
-    """This rank's rows of a chunk, in the order in which they travel: by destination, micro-batch and expert there.
+    """This rank's rows of a chunk, in the order in which they travel: by destination and micro-batch.
 
     Args:
-        layouts: of each row micro-batch, rows sorted by expert, without slack.
-        peers: ranks that the experts are split over.
-    Attributes:
-        counts: rows by (peer, micro-batch, its local expert), flat.
+        counts_pP: [micro-batch, peer] rows that each micro-batch sends to each rank. Its own rows lie by destination.
     """
 
-    def __init__(self, layouts: Sequence[Layout], peers: int) -> None:
+    def __init__(self, counts_pP: Tensor) -> None:
         self._order_N: Tensor | None = None
-        if len(layouts) == 1:  # rows are in that order already
-            self.counts = layouts[0].counts_E
-            return
-        # The rows lie by (micro-batch, peer, expert); they travel by (peer, micro-batch, expert), so that what goes to
-        # one rank lies together.
-        self._sizes = [layout.rows for layout in layouts]
-        counts_pPE = torch.stack([layout.counts_E for layout in layouts]).view(len(layouts), peers, -1)
-        self.counts = counts_pPE.transpose(0, 1).reshape(-1)
-        rows_pP = counts_pPE.sum(2)
-        place_pP = (rows_pP.view(-1).cumsum(0) - rows_pP.view(-1)).view_as(rows_pP)
-        self._order_N = _ranges(place_pP.t().reshape(-1), rows_pP.t().reshape(-1))
+        if len(counts_pP) > 1:  # else rows are in that order already
+            flat = counts_pP.reshape(-1)
+            start_pP = (flat.cumsum(0) - flat).view_as(counts_pP)
+            self._order_N = _ranges(start_pP.t().reshape(-1), counts_pP.t().reshape(-1))
+            self._sizes = counts_pP.sum(1).tolist()
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
-        """Each micro-batch's sorted rows -> all rows as they travel."""
+        """Each micro-batch's rows -> all rows as they travel."""
         return rows[0] if self._order_N is None else taken(concatenated(rows), self._order_N)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """All rows as they travel -> each micro-batch's sorted rows."""
+        """All rows as they travel -> each micro-batch's rows."""
         if self._order_N is None:
             return [rows]
         return list(rows.new_empty(rows.shape).index_copy_(0, self._order_N, rows).split(self._sizes))
 
 
-class Received:
-    """The rows of a chunk that come to the local experts: by source, micro-batch and local expert.
+class MicroBatchSizes(NamedTuple):
+    """Numbers of one row micro-batch, as the ranks agreed: tokens and pairs sent to each peer, and those that come by
+    sharding peer and source rank."""
+
+    send_P: np.ndarray
+    send_pairs_P: np.ndarray
+    come_QP: np.ndarray
+    come_pairs_QP: np.ndarray
+
+
+def sizes_of(sizes: Sizes) -> list[MicroBatchSizes]:
+    """Returns the sizes of each micro-batch of an exchange."""
+    p = sizes.micro_batches
+    send_PpE = sizes.send_PE.reshape(len(sizes.send_PE), p, -1)
+    come_QPpE = sizes.come_QPE.reshape(*sizes.come_QPE.shape[:2], p, -1)
+    return [
+        MicroBatchSizes(sizes.send_Pp[:, i], send_PpE[:, i].sum(1), sizes.come_QPp[..., i], come_QPpE[:, :, i].sum(2))
+        for i in range(p)
+    ]
+
+
+class ReceivedChunk:
+    """The tokens of a chunk that come to the local experts: by source and micro-batch.
 
     Args:
-        part: the chunk's moves.
-        sizes_QPG: rows of the chunk by sharding peer, source rank, and (micro-batch, local expert), as ranks agreed.
-        micro_batches: how many there are.
-        held: experts that this rank has, where others may have more; None: as many as every other.
-        device: where the rows are.
+        sizes: of its micro-batches.   device: of the rows.
+        experts, k: the experts here, and the most pairs of a token.
     Attributes:
-        counts_RpE: rows by source, micro-batch and local expert.
-        layout: sorts the rows by local expert.
+        tokens_Rp, pairs_Rp: tokens and their pairs by source and micro-batch.
+        pairs: the pairs, once they are known.
+        layout: sorts them by local expert.   order_N: the pair of each row of it.
     """
 
-    def __init__(
-        self, part: Part, sizes_QPG: np.ndarray, micro_batches: int, held: int | None, device: torch.device
-    ) -> None:
-        shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], micro_batches, sizes_QPG.shape[2] // micro_batches)
-        counts_RpE = torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape)[..., :held]
-        self.part, self.counts_RpE = part, counts_RpE.to(device)
-        self.layout = received_layout(self.counts_RpE.reshape(-1, self.counts_RpE.shape[2]), part.rows)
+    layout: Layout
+    order_N: Tensor
+    pairs: Received
 
-    def numbers(self, start_pRE: Tensor) -> Tensor:
-        """[R]: the number of each row, where those of micro-batch p, source r and expert e begin with
-        start_pRE[p, r, e]."""
-        return _ranges(start_pRE.transpose(0, 1).reshape(-1), self.counts_RpE.reshape(-1))
+    def __init__(self, sizes: Sequence[MicroBatchSizes], device: torch.device, experts: int, k: int) -> None:
+        tokens, pairs = (
+            np.stack(each, -1) for each in zip(*((s.come_QP, s.come_pairs_QP) for s in sizes), strict=True)
+        )
+        self.tokens_Rp, self.pairs_Rp = (
+            torch.from_numpy(come_QPp.reshape(-1, len(sizes))).to(device) for come_QPp in (tokens, pairs)
+        )
+        self.tokens, self.experts, self.k = int(tokens.sum()), experts, k
+
+    def sort(self, pairs: Received) -> None:
+        """Takes the pairs, and sorts them."""
+        self.pairs = pairs
+        self.layout, self.order_N = pairs.sort(self.tokens, self.experts, self.k)
 
 
 class Regrouped:
-    """Finds the rows of other chunks of the same micro-batches among those of `chunks`, which have all in order.
+    """Finds the tokens of other chunks of the same micro-batches among those of `chunks`, which have all in order.
 
-    Every row has a number by micro-batch, source and local expert, the same whatever the chunks.
+    Every token and every pair has a number by micro-batch, source and place there, the same whatever the chunks.
     """
 
-    def __init__(self, chunks: Sequence[Received]) -> None:
-        counts_pRE = torch.cat([chunk.counts_RpE.transpose(0, 1) for chunk in chunks])
-        flat = counts_pRE.reshape(-1)
-        self._start_pRE = (flat.cumsum(0) - flat).view_as(counts_pRE)
-        numbers, sorted_places, start, first = [], [], 0, 0
+    def __init__(self, chunks: Sequence[ReceivedChunk]) -> None:
+        self._token_starts = _starts([chunk.tokens_Rp for chunk in chunks])
+        self._pair_starts = _starts([chunk.pairs_Rp for chunk in chunks])
+        tokens, pairs, rows, first, start = [], [], [], 0, 0
         for chunk in chunks:
-            after = first + chunk.counts_RpE.shape[1]
-            numbers.append(chunk.numbers(self._start_pRE[first:after]))
-            sorted_places.append(start + chunk.layout.row_SK[:, 0])
-            start, first = start + chunk.part.rows, after
-        # The inverse: where the row with each number is.
-        number_R = torch.cat(numbers)
-        self._place_R = torch.empty_like(number_R)
-        self._place_R[number_R] = torch.arange(len(number_R), device=number_R.device)
-        self._sorted_place_R = torch.cat(sorted_places)
+            tokens.append(_numbers(self._token_starts, first, chunk.tokens_Rp))
+            pairs.append(_numbers(self._pair_starts, first, chunk.pairs_Rp))
+            rows.append(start + inverse(chunk.order_N))
+            first, start = first + chunk.tokens_Rp.shape[1], start + len(chunk.order_N)
+        # Where the token with each number is among those received, each pair likewise, and its sorted row.
+        self._token_R, self._pair_P = inverse(concatenated(tokens)), inverse(concatenated(pairs))
+        self._row_P = concatenated(rows)
+        self._expert_P = concatenated([chunk.pairs.expert_P for chunk in chunks])
+        first_P = [torch.ones_like(chunk.pairs.token_P) for chunk in chunks]
+        for ones, chunk in zip(first_P, chunks, strict=True):
+            ones[1:] = chunk.pairs.token_P.diff() != 0
+        self._first_P = concatenated(first_P)
 
-    def places(self, chunk: Received, first: int) -> tuple[Tensor, Tensor]:
-        """Finds the rows of a chunk that begins with micro-batch `first`: as received, among received; sorted, among
-        sorted."""
-        place = self._place_R[chunk.numbers(self._start_pRE[first : first + chunk.counts_RpE.shape[1]])]
-        return place, self._sorted_place_R[place[chunk.layout.pair_N]]
+    def places(self, chunk: ReceivedChunk, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Finds the tokens of a chunk that begins with micro-batch `first`, which is given its pairs.
+
+        Returns:
+            Places of its tokens among those received, of its pairs among those, and of its sorted rows among sorted ones.
+        """
+        token_R = self._token_R[_numbers(self._token_starts, first, chunk.tokens_Rp)]
+        pair_P = self._pair_P[_numbers(self._pair_starts, first, chunk.pairs_Rp)]
+        chunk.sort(Received(self._expert_P[pair_P], self._first_P[pair_P].cumsum(0) - 1))
+        return token_R, pair_P, self._row_P[pair_P[chunk.order_N]]
+
+
+def _starts(counts: Sequence[Tensor]) -> Tensor:
+    """Returns the first number of each micro-batch and source, [p, R], of counts [R, p] of some chunks."""
+    counts_pR = torch.cat([each.t() for each in counts])
+    flat = counts_pR.reshape(-1)
+    return (flat.cumsum(0) - flat).view_as(counts_pR)
+
+
+def _numbers(start_pR: Tensor, first: int, counts_Rp: Tensor) -> Tensor:
+    """Returns the numbers of a chunk's rows, which lie by source and micro-batch, from micro-batch `first` on."""
+    start_Rp = start_pR[first : first + counts_Rp.shape[1]].t()
+    return _ranges(start_Rp.reshape(-1), counts_Rp.reshape(-1))
 
 
 def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:

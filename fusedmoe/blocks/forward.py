@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
-from fusedmoe.blocks.cuts import Index, MicroBatch, Received, Sent
+from fusedmoe.blocks.cuts import Index, MicroBatch, ReceivedChunk, Sent, sizes_of
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.deduplicate import Sending, pack, sending
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import Task, TaskKind
 
@@ -59,6 +59,8 @@ class BlocksForward(BlockPass, ForwardPass):
         self._drawn: list[tuple[Tensor, ...]] = []
         self._taken: list[Tensor | None] = [None] * len(states)
         self._placed = [0] * len(states)
+        # Of each chunk on its way codes and weights that it sent, and the most pairs of a token.
+        self._codes: dict[tuple[int, int], tuple[Tensor | None, Tensor, int]] = {}
         # Drawn for the whole batch at once, so that the numbers are those of a layer without micro-batches.
         for block, whole in zip(blocks, self._wholes, strict=True):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
@@ -219,18 +221,57 @@ class BlocksForward(BlockPass, ForwardPass):
                 with torch.set_grad_enabled(self.keep):
                     pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
                     rows_state.weight_N = rows_state.weight_N[pair_N]
-        sent = Sent([one.layout for one in micro_batches], self.split.peers)
+        sent = [self._sent(rows_state, block.makes_rows) for rows_state in micro_batches]
+        peers, by_pairs = self.split.peers, block.makes_rows
+        counts_pPE = torch.stack([one.layout.counts_E for one in micro_batches]).view(len(places), peers, -1)
+        # A row by products is a token of its own, and its layout knows its expert.
+        tokens_pP = torch.stack([one.tokens.counts_E.view(peers, -1).sum(1) for one in sent])
+        counts, tokens_Pp = counts_pPE.transpose(0, 1).reshape(-1), tokens_pP.t()
         if refusal is not None:  # raises on every rank
-            block.exchange(sent.counts, self._x, (), refusal)
-        rows = sent.join([self._rows_of(state, p) for p in places])
+            block.exchange(counts, tokens_Pp, self._x, (), refusal)
+        sent_tokens, sent_pairs = Sent(tokens_pP), Sent(counts_pPE.sum(2))
+        rows = sent_tokens.join([self._rows_of(state, p) for p in places])
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
-        # The ranks agree on sizes once for each chunk, and for both passes.
-        exchange = block.exchange(sent.counts, rows, routings, None)
-        received = Received(exchange, exchange.come_QPE, len(places), state.held, rows.device)
-        weights = sent.join([self.use(one.weight_N.detach()) for one in micro_batches])
+        # The ranks meet once for each chunk, and for both passes.
+        exchange = block.exchange(counts, tokens_Pp, rows, routings, None)
+        k = 1 if by_pairs else micro_batches[0].layout.k
+        received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, state.held or exchange.experts, k)
+        weights = [one.weight_N.detach() for one in micro_batches]
+        codes = None
+        if not by_pairs:
+            codes = sent_pairs.join([one.code_N for one in sent if one.code_N is not None])
+            weights = [w[one.row_N] for w, one in zip(weights, sent, strict=True) if one.row_N is not None]
+        weight_N = sent_pairs.join([self.use(weight) for weight in weights])
         state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
-            exchange, received.layout, rows, weights[:, None], sent=sent, received=received
+            exchange,
+            rows=rows,
+            pairs=exchange.pairs,
+            beside=pack(codes, weight_N),
+            sent=sent_tokens,
+            sent_pairs=sent_pairs,
+            received=received,
         )
+        self._codes[number, chunk] = codes, weight_N, k
+
+    def _sent(self, rows: RowState, by_pairs: bool) -> Sending:
+        """Chooses the tokens of a row micro-batch that travel."""
+        rows.sent = Sending(rows.layout)
+        if not by_pairs:
+            padded = sending(rows.layout, self.split.peers)
+            rows.sent = padded.exact(sum(padded.tokens.counts), rows.layout.rows)
+        return rows.sent
+
+    def expert(self, task: Task) -> None:
+        number, chunk = task.layer or 0, self.block_chunks[task.layer or 0][task.chunk or 0]
+        assert isinstance(chunk.part, Exchange)
+        # Codes have come with the tokens: which experts these are for is known now.
+        code_N, weight_N, k = self._codes.pop((number, task.chunk or 0))
+        message, chunk.beside = chunk.beside, None
+        assert message is not None
+        pairs, chunk.weight_P = chunk.part.read_pairs(self.use(message), code_N, weight_N, k)
+        chunk.received.sort(pairs)
+        chunk.layout = chunk.received.layout
+        super().expert(task)
 
     def _rows_of(self, state: BlockState, p: int) -> Tensor:
         """A row micro-batch's rows as they are sent."""
@@ -244,7 +285,8 @@ class BlocksForward(BlockPass, ForwardPass):
         dense.sent += 1
         if dense.sent == len(state.cuts.rows_of[place]):
             dense.u = None  # its last rows are made now
-        return permute(self.use(u_SM), rows.layout)
+        assert rows.sent is not None
+        return permute(self.use(u_SM), rows.sent.tokens)
 
     def finish(self, task: Task, rows: Tensor) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
@@ -253,7 +295,9 @@ class BlocksForward(BlockPass, ForwardPass):
         parts = self.block_chunks[number][chunk].sent.split(rows)
         for p, part in zip(state.cuts.row_chunks["forward"][chunk], parts, strict=True):
             z = state.z[state.cuts.rows_at[p]]
-            y_SM = gather_sum(part, state.rows[p].layout)
+            sent = state.rows[p].sent
+            assert sent is not None
+            y_SM = gather_sum(part, sent.tokens)
             z += self._end(number, p, y_SM, z.shape) if self._modules[number].ends else y_SM.view(z.shape)
 
     def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
@@ -314,8 +358,7 @@ class BlocksForward(BlockPass, ForwardPass):
             assert isinstance(chunk.part, Exchange)
             state.exchange = chunk.part
             places = state.cuts.row_chunks["forward"][number]
-            sizes = (np.split(whole, len(places), -1) for whole in (chunk.part.send_PE, chunk.part.come_QPE))
-            state.sizes |= dict(zip(places, zip(*sizes, strict=True), strict=True))
+            state.sizes |= dict(zip(places, sizes_of(chunk.part.sizes), strict=True))
 
     def _tokens(self, value: Tensor) -> Tensor:
         """[b, …, ·] values -> [S, …]."""

@@ -203,15 +203,23 @@ class MoEBlock:
         assert isinstance(routing, Routing)
         return routing
 
-    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Routing], refusal: str | None) -> Exchange:
-        """Tells the ranks how many rows of a chunk go where, and whether anything is wrong with its logits."""
+    def exchange(
+        self, counts: Tensor, tokens_Pp: Tensor, like: Tensor, routings: Sequence[Routing], refusal: str | None
+    ) -> Exchange:
+        """Tells the ranks how many tokens and pairs of a chunk go where, and whether anything is wrong with its logits.
+
+        Args:
+            counts: pairs by (peer, micro-batch, its local expert), flat.   tokens_Pp: tokens by peer and micro-batch.
+            like: of the rows' dtype.
+        """
         checks, topology = self.layer.checks, self.layer.topology
         texts = (checks.of_logits(routing) for routing in routings)
         # Logits that are not finite are told with the sizes: nothing has been sent by then.
         refusal = refusal or self._refusal or next((text for text in texts if text), None)
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
-        return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
+        sizes = {"tokens_Wp": tokens_Pp, "by_pairs": self.makes_rows, "sizes": self._sizes}
+        return self._collectives.exchange(counts, like.dtype, refusal, **sizes)
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""

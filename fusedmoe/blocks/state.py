@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.blocks.cuts import BlockCuts, BlockDegrees, MicroBatch, Received, Sent
+from fusedmoe.blocks.cuts import BlockCuts, BlockDegrees, MicroBatch, MicroBatchSizes, ReceivedChunk, Sent
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.run import Chunk, Pass, Run
+from fusedmoe.kernels.deduplicate import Sending
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.gates.base import Routing
 from fusedmoe.layers.orders import Ordered
@@ -101,6 +101,7 @@ class RowState:
         layout: sorts them by expert, or by the places of its copies.
         weight_N: router weight of each sorted row, with its graph.
         kept_E: rows that each expert got.
+        sent: the tokens that travel.
         ordered: what an order by products made of the tokens; None: rows are copies of tokens.
         ended: the block's output, the experts' results for tokens that it is made of, and those for rows; None where
             experts' results are added up as they come.
@@ -112,6 +113,7 @@ class RowState:
     weight_N: Tensor
     kept_E: Tensor
     ordered: Ordered | None = None
+    sent: Sending | None = None
     ended: tuple[Output, Tensor, Tensor] | None = None
     dy: Tensor | None = None
     dcombine: Tensor | None = None
@@ -121,10 +123,17 @@ class RowState:
 
 @dataclass(eq=False, kw_only=True)
 class BlockChunk(Chunk):
-    """A chunk that joins the rows of some row micro-batches."""
+    """A chunk that joins the tokens of some row micro-batches.
+
+    Attributes:
+        sent, sent_pairs: how tokens and pairs of the micro-batches are joined.
+        weight_P: weights of received pairs.
+    """
 
     sent: Sent
-    received: Received
+    sent_pairs: Sent
+    received: ReceivedChunk
+    weight_P: Tensor | None = None
 
 
 # Micro-batches are entries of dictionaries, so that what is used up can be deleted while others are still to come.
@@ -140,7 +149,7 @@ class BlockState:
         dense, rows: the micro-batches, by number.
         z: what the block gives, as far as it has come.
         chunks: of the forward pass.
-        sizes: of each row micro-batch the rows that are sent and received, as the ranks agreed.
+        sizes: of each row micro-batch, as the ranks agreed.
         dscores: gradients of the auxiliary loss of the whole batch with respect to the gate's scores.
         exchange: one of the forward pass's, whose collectives the backward pass calls again.
     """
@@ -157,7 +166,7 @@ class BlockState:
     rows: dict[int, RowState] = field(default_factory=dict)
     z: Tensor | None = None
     chunks: dict[int, BlockChunk] = field(default_factory=dict)
-    sizes: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    sizes: dict[int, MicroBatchSizes] = field(default_factory=dict)
     dscores: list[Tensor | None] | None = None
     exchange: Exchange | None = None
 
@@ -181,6 +190,6 @@ class BlockPass(Pass):
         return self.blocks[task.layer or 0].hooks
 
     def weight_of(self, chunk: Chunk) -> Tensor:
-        assert chunk.weights is not None
-        # Weights have come with their rows, as they travelled; experts want them in the order of sorted rows.
-        return self.use(chunk.weights)[:, 0][chunk.layout.pair_N]
+        assert isinstance(chunk, BlockChunk) and chunk.weight_P is not None
+        # Weights have come with their pairs, as these travelled; experts want them in the order of sorted rows.
+        return self.use(chunk.weight_P)[chunk.received.order_N]

@@ -1,17 +1,22 @@
-"""One layer's exchange of rows: an exchange of counts first, then the rows; no padding travels.
+"""One layer's exchange of tokens: a meeting of the ranks first, then the tokens; no padding travels.
 
-Rows leave a rank sorted by expert. Dispatch takes them over the expert-parallel group to the ranks that hold the
-experts; the all-gather over the expert-sharding group then gives every shard of an expert all of its rows. They arrive
-ordered by (sharding peer, source rank, local expert). Combine and reduce-scatter take results the same way back.
+Tokens leave a rank sorted by destination: each once for every rank that has experts for it. Dispatch takes them over
+the expert-parallel group; the all-gather over the expert-sharding group then gives every shard of an expert all of its
+tokens. They arrive ordered by (sharding peer, source rank). Combine and reduce-scatter take results the same way back.
+What is said of a token's (token, k) pairs, codes and router weights, travels likewise, a row for each pair.
 
-Two ranks, one expert each, top-1. Rank 0 has tokens a, b for expert 0 and c for expert 1; rank 1 has d for expert 0:
+Two ranks, two experts each, top-2. Rank 0 has tokens a for experts 0 and 1, b for 1 and 2; rank 1 has c for 0 and 3:
 
-    counts_E    rank 0 [2, 1]      rank 1 [1, 0]
-    dispatch    rank 0 a b|c  ->  a b d        rank 1 d|  ->  c
-    combine     rank 0 A B D  ->  A B|C        rank 1 C   ->  D|
+    counts_E    rank 0 [1, 2, 1, 0]      rank 1 [1, 0, 0, 1]      pairs for each expert
+    tokens_W    rank 0 [2, 1]            rank 1 [1, 1]            tokens to each rank
+    dispatch    rank 0 a b|b  ->  a b c        rank 1 c|c  ->  b c
+    combine     rank 0 A B C  ->  A B|B        rank 1 B C  ->  C|C
 """
 
 from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +29,7 @@ from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
+from fusedmoe.kernels.deduplicate import Received, decode, pack, rows_of_counts, unpack, wrong_codes
 
 #: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
@@ -31,45 +37,41 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Part:
-    """The collectives of some of an exchange's rows: dispatch and all-gather, reduce-scatter and combine.
+    """The collectives of some rows of an exchange: dispatch and all-gather, reduce-scatter and combine.
 
     Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order. The ranks have
-    compared what they call when they exchanged sizes, for the forward pass; for a backward pass they do so before its
-    first rows (`turn`).
+    compared what they call when they met, for the forward pass; for a backward pass they do so before its first rows
+    (`turn`).
 
     Args:
         algorithm: how rows cross the expert-parallel group.   esp: the expert-sharding group.
-        send_PE, come_QPE: rows sent to each peer's experts, and rows received by sharding peer, source rank, local
-            expert.
-        device: of `counts_RE`.
+        send_P, come_QP: rows sent to each peer, and rows received by sharding peer and source rank.
         call: the name of the exchange, the same on every rank.
         agreed: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
     Attributes:
-        counts_RE: [sharding peer · source rank, local expert] rows of this rank after dispatch and all-gather.
-        rows, sent, received: how many these are; how many rows a dispatch sends, and how many it receives.
+        rows, sent, received: rows of this rank after dispatch and all-gather; rows that a dispatch sends, and that it
+            receives.
     """
 
     def __init__(
         self,
         algorithm: AllToAll,
         esp: Group,
-        send_PE: np.ndarray,
-        come_QPE: np.ndarray,
-        device: torch.device,
+        send_P: np.ndarray,
+        come_QP: np.ndarray,
         call: str = "an exchange",
         agreed: set[str] | None = None,
     ) -> None:
         self.call = call
         self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
         self._algorithm, self._esp = algorithm, esp
-        self._traffic = algorithm.traffic(send_PE.sum(1).tolist(), come_QPE[esp.index].sum(1).tolist())
+        self._traffic = algorithm.traffic(send_P.tolist(), come_QP[esp.index].tolist())
         self._back = self._traffic.back()  # once for all combines of the part, forward and backward
-        self._gathered = come_QPE.sum((1, 2)).tolist()
-        self.counts_RE = torch.from_numpy(come_QPE.reshape(-1, come_QPE.shape[2])).to(device)
-        self.rows, self.sent, self.received = sum(self._gathered), int(send_PE.sum()), sum(self._traffic.recv)
+        self._gathered = come_QP.sum(1).tolist()
+        self.rows, self.sent, self.received = sum(self._gathered), int(send_P.sum()), sum(self._traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Sends rows to the experts' ranks: [N, ...] sorted by expert -> [received, ...] by (source, local expert)."""
+        """Sends rows to the experts' ranks: [sent, ...] by destination -> [received, ...] by source."""
         if rows.shape[:1] != (self.sent,) or self._algorithm.group.axis not in self._agreed:
             self._begin(self._algorithm.group, rows, self.sent, "dispatch")
         return self._algorithm.exchange(rows, self._traffic, "dispatch")
@@ -81,7 +83,7 @@ class Part:
         return self._algorithm.exchange(rows, self._back, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Gathers the rows for all shards of the experts: [received, ...] -> [R, ...] by (shard, source, expert)."""
+        """Gathers the rows for all shards of the experts: [received, ...] -> [rows, ...] by (shard, source)."""
         if rows.shape[:1] != (self.received,) or self._esp.axis not in self._agreed:
             self._begin(self._esp, rows, self.received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
@@ -106,23 +108,163 @@ class Part:
         begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
-class Exchange(Part):
-    """An exchange of rows between the ranks: its counts, which making it exchanges, and its collectives.
+class Sizes(NamedTuple):
+    """Numbers that ranks told each other, on the host; p micro-batches, whose rows do not mix, are mostly one.
+
+    Attributes:
+        send_PC: [peer, p · local expert + p] pairs that this rank sends for each expert, then tokens.
+        come_QPC: pairs and tokens that this rank gets, by sharding peer and source rank.
+    """
+
+    send_PC: np.ndarray
+    come_QPC: np.ndarray
+    micro_batches: int = 1
+
+    @property
+    def send_PE(self) -> np.ndarray:
+        return self.send_PC[:, : -self.micro_batches]
+
+    @property
+    def send_Pp(self) -> np.ndarray:
+        return self.send_PC[:, -self.micro_batches :]
+
+    @property
+    def come_QPE(self) -> np.ndarray:
+        return self.come_QPC[..., : -self.micro_batches]
+
+    @property
+    def come_QPp(self) -> np.ndarray:
+        return self.come_QPC[..., -self.micro_batches :]
+
+
+class Sized(Part):
+    """An exchange whose sizes are known: the collectives of its tokens and, as `pairs`, those of its pairs.
+
+    Args:
+        sizes: what the ranks told each other.   device: of the rows.
+        by_pairs: a row travels for each pair, so that both are the same.
+    Attributes:
+        counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
+    """
+
+    def __init__(
+        self,
+        algorithm: AllToAll,
+        esp: Group,
+        sizes: Sizes,
+        device: torch.device,
+        by_pairs: bool = False,
+        call: str = "an exchange",
+    ) -> None:
+        super().__init__(algorithm, esp, sizes.send_Pp.sum(1), sizes.come_QPp.sum(2), call)
+        self.sizes, self.by_pairs, self._device = sizes, by_pairs, device
+
+    @cached_property
+    def pairs(self) -> Part:
+        """The collectives of pairs. The first use is collective for two-level algorithms."""
+        sizes = self.sizes
+        return self if self.by_pairs else self.part(sizes.send_PE.sum(1), sizes.come_QPE.sum(2))
+
+    @cached_property
+    def counts_RE(self) -> Tensor:
+        come_QPE = self.sizes.come_QPE
+        return torch.from_numpy(np.ascontiguousarray(come_QPE).reshape(-1, come_QPE.shape[2])).to(self._device)
+
+    @cached_property
+    def tokens_R(self) -> Tensor:
+        """[sharding peer · source rank · micro-batch] tokens of this rank after dispatch and all-gather."""
+        return torch.from_numpy(np.ascontiguousarray(self.sizes.come_QPp).reshape(-1)).to(self._device)
+
+    def part(self, send_P: np.ndarray, come_QP: np.ndarray) -> Part:
+        """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
+        return Part(self._algorithm, self._esp, send_P, come_QP, self.call, self._agreed)
+
+    def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
+        """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
+
+        Args:
+            code_N, weight_N: code and router weight of each pair that travels (`Sending`); None: a row for each pair;
+                weights of 1.
+            k: the most pairs of a token.
+        Returns:
+            The pairs of this rank's experts, and the weight of each.
+        Raises:
+            RankError: a rank sent codes of other pairs than it had said; nothing is read by them.
+        """
+        message = pack(code_N, weight_N)
+        if message is not None:
+            message = self.pairs.all_gather(self.pairs.dispatch(message))
+        return self.read_pairs(message, code_N, weight_N, k)
+
+    def read_pairs(
+        self, message: Tensor | None, code_N: Tensor | None, weight_N: Tensor | None, k: int
+    ) -> tuple[Received, Tensor | None]:
+        """Reads what `pack` made on other ranks, once it is here; codes and weights are like this rank's."""
+        if code_N is None:
+            weight_P = None if weight_N is None or message is None else message[:, 0]
+            return rows_of_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
+        assert message is not None
+        code_P, weight_P = message[:, 0], None
+        if weight_N is not None:
+            code_P, weight_P = unpack(message, code_N.dtype, weight_N.dtype)
+        self._check_codes(code_P, k)
+        return decode(code_P), weight_P
+
+    def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
+        """Brings gradients of received pairs' weights back. Collective.
+
+        Args:
+            row_N: of each pair that this rank sent (`Sending`); None: a row travels for each pair.
+        Returns:
+            [rows] in the order of the experts' layout; zeros for its padding.
+        """
+        pairs = self.pairs
+        back_N = pairs.combine(pairs.reduce_scatter(dweight_P[:, None]))[:, 0]
+        if row_N is None and len(back_N) == rows:
+            return back_N
+        whole_N = back_N.new_zeros(rows)
+        if row_N is None:
+            whole_N[: len(back_N)] = back_N
+            return whole_N
+        return whole_N.index_copy_(0, row_N[: len(back_N)], back_N)
+
+    @property
+    def experts(self) -> int:
+        """The number of this rank's experts."""
+        return self.counts_RE.shape[1] // self.sizes.micro_batches
+
+    def _check_codes(self, code_P: Tensor, k: int) -> None:
+        """Refuses codes that others could have sent by mistake: they are indices of this rank's memory."""
+        sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
+        counts_RE = self.counts_RE.view(sources * micro_batches, -1)
+        wrong_R = wrong_codes(code_P, counts_RE, self.tokens_R, k)
+        if wrong_R.is_cuda:  # the host does not wait to know: the device ends the process
+            torch._assert_async(~wrong_R.any(), "codes of other pairs than the ranks had told each other")
+        elif bool(wrong_R.any()):
+            ep, esp = self._algorithm.group, self._esp
+            peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
+            culprit = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
+            raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
+
+
+class Exchange(Sized):
+    """An exchange between the ranks: their meeting, which making it is, and its collectives.
 
     Making one is collective over the expert-parallel and the expert-sharding group.
 
     Args:
         algorithm: how rows cross the expert-parallel group.
         esp: the expert-sharding group.
-        counts_E: [E] integers, rows that this rank sends to each of the E experts.
+        counts_E: [E] integers, pairs of this rank for each of the E experts.
         dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+        tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: by_pairs.
+        by_pairs: a row travels for each pair.
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
     Attributes:
-        most_rows: the most rows that any of the ranks sends; the same number on all of them.
-        send_PE, come_QPE: as for `Part`, on the host.
+        most_pairs: the most pairs that any of the ranks sends; the same number on all of them.
     Raises:
         ConfigError, RankError: this or another rank refused, counts that cannot be, or dtypes that differ.
     """
@@ -134,6 +276,8 @@ class Exchange(Part):
         counts_E: Tensor,
         dtype: torch.dtype,
         refusal: str | None = None,
+        tokens_Wp: Tensor | None = None,
+        by_pairs: bool = False,
         sizes: Group | None = None,
         held: int | None = None,
         call: str = "a layer",
@@ -142,33 +286,39 @@ class Exchange(Part):
         me = ep.job.rank
         if problem := _wrong(counts_E, dtype, ep.size):
             ep.refuse(CHECK, problem)
-        # A rank that refuses still takes part in the exchange of counts: its peers hear of it there, and nobody waits.
+        # A rank that refuses still takes part in the meeting: its peers hear of it there, and nobody waits.
         if refusal is not None:
             ep.board.refuse(CHECK, refusal, ep.size * esp.size)
         elif ep.job.board is not None:
             ep.job.board.go_on()
-        # Two more columns are metadata of each rank: how many rows it sends; its number, whether it refuses, dtype.
+        # Behind the counts of pairs and tokens two columns are metadata of each rank: how many pairs it sends; its
+        # number, whether it refuses, dtype.
+        counts_PE = counts_E.view(ep.size, -1)
+        tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         metadata = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
-        sent_PE = torch.cat([counts_E.view(ep.size, -1), *metadata], 1)
+        # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
+        sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), *metadata], 1)
         ones, operation = [1] * ep.size, "exchange of counts"
         call = f"call {ep.count_call()} of {call}"
         details = f"of {call} with {len(counts_E)} experts"
-        if sent_PE.is_cuda or sent_PE.nbytes > ROOM:
+        if sent_PC.is_cuda or sent_PC.nbytes > ROOM:
             begin(ep, operation, details)
-            received_PE = all_to_all_rows(ep, sent_PE, ones, ones, operation, agreed=True)
+            received_PC = all_to_all_rows(ep, sent_PC, ones, ones, operation, agreed=True)
         else:  # the envelope carries all that each rank sends, of which this rank's column is picked
-            received_PE = sent_PE
-            if tables := begin(ep, operation, details, sent_PE.numpy().tobytes()):
-                shape, dtype_of_counts = sent_PE.shape, sent_PE.numpy().dtype
-                all_WPE = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
-                received_PE = torch.from_numpy(all_WPE[:, ep.index].copy())
-        # The shards of an expert get the same rows, so each needs the counts of all its sharding peers.
-        all_QPE = all_gather_rows(sizes or esp, received_PE[None], [1] * esp.size, operation).cpu().numpy()
+            received_PC = sent_PC
+            if tables := begin(ep, operation, details, sent_PC.numpy().tobytes()):
+                shape, dtype_of_counts = sent_PC.shape, sent_PC.numpy().dtype
+                all_WPC = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
+                received_PC = torch.from_numpy(all_WPC[:, ep.index].copy())
+        # The shards of an expert get the same tokens, so each needs the counts of all its sharding peers.
+        all_QPC = all_gather_rows(sizes or esp, received_PC[None], [1] * esp.size, operation)
+        told_PC, all_QPC = _on_host(sent_PC, all_QPC)
+        E, p = counts_PE.shape[1], tokens_Pp.shape[1]
         # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.
-        if ep.size * esp.size > 1 and (stranger := _stranger(all_QPE, ep, esp)) is not None:
+        if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
-        notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
+        notes = sorted(all_QPC[..., -1].reshape(-1).tolist())
         culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
         # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
         if refusal is not None:
@@ -181,33 +331,47 @@ class Exchange(Part):
             text = f"rows of different dtypes cannot travel together: {each}"
             ep.board.refuse(CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-        self._device = counts_E.device
-        self.send_PE, self.come_QPE = sent_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2][..., :held]
-        self.most_rows = int(all_QPE[..., -2].max())
-        super().__init__(algorithm, esp, self.send_PE, self.come_QPE, counts_E.device, call)
+        self.most_pairs = int(all_QPC[..., -2].max())
+        come_QPC = all_QPC[..., :-2]
+        if held is not None:
+            come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
+        told = Sizes(told_PC[:, :-2], come_QPC, p)
+        super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call)
 
     def parts(self, degree: int) -> list[Part]:
-        """Splits the exchange into `degree` parts, each with its share of every rank's rows for every expert (`share`).
+        """Splits the exchange into `degree` parts, each with its share of the tokens of every rank for every rank
+        (`share`); of pairs by experts, where a row travels for each.
 
         Collective for two-level algorithms.
         """
         if degree == 1:
             return [self]
-        shares = ((share(self.send_PE, i, degree), share(self.come_QPE, i, degree)) for i in range(degree))
+        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
+        if self.by_pairs:
+            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
+        shares = ((share(send_Pp, i, degree).sum(1), share(come_QPp, i, degree).sum(2)) for i in range(degree))
         return [self.part(send, come) for send, come in shares]
 
-    def part(self, send_PE: np.ndarray, come_QPE: np.ndarray) -> Part:
-        """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
-        return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device, self.call, self._agreed)
+
+def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    if not sent_PC.is_cuda:
+        return sent_PC.numpy(), all_QPC.numpy()
+    both = torch.cat([sent_PC[None], all_QPC]).cpu().numpy()
+    return both[0], both[1:]
 
 
-def _stranger(all_QPE: np.ndarray, ep: Group, esp: Group) -> int | None:
+def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
-    counts_QPE, most_QP, rank_QP = all_QPE[..., :-2], all_QPE[..., -2], all_QPE[..., -1] // len(_DTYPES) // 2
+    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-2]
+    most_QP, rank_QP = all_QPC[..., -2], all_QPC[..., -1] // len(_DTYPES) // 2
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())
-    bad_QP |= (counts_QPE < 0).any(-1) | (counts_QPE.sum(-1, dtype=np.float64) > most_QP)  # integers would wrap around
+    pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # integers would wrap around
+    bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > most_QP)
+    # Each token has a pair at least, and each pair a token; of every micro-batch by itself.
+    pairs_QPp = counts_QPE.reshape(*tokens_QPp.shape, -1).sum(-1, dtype=np.float64)
+    bad_QP |= ((tokens_QPp < 0) | (tokens_QPp > pairs_QPp) | ((tokens_QPp == 0) & (pairs_QPp > 0))).any(-1)
     if not bad_QP.any():
         return None
     peer, source = np.argwhere(bad_QP)[0]

@@ -1,9 +1,10 @@
-"""Chunks: which rows of a layer go when.
+"""Chunks: which tokens of a layer go when.
 
-Rows lie in segments, one for each expert, and go in r chunks with a share of every segment in each. A segment's n rows
-are split as `comm.exchange.share` does: chunk i has rows ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋. Nothing is padded: what a row meets
-on its way does not depend on r. Worked example, segments of 3 and 2 rows a b c | d e, two chunks: a d | b c e. The
-order is [0, 3, 1, 2, 4].
+Tokens lie in segments, one for each destination, and go in r chunks with a share of every segment in each, so that all
+(token, k) pairs of a token on a rank are in one chunk. (Rows that are tokens of their own lie by expert, and have a
+segment for each.) A segment's n tokens are split as `comm.exchange.share` does: chunk i has ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋.
+Nothing is padded, and what a token meets on its way does not depend on r. Worked example, segments of 3 and 2 tokens
+a b c | d e, two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.kernels.gather_sum import put_pairs
-from fusedmoe.kernels.layout import Layout, sort_received
+from fusedmoe.kernels.deduplicate import Received
+from fusedmoe.kernels.layout import Layout
 
 
 def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
@@ -51,53 +53,76 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
 
 
 class RowChunks:
-    """The rows of a call in chunks: what this rank sends, and what it receives."""
+    """The tokens of a call in chunks: what this rank sends, and what it receives.
 
-    def __init__(self, exchange: Exchange, layout: Layout, degree: int) -> None:
+    Args:
+        exchange: of all tokens.   tokens: sorts those that are sent (`Sending`).   pairs: of those received.
+        k: the most pairs of a token.
+    Attributes:
+        parts: the collectives of each chunk.
+        layout: sorts the tokens sent, in chunk order.
+        received: sorts each chunk's received tokens by local expert.
+    """
+
+    def __init__(self, exchange: Exchange, tokens: Layout, pairs: Received, k: int, degree: int) -> None:
         self.parts: list[Part] = exchange.parts(degree)
-        segments_G = exchange.counts_RE.reshape(-1)
-        #: For each row received, in chunk order, its number without chunks.
-        self.order_R: Tensor | None = None
-        #: The rows sent, in chunk order.
-        self.layout = layout
+        self.layout = tokens
+        rows = [part.rows for part in self.parts]
+        # Of each token and pair received, in chunk order, its number without chunks; None: chunk order is that order.
+        self._token_R: Tensor | None = None
+        self._pair_P: Tensor | None = None
+        chunks = [pairs]
         if degree > 1:
-            self.order_R = chunk_order(segments_G, exchange.rows, degree)
-            self.layout = in_chunks(layout, chunk_order(layout.counts_E, layout.rows, degree))
-        #: Each chunk's received rows sorted by local expert.
-        self.received = [sort_received(part.counts_RE, part.rows) for part in self.parts]
-        sizes = [part.rows for part in self.parts]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            self.layout = in_chunks(tokens, chunk_order(tokens.counts_E, tokens.rows, degree))
+            segments_G = exchange.counts_RE.reshape(-1) if exchange.by_pairs else exchange.tokens_R
+            self._token_R = chunk_order(segments_G, exchange.rows, degree)
+            place_P = inverse(self._token_R)[pairs.token_P]
+            place_P, self._pair_P = place_P.sort(stable=True)
+            # How many pairs the tokens of a chunk have is known here alone: on CUDA the host waits for it once.
+            starts = torch.tensor([sum(rows[:i]) for i in range(degree + 1)], device=place_P.device)
+            ends = torch.searchsorted(place_P, starts).tolist()
+            expert_P = pairs.expert_P[self._pair_P]
+            chunks = [
+                Received(expert_P[start:end], place_P[start:end] - sum(rows[:i]))
+                for i, (start, end) in enumerate(pairwise(ends))
+            ]
+        sorted_chunks = [chunk.sort(count, exchange.experts, k) for chunk, count in zip(chunks, rows, strict=True)]
+        self.received = [layout for layout, _ in sorted_chunks]
+        self._orders = [order_N for _, order_N in sorted_chunks]
 
-    def split(self, value_R: Tensor) -> list[Tensor]:
-        """Values of received rows, numbered without chunks -> those of each chunk, sorted by expert."""
-        in_order = value_R if self.order_R is None else value_R[self.order_R]
-        parts = in_order.split([part.rows for part in self.parts])
-        return [value[layout.pair_N] for value, layout in zip(parts, self.received, strict=True)]
+    def split(self, value_P: Tensor) -> list[Tensor]:
+        """Values of received pairs, numbered without chunks -> those of each chunk, sorted by expert."""
+        in_order = value_P if self._pair_P is None else value_P[self._pair_P]
+        parts = in_order.split([len(order_N) for order_N in self._orders])
+        return [value[order_N] for value, order_N in zip(parts, self._orders, strict=True)]
 
     def join(self, value_parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""
-        pairs = zip(value_parts, self.received, strict=True)
-        in_order = torch.cat([put_pairs(value, layout)[:, 0] for value, layout in pairs])
-        if self.order_R is None:
-            return in_order
-        return torch.empty_like(in_order).index_put_((self.order_R,), in_order)
+        pairs = zip(value_parts, self._orders, strict=True)
+        in_order = concatenated([torch.empty_like(value).index_copy_(0, order_N, value) for value, order_N in pairs])
+        return in_order if self._pair_P is None else torch.empty_like(in_order).index_copy_(0, self._pair_P, in_order)
 
     def rows_of(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
-        """Finds for each chunk here where its received rows are among all of `others`, as received and as sorted."""
-        number_R = inverse(others.numbers())
-        pairs = zip(others.starts, others.received, strict=True)
-        sorted_R = torch.cat([start + layout.row_SK[:, 0] for start, layout in pairs])
-        found = []
-        for mine, layout in zip(self.numbers().split([part.rows for part in self.parts]), self.received, strict=True):
-            received = number_R[mine]
-            found.append((received, sorted_R[received[layout.pair_N]]))
-        return found
+        """Finds for each chunk here where its rows are among all of `others`: tokens as received, and pairs sorted."""
+        token_R, sorted_P = inverse(concatenated(others.tokens())), inverse(concatenated(others.sorted_pairs()))
+        numbers = zip(self.tokens(), self.sorted_pairs(), strict=True)
+        return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
-    def numbers(self) -> Tensor:
-        """[R]: of each row received, in chunk order, the number without chunks."""
-        if self.order_R is None:
-            return torch.arange(sum(part.rows for part in self.parts), device=self.received[0].pair_N.device)
-        return self.order_R
+    def tokens(self) -> Sequence[Tensor]:
+        """Of each chunk the tokens, numbered without chunks."""
+        rows = [part.rows for part in self.parts]
+        token_R = self._token_R
+        if token_R is None:
+            token_R = torch.arange(sum(rows), device=self._orders[0].device)
+        return token_R.split(rows)
+
+    def sorted_pairs(self) -> Sequence[Tensor]:
+        """Of each chunk the pairs, sorted by expert, numbered without chunks."""
+        pair_P = self._pair_P
+        if pair_P is None:
+            return self._orders
+        parts = pair_P.split([len(order_N) for order_N in self._orders])
+        return [pairs[order_N] for pairs, order_N in zip(parts, self._orders, strict=True)]
 
 
 # Runs of fewer rows take longer to find than to copy.

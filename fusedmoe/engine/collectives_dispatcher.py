@@ -1,19 +1,20 @@
-"""Rows by collectives: all-to-alls between nodes, all-gathers and reduce-scatters of expert shards, both passes.
+"""Tokens by collectives: all-to-alls between nodes, all-gathers and reduce-scatters of expert shards, both passes.
 
-A batch crosses in one of two ways, which give the same numbers:
+A token goes once to each rank that has experts for it, and one sum comes back (`kernels/deduplicate.py`). A batch
+crosses in one of two ways, which give the same numbers:
 
 - One thing after the other, by operators (`autograd/exchange_operators.py`): permute → dispatch → experts → combine →
   unpermute. Autograd orders the backward, as often as it is asked to, and compilers and selective checkpoints see all.
 - By a plan, in chunks that overlap (`engine/run.py`): `_ByPlan` below. The backward is written out, from what the
-  forward stored: received rows and pre-activations of each chunk. A chunk has its share of every expert's rows
-  (`engine/chunks.py`), so each row meets the same experts and is added up in the same order whatever the plan.
+  forward stored: received tokens and pre-activations of each chunk. A chunk has its share of the tokens for every rank
+  (`engine/chunks.py`), with all that a rank does for a token, so sums are made in the same order whatever the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed,
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
+from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
@@ -49,19 +51,25 @@ def no_plans(x_SM: Tensor, rows: int, experts: LocalExperts) -> None:
 
 
 class Met(NamedTuple):
-    """A batch whose ranks have agreed on sizes: its rows without padding, their weights, and the exchange."""
+    """A batch whose ranks have met.
+
+    Attributes:
+        layout: of its tokens by expert, without padding.   weight_N: router weights of its rows.
+        sent: the tokens that travel.
+    """
 
     layout: Layout
     weight_N: Tensor | None
+    sent: Sending
     exchange: Exchange
 
 
 class _Sent(NamedTuple):
-    """A dispatch, as `combine_by_operators` needs it: sizes, rows in all, and whose name operators know."""
+    """A dispatch, as combine needs it: the layout of the tokens that were sent, sizes, and whose name operators know."""
 
-    send_PE: Tensor
-    come_QPE: Tensor
-    rows: int
+    tokens: Layout
+    send_PC: Tensor
+    come_QPC: Tensor
     way: Way | Crossing
 
 
@@ -91,13 +99,17 @@ class Collectives(Dispatcher):
         self.way = Way(self.topology, self.all_to_all)
         self._call = f"{self.name} {self.topology.number_layer()}"
 
-    # Sizes first: the one host synchronisation of a layer.
+    # The meeting first: the one host synchronisation of a layer.
 
     def meet(self, routed: Routed) -> Met:
-        """Tells the ranks how many rows come. Collective."""
-        layout = routed.layout.exact()  # padding does not travel
-        weight_N = weight_of_rows(routed.weight_SK, layout)
-        return Met(layout, weight_N, self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal))
+        """Tells the ranks how many tokens come, and for which experts. Collective."""
+        layout, sent = routed.layout, sending(routed.layout, self.topology.ep.size)
+        tokens_W = None if sent.code_N is None else sent.tokens.counts_E
+        exchange = self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal, tokens_Wp=tokens_W)
+        # Padding does not travel; how much of it there is the host knows now.
+        pairs = exchange.pairs.sent
+        layout = layout.cut(pairs)
+        return Met(layout, weight_of_rows(routed.weight_SK, layout), sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
@@ -109,44 +121,56 @@ class Collectives(Dispatcher):
         return self._dispatch(routed.x_SM, self.meet(routed))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
-        layout, sent = handle.state
         check_rows("combine", "the experts' result", out_RM, handle.layout.tokens)
-        rows_NM = self.combine_by_operators(out_RM, handle._replace(state=sent))
-        with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
-            return unpermute(rows_NM, layout)
+        return self.combine_by_operators(out_RM, handle)
 
     def _dispatch(self, x_SM: Tensor, met: Met) -> tuple[Tensor, Handle]:
-        layout, weight_N, exchange = met
+        layout, weight_N, sent, exchange = met
         crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
-            rows_NM = permute(x_SM, layout)
-        sizes = torch.from_numpy(exchange.send_PE), torch.from_numpy(exchange.come_QPE)
-        rows_RM, handle = self._send(rows_NM, weight_N, sizes, crossing)
-        return rows_RM, handle._replace(counts_RE=exchange.counts_RE, state=(layout, handle.state))
+            x_TM = permute(x_SM, sent.tokens)
+        sizes = torch.from_numpy(exchange.sizes.send_PC), torch.from_numpy(exchange.sizes.come_QPC)
+        x_RM, handle = self._send(x_TM, weight_N, sent, layout.k, sizes, crossing)
+        return x_RM, handle._replace(counts_RE=exchange.counts_RE)
 
     def _send(
-        self, rows_NM: Tensor, weight_N: Tensor | None, sizes: tuple[Tensor, Tensor], way: Way | Crossing
+        self,
+        x_TM: Tensor,
+        weight_N: Tensor | None,
+        sent: Sending,
+        k: int,
+        sizes: tuple[Tensor, Tensor],
+        way: Way | Crossing,
     ) -> tuple[Tensor, Handle]:
-        result = exchange_operators.dispatch(rows_NM, weight_N, *sizes, way.name)
-        rows_RM, weight_R, counts_E, offsets_E1, source_N, pair_N, row_SK = result
-        received = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
-        return rows_RM, Handle(
-            received, None if weight_N is None else weight_R, state=_Sent(*sizes, rows_NM.shape[0], way)
-        )
+        k = 1 if sent.code_N is None else k  # rows that are tokens of their own have one expert each
+        result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, k, *sizes, way.name)
+        x_RM, weight_R, _, *layout = result
+        state = _Sent(sent.tokens, *sizes, way)
+        return x_RM, Handle(Layout.of(layout), None if weight_N is None else weight_R, state=state)
 
     def dispatch_by_operators(
-        self, rows_NM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
+        self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
-        """Takes [N, M] rows that the layout has sorted, with their weights, to their experts' ranks; a graph can hold
+        """Takes [S, M] tokens to the ranks of their experts by the layout, with the weights of its rows; a graph can hold
         all of it."""
-        sizes = exchange_operators.meet(layout.counts_E, bad, rows_NM.dtype, self.way.name)
-        return self._send(rows_NM, weight_N, sizes, self.way)
+        sent, sizes = self._meet_by_operators(layout, bad, x_SM.dtype)
+        return self._send(permute(x_SM, sent.tokens), weight_N, sent, layout.k, sizes, self.way)
+
+    def _meet_by_operators(
+        self, layout: Layout, bad: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Sending, tuple[Tensor, Tensor]]:
+        sent, tokens_W = Sending(layout), None
+        if layout.source_N is not None:
+            *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
+            sent, tokens_W = Sending(Layout.of(tokens), row_N, code_N), tokens[0]
+        return sent, exchange_operators.meet(layout.counts_E, tokens_W, bad, dtype, self.way.name)
 
     def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
-        """Returns [N, M], the results of the rows that were sent."""
-        send_PE, come_QPE, rows, way = handle.state
-        combined: Tensor = exchange_operators.combine(out_RM, send_PE, come_QPE, rows, way.name)
-        return combined
+        """Returns [S, M], the sum of each token's results, rank by rank."""
+        tokens, send_PC, come_QPC, way = handle.state
+        y_TM = exchange_operators.combine(out_RM, send_PC, come_QPC, tokens.rows, way.name)
+        with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
+            return unpermute(y_TM, tokens)
 
     def by_operators(
         self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
@@ -156,10 +180,9 @@ class Collectives(Dispatcher):
         Args:
             bad: how many router logits are not finite, a scalar; all ranks end where there are any.
         """
-        layout, weight_N = routed.layout, weight_of_rows(routed.weight_SK, routed.layout)
-        rows_RM, handle = self.dispatch_by_operators(permute(routed.x_SM, layout), weight_N, layout, bad)
-        out_RM = experts(rows_RM, handle.layout, handle.weight_N)
-        return unpermute(self.combine_by_operators(out_RM, handle), layout)
+        weight_N = weight_of_rows(routed.weight_SK, routed.layout)
+        x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
+        return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)
 
     def by_operators_without_tokens(
         self, routed: Routed, experts: nn.Module, bad: Tensor | None
@@ -173,8 +196,10 @@ class Collectives(Dispatcher):
         like = next((one for one in experts.parameters() if one.requires_grad), x_0M.new_zeros(1))
         padding_1M = like.reshape(-1)[:1].to(x_0M.dtype).expand(1, x_0M.shape[1])
         weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
-        rows_RM, handle = self.dispatch_by_operators(padding_1M, weight_1, routed.layout, bad)
-        back_1M = self.combine_by_operators(experts(rows_RM, handle.layout, handle.weight_N), handle)
+        sent, sizes = self._meet_by_operators(routed.layout, bad, x_0M.dtype)
+        x_RM, handle = self._send(padding_1M, weight_1, sent, routed.layout.k, sizes, self.way)
+        y_RM = experts(x_RM, handle.layout, handle.weight_N)
+        back_1M = exchange_operators.combine(y_RM, *sizes, 1, self.way.name)
         return back_1M[:0], back_1M.sum()
 
     # By a plan, where there is one.
@@ -191,7 +216,7 @@ class Collectives(Dispatcher):
         Args:
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
-        assigned = self.plans(x_SM, met.exchange.most_rows, experts)
+        assigned = self.plans(x_SM, met.exchange.most_pairs, experts)
         if assigned is None:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
@@ -211,7 +236,7 @@ class Collectives(Dispatcher):
             assigned.beside,
             copies,
         )
-        batch = RowBatch(met.layout, met.exchange, chunk_experts, run)
+        batch = RowBatch(met.layout.k, met.sent, met.exchange, chunk_experts, run)
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
 
@@ -233,27 +258,23 @@ def _with_backward(x_SM: Tensor, met: Met, experts: LocalExperts) -> tuple[Tenso
 
 @dataclass(frozen=True, eq=False)
 class RowBatch:
-    """The rows of a call.
+    """The tokens of a call.
 
     Attributes:
-        layout: of the rows that travel: tokens sorted by expert, without padding.
-        exchange: made of that layout's counts.
+        k: the most pairs of a token on a rank.
+        sent: the tokens that travel, without padding.
+        exchange: made of them.
         experts: the local ones.
     """
 
-    layout: Layout
+    k: int
+    sent: Sending
     exchange: Exchange
     experts: ChunkExperts
     run: Run
 
-    @cached_property
-    def forward_chunks(self) -> RowChunks:
-        return RowChunks(self.exchange, self.layout, self.run.plans.degrees[0])
-
-    @cached_property
-    def backward_chunks(self) -> RowChunks:
-        there, back = self.run.plans.degrees
-        return self.forward_chunks if there == back else RowChunks(self.exchange, self.layout, back)
+    def chunks(self, pairs: Received, degree: int) -> RowChunks:
+        return RowChunks(self.exchange, self.sent.tokens, pairs, self.k if self.sent.code_N is not None else 1, degree)
 
 
 class _TokensPass(Pass):
@@ -263,7 +284,7 @@ class _TokensPass(Pass):
         weights: of each chunk's sorted rows.
     """
 
-    def __init__(self, batch: RowBatch, chunks: RowChunks, rows_NM: Tensor, weights: Sequence[Tensor | None]) -> None:
+    def __init__(self, batch: RowBatch, chunks: RowChunks, rows_TM: Tensor, weights: Sequence[Tensor | None]) -> None:
         run = batch.run
         plan = run.plans.forward if self.phase == "forward" else run.plans.backward
         # Tasks have the number of the layer in its model; a step's plan also has gradients of other layers.
@@ -273,7 +294,7 @@ class _TokensPass(Pass):
         parts = zip(chunks.parts, chunks.received, weights, strict=True)
         self.own = {i: Chunk(part, layout, weight_R=weight_R) for i, (part, layout, weight_R) in enumerate(parts)}
         self.chunks[layer] = self.own
-        self._rows: list[Tensor | None] = [*rows_NM.split([part.sent for part in chunks.parts])]
+        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in chunks.parts])]
         # A stream must not get memory back for new tensors while another still reads it: all tensors that go from one
         # to another live until the streams have met again, at the end of `execute`.
         self._alive: list[Tensor] = []
@@ -311,19 +332,21 @@ class _TokensBackward(_TokensPass, BackwardPass):
     """Goes back from what the forward pass has kept of its chunks, which may be others.
 
     Args:
+        there, here: the chunks of the forward pass, and of this one.
         x, kept: of each chunk in the forward pass.
     """
 
     def __init__(
         self,
         batch: RowBatch,
-        rows_NM: Tensor,
+        there: RowChunks,
+        here: RowChunks,
+        rows_TM: Tensor,
         weights: Sequence[Tensor | None],
         x: Sequence[Tensor],
         kept: Sequence[Any],
     ) -> None:
-        there, here = batch.forward_chunks, batch.backward_chunks
-        super().__init__(batch, here, rows_NM, weights)
+        super().__init__(batch, here, rows_TM, weights)
         # Of each chunk here its rows among the forward's, as received and as sorted; None: the chunks are the same.
         self._places = None if here is there else here.rows_of(there)
         if self._places is None:
@@ -340,55 +363,54 @@ class _TokensBackward(_TokensPass, BackwardPass):
 
 
 class _ByPlan(Function):
-    """Σ over a token's rows of their weighted results, through the experts' ranks, by the plans of a run.
+    """Σ over a token's pairs of their weighted results, through the experts' ranks, by the plans of a run.
 
-    Router weights cross in one message of their own before the first chunk, their gradients in one after the last.
-    Saved for backward: received rows, R·M, and what the experts keep, the pre-activation R·H (gated 2·R·H); where the
-    two plans differ in degree, the backward copies both once.
+    Codes and router weights of pairs cross in one message of their own before the first chunk, gradients of weights in
+    one after the last. Saved for backward: received tokens, R·M, and what the experts keep of P pairs, the
+    pre-activation P·H (gated 2·P·H); where the two plans differ in degree, the backward copies both once.
     """
 
     operation = "the way through the experts of several ranks (MoELayer, moe_layer)"
 
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
-        chunks, exchange, experts = batch.forward_chunks, batch.exchange, batch.experts
-        weights: list[Tensor | None] = [None] * len(chunks.parts)
-        if weight_N is not None:
-            weights = [*chunks.split(exchange.all_gather(exchange.dispatch(weight_N[:, None]))[:, 0])]
+        sent, exchange, experts = batch.sent, batch.exchange, batch.experts
+        own_N = weight_N if weight_N is None or sent.row_N is None else weight_N[sent.row_N]
+        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, batch.k)
+        chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
+        weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = _TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
-        out_NM = forward.run()
+        out_TM = forward.run()
         received, kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if experts.any_degree else ()
         ctx.batch, ctx.kept = replace(batch, experts=experts.for_backward()), () if tensors else kept
-        ctx.batch.__dict__["forward_chunks"] = chunks
-        ctx.weighted = None if weight_N is None else weight_N.dtype
+        ctx.pairs, ctx.chunks, ctx.rows = pairs, chunks, None if weight_N is None else len(weight_N)
         ctx.save_for_backward(*received, *weights, *tensors, *parameters)
-        return kernels.gather_sum(out_NM, chunks.layout)
+        return kernels.gather_sum(out_TM, chunks.layout)
 
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
-        there, chunks, exchange = batch.forward_chunks, batch.backward_chunks, batch.exchange
+        there, exchange = ctx.chunks, batch.exchange
         exchange.turn()
-        count = len(there.parts)
+        degree, count = batch.run.plans.degrees[1], len(there.parts)
+        chunks = there if degree == count else batch.chunks(ctx.pairs, degree)
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]
         kept, ctx.kept = (rest[:count] if batch.experts.any_degree else ctx.kept), None
         parameters = rest[count:] if batch.experts.any_degree else rest
         if chunks is not there:
-            weights = (None,) * len(chunks.parts) if ctx.weighted is None else chunks.split(there.join(weights))
-        rows_NM = kernels.permute(dy_SM.contiguous(), chunks.layout)
-        backward = _TokensBackward(batch, rows_NM, weights, received, kept)
-        del saved, received, kept, rest, rows_NM
+            weights = (None,) * degree if ctx.rows is None else chunks.split(there.join(weights))
+        rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
+        backward = _TokensBackward(batch, there, chunks, rows_TM, weights, received, kept)
+        dtype = weights[0].dtype if ctx.rows is not None else None
+        del saved, received, kept, rest, rows_TM
         dx_SM = kernels.gather_sum(backward.run(), chunks.layout)
         dweight_N = None
-        if ctx.weighted is not None:
-            dweights = [
-                chunk.weight_R.to(ctx.weighted) for chunk in backward.own.values() if chunk.weight_R is not None
-            ]
-            dweight_R1 = chunks.join(dweights)[:, None]
-            dweight_N = exchange.combine(exchange.reduce_scatter(dweight_R1))[:, 0]
+        if ctx.rows is not None:
+            dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
+            dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, ctx.rows)
         totals, copies = backward.totals[backward.layer], batch.run.copies
         if copies is not None:
             copies.send_back(batch.experts.parameters, totals)

@@ -122,16 +122,19 @@ class Chunk:
     """A chunk's rows in one layer and one pass.
 
     Attributes:
-        layout: sorts received rows by local expert.
-        rows: wherever they are.   weights: with them, where these travel along; gradients of them in the backward pass.
+        layout: sorts received rows by local expert; None: not known yet.
+        rows: wherever they are.
+        pairs: the collectives of what travels along with rows, `beside`: codes and weights of pairs, in the backward
+            pass gradients of weights.
         weight_R: of sorted rows, where weights are there already; then their gradients.
         x_RM, kept: what experts were given, and what they keep.   rest: what gives gradients of parameters later.
     """
 
     part: Part
-    layout: Layout
+    layout: Layout | None = None
     rows: Tensor | None = None
-    weights: Tensor | None = None
+    pairs: Part | None = None
+    beside: Tensor | None = None
     weight_R: Tensor | None = None
     x_RM: Tensor | None = None
     kept: Any = None
@@ -186,17 +189,17 @@ class Pass:
         self.start(task)
         chunk = self.chunks[task.layer][task.chunk or 0]
         chunk.rows = self._carry("dispatch", chunk.part.dispatch, task, chunk)
-        # Weights go to the experts in the forward pass; in the backward pass their gradients go home.
-        if chunk.weights is not None and self.phase == "forward":
-            chunk.weights = chunk.part.dispatch(self.use(chunk.weights))
+        # Codes and weights go to the experts in the forward pass; in the backward pass gradients of weights go home.
+        if chunk.pairs is not None and chunk.beside is not None and self.phase == "forward":
+            chunk.beside = chunk.pairs.dispatch(self.use(chunk.beside))
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
         chunk.rows = chunk.part.all_gather(self.use(rows))
-        if chunk.weights is not None and self.phase == "forward":
-            chunk.weights = chunk.part.all_gather(self.use(chunk.weights))
+        if chunk.pairs is not None and chunk.beside is not None and self.phase == "forward":
+            chunk.beside = chunk.pairs.all_gather(self.use(chunk.beside))
 
     def expert(self, task: Task) -> None:
         raise NotImplementedError
@@ -206,14 +209,14 @@ class Pass:
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
         chunk.rows = chunk.part.reduce_scatter(self.use(rows))
-        if chunk.weights is not None and self.phase == "backward":
-            chunk.weights = chunk.part.reduce_scatter(self.use(chunk.weights))
+        if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
+            chunk.beside = chunk.pairs.reduce_scatter(self.use(chunk.beside))
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows = self._carry("combine", chunk.part.combine, task, chunk)
-        if chunk.weights is not None and self.phase == "backward":
-            chunk.weights = chunk.part.combine(self.use(chunk.weights))
+        if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
+            chunk.beside = chunk.pairs.combine(self.use(chunk.beside))
         self.finish(task, rows)
 
     def _carry(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
@@ -253,7 +256,7 @@ class ForwardPass(Pass):
     def expert(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         x_RM, chunk.rows = chunk.rows, None
-        assert x_RM is not None
+        assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
         chunk.rows, chunk.kept = self.experts[task.layer].forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         if not self.keep:
@@ -282,7 +285,7 @@ class BackwardPass(Pass):
         self.recall(task)
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
-        assert dy_RM is not None and chunk.x_RM is not None
+        assert dy_RM is not None and chunk.x_RM is not None and chunk.layout is not None
         given = self.use(dy_RM), self.use(chunk.x_RM), chunk.kept, chunk.layout, weight_R
         if layer in self.settings.plans.late_weight_gradients:
             chunk.rows, dweight_R, chunk.rest = experts.backward_rows(*given)

@@ -288,10 +288,9 @@ class ExpertParallel(EPImplementation):
         self._topology = Topology.from_group(ep_mesh.get_group())
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
-        self._all_to_all = ops.make_all_to_all("direct", self._topology)
+        all_to_all = ops.make_all_to_all("direct", self._topology)
         # Layers are numbered, so that ranks that call different ones find out.
-        self._call = f"fusedmoe.hf {self._topology.number_layer()}"
-        self._operators = Collectives(self._topology, self._all_to_all, name="fusedmoe.hf")
+        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf")
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
@@ -303,7 +302,7 @@ class ExpertParallel(EPImplementation):
         bad = self._checks.of_given(hidden_states, top_k_weights)
         x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
         layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
-        y_TH = self._operators.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        y_TH = self._exchange.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
         return y_TH.to(hidden_states.dtype)
 
     @torch.compiler.disable
@@ -316,16 +315,9 @@ class ExpertParallel(EPImplementation):
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
         refusal = self._checks.of_numbers(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
-        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size).exact()
-        dtype, call = x_TH.dtype, self._call
-        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, dtype, refusal, call=call)
-        rows_NH, weight_N = ops.permute(x_TH, layout), ops.take_pairs(weight_TK, layout)
-
-        def on_rows(rows_RH: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:
-            return compute(experts, rows_RH, received, weight_R)
-
-        y_NH = ops.through_experts(rows_NH, weight_N, exchange, on_rows)
-        y_TH = ops.unpermute(y_NH, layout)
+        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
+        routed = Routed(x_TH, layout, weight_TK, refusal)
+        y_TH = self._exchange.through_experts(routed, partial(compute, experts))
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
 

@@ -4,7 +4,7 @@
 Megatron's.
 
 Shape suffixes: T tokens of this rank, D model, K choices, E experts, e experts of this rank, H an expert's hidden
-width, N rows sent, R rows received, S either tokens or received rows.
+width, N rows sorted by expert, R tokens received, S either tokens or received tokens.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StagedDispatcher(MoETokenDispatcher):
             self._exchange = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.megatron")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts […, D] tokens by [T, E] routing map and weights; returns the rows to send, and the weight of each."""
+        """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
         self._bad = self._checks.of_given(x_TD, probs)
@@ -107,18 +107,16 @@ class StagedDispatcher(MoETokenDispatcher):
         if self._exchange is None:
             # On one rank nothing travels: the experts gather rows themselves, and want no padding.
             self._layout = self._layout.exact()
-            return x_TD, ops.take_pairs(weight_TK, self._layout)
-        return ops.permute(x_TD, self._layout), ops.take_pairs(weight_TK, self._layout)
+        return x_TD, ops.take_pairs(weight_TK, self._layout)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [R, D] the rows of this rank's experts, and the weight of each of them sorted. Collective."""
+        """Returns [R, D] the tokens of this rank's experts, and the weight of each of their sorted rows. Collective."""
         if self._exchange is None:
-            # x
             self._handle = Handle(self._layout, probs)
             return hidden_states, probs
-        rows_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
+        x_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
         assert self._handle.weight_N is not None
-        return rows_RD, self._handle.weight_N
+        return x_RD, self._handle.weight_N
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the rows sorted by expert, how many each has (on the host), and their weights."""
@@ -130,19 +128,18 @@ class StagedDispatcher(MoETokenDispatcher):
         return experts(hidden_states, self._handle.layout, self._handle.weight_N)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the results in the order in which rows were received."""
+        """Returns the sum of each received token's results."""
         return ops.unpermute(hidden_states, self._handle.layout)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns [N, D] the results of the rows that were sent. Collective."""
+        """Returns [T, D] the sum of each token's results. Collective."""
         if self._exchange is None:
             return hidden_states
         return self._exchange.combine_by_operators(hidden_states, self._handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the sum of each token's results, in the shape of the tokens."""
-        y_TD = hidden_states if self._exchange is None else ops.unpermute(hidden_states, self._layout)
-        return y_TD.view(self._shape)
+        """Returns the results in the shape of the tokens."""
+        return hidden_states.view(self._shape)
 
 
 class StackedExperts(SequentialMLP):

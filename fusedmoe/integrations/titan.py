@@ -5,8 +5,8 @@ Parameters, their names and how they are sharded stay as they are: checkpoints, 
 Hugging Face's format see no difference.
 
 Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden
-width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sent, R rows received, S either
-tokens or received rows.
+width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sorted by expert, R tokens
+received, S either tokens or received tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class DispatchMetadata(NamedTuple):
     """Facts about a dispatch that `combine` needs.
 
     Attributes:
-        layout: sorts the rows sent.   scores_N: their scores.   handle: of the rows received; None: none were sent.
+        layout: sorts rows of the tokens received by expert.   scores_N: their scores.   handle: of these tokens; None:
+            nothing travels.
     """
 
     layout: ops.Layout
@@ -79,7 +80,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Returns [R, D] rows for this rank's experts, sorted by expert; [e] how many of each; and the metadata."""
+        """Returns [N, D] rows for this rank's experts, sorted by expert; [e] how many of each; and the metadata."""
         # A check that would fail far from here, in torchtitan's own code.
         if spmd.is_type_checking():
             raise ConfigError(
@@ -91,21 +92,22 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         scores_N = ops.take_pairs(topk_scores_TK, layout)
         if not isinstance(self._dispatcher, Collectives):
             return ops.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
-        rows_RD, handle = self._dispatcher.dispatch_by_operators(ops.permute(x_TD, layout), None, layout, bad)
-        metadata = DispatchMetadata(layout, scores_N, handle)
-        # Rows arrive sorted by source; torchtitan's experts want them sorted by expert.
-        return ops.permute(rows_RD, handle.layout), handle.layout.counts_E, metadata
+        x_RD, handle = self._dispatcher.dispatch_by_operators(x_TD, scores_N, layout, bad)
+        assert handle.weight_N is not None
+        # Tokens arrive once; torchtitan's experts want a row for each of their experts, sorted by these.
+        rows_ND = ops.permute(x_RD, handle.layout)
+        return rows_ND, handle.layout.counts_E, DispatchMetadata(handle.layout, handle.weight_N, handle)
 
     def combine(self, routed_output_RD: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
         """Returns [T, D] the sum of each token's results, each times its score in the wider dtype of the two."""
         layout, scores_N, handle = metadata
-        rows_ND = routed_output_RD
+        # On the experts' rank, so that one sum of a token's results comes back.
+        rows_ND = (routed_output_RD * scores_N[:, None]).to(routed_output_RD.dtype)
+        y_RD = ops.unpermute(rows_ND, layout)
         if handle is not None:
             assert isinstance(self._dispatcher, Collectives)
-            rows_ND = self._dispatcher.combine_by_operators(ops.unpermute(rows_ND, handle.layout), handle)
-        # After the way back, as torchtitan does: scores do not travel with this dispatcher.
-        rows_ND = (rows_ND * scores_N[:, None]).to(rows_ND.dtype)
-        return ops.unpermute(rows_ND, layout).to(x_TD.dtype)
+            y_RD = self._dispatcher.combine_by_operators(y_RD, handle)
+        return y_RD.to(x_TD.dtype)
 
     def through_experts(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, experts: LocalExperts

@@ -74,7 +74,10 @@ class Layout:
 
     def exact(self) -> Layout:
         """This layout without padding (on CUDA this waits for the device once)."""
-        kept = sum(self.counts)
+        return self.cut(sum(self.counts))
+
+    def cut(self, kept: int) -> Layout:
+        """This layout without padding, where the number of rows kept is known on the host."""
         if kept == self.rows:
             return self
         source_N = None if self.source_N is None else self.source_N[:kept]
@@ -177,18 +180,6 @@ def build_layout(
     row_SK = expert_SK.new_full((tokens * K,), -1, dtype=torch.long)
     row_SK[pair_N] = torch.arange(pair_N.numel(), device=kept_N.device)
     return Layout(counts_E, offsets(counts_E), source_N, pair_N, row_SK.view(tokens, K))
-
-
-def sort_received(counts_RE: Tensor, rows: int | None) -> Layout:
-    """Sorts received rows, which lie by (source, local expert), by local expert.
-
-    Args:
-        counts_RE: rows of each source and expert, which the ranks have agreed on.
-        rows: their sum; with it nothing waits for the device.
-    """
-    expert_RE = torch.arange(counts_RE.shape[1], device=counts_RE.device).expand(counts_RE.shape)
-    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows).view(-1, 1)
-    return replace(build_layout(expert_R1, counts_RE.shape[1]), verified=True)
 
 
 def define_layout(
