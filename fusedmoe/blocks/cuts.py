@@ -228,13 +228,11 @@ class ReceivedChunk:
     pairs: Received
 
     def __init__(self, sizes: Sequence[MicroBatchSizes], device: torch.device, experts: int, k: int) -> None:
-        tokens, pairs = (
-            np.stack(each, -1) for each in zip(*((s.come_QP, s.come_pairs_QP) for s in sizes), strict=True)
-        )
+        tokens_QPp, pairs_QPp = np.stack([s.come_QP for s in sizes], -1), np.stack([s.come_pairs_QP for s in sizes], -1)
         self.tokens_Rp, self.pairs_Rp = (
-            torch.from_numpy(come_QPp.reshape(-1, len(sizes))).to(device) for come_QPp in (tokens, pairs)
+            torch.from_numpy(come_QPp.reshape(-1, len(sizes))).to(device) for come_QPp in (tokens_QPp, pairs_QPp)
         )
-        self.tokens, self.experts, self.k = int(tokens.sum()), experts, k
+        self.tokens, self.experts, self.k = int(tokens_QPp.sum()), experts, k
 
     def sort(self, pairs: Received) -> None:
         """Takes the pairs, and sorts them."""
@@ -270,7 +268,7 @@ class Regrouped:
         """Finds the tokens of a chunk that begins with micro-batch `first`, which is given its pairs.
 
         Returns:
-            Places of its tokens among those received, of its pairs among those, and of its sorted rows among sorted ones.
+            Places of its tokens and of its pairs among those received, and of its sorted rows among the sorted ones.
         """
         token_R = self._token_R[_numbers(self._token_starts, first, chunk.tokens_Rp)]
         pair_P = self._pair_P[_numbers(self._pair_starts, first, chunk.pairs_Rp)]

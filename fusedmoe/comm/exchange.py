@@ -204,9 +204,7 @@ class Sized(Part):
             weight_P = None if weight_N is None or message is None else message[:, 0]
             return rows_of_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
         assert message is not None
-        code_P, weight_P = message[:, 0], None
-        if weight_N is not None:
-            code_P, weight_P = unpack(message, code_N.dtype, weight_N.dtype)
+        code_P, weight_P = unpack(message, code_N.dtype, None if weight_N is None else weight_N.dtype)
         self._check_codes(code_P, k)
         return decode(code_P), weight_P
 
@@ -258,7 +256,8 @@ class Exchange(Sized):
         counts_E: [E] integers, pairs of this rank for each of the E experts.
         dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
-        tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: by_pairs.
+        tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: as many
+            as pairs, `by_pairs`.
         by_pairs: a row travels for each pair.
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
@@ -312,8 +311,8 @@ class Exchange(Sized):
                 all_WPC = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
                 received_PC = torch.from_numpy(all_WPC[:, ep.index].copy())
         # The shards of an expert get the same tokens, so each needs the counts of all its sharding peers.
-        all_QPC = all_gather_rows(sizes or esp, received_PC[None], [1] * esp.size, operation)
-        told_PC, all_QPC = _on_host(sent_PC, all_QPC)
+        gathered_QPC = all_gather_rows(sizes or esp, received_PC[None], [1] * esp.size, operation)
+        told_PC, all_QPC = _on_host(sent_PC, gathered_QPC)
         E, p = counts_PE.shape[1], tokens_Pp.shape[1]
         # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:

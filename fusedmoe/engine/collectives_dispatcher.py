@@ -65,7 +65,7 @@ class Met(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A dispatch, as combine needs it: the layout of the tokens that were sent, sizes, and whose name operators know."""
+    """A dispatch, as combine needs it: layout of the tokens that were sent, sizes, and whose name operators know."""
 
     tokens: Layout
     send_PC: Tensor
@@ -151,8 +151,8 @@ class Collectives(Dispatcher):
     def dispatch_by_operators(
         self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
-        """Takes [S, M] tokens to the ranks of their experts by the layout, with the weights of its rows; a graph can hold
-        all of it."""
+        """Takes [S, M] tokens to the ranks of their experts by the layout, with the weights of its rows; a graph can
+        hold all of it."""
         sent, sizes = self._meet_by_operators(layout, bad, x_SM.dtype)
         return self._send(permute(x_SM, sent.tokens), weight_N, sent, layout.k, sizes, self.way)
 

@@ -26,7 +26,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import Collectives, InputChecks, Routed, not_finite
+from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
 from fusedmoe.errors import ConfigError
 
 #: The name in transformers' registries.
@@ -267,6 +267,19 @@ def check_experts(experts: Any) -> None:
             )
 
 
+class _LocalExperts:
+    """The experts of this rank as dispatchers call them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return compute(self._experts, x_SM, layout, weight_N)
+
+    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
+        return AutogradExperts(self, list(self._experts.parameters()))
+
+
 class ExpertParallel(EPImplementation):
     """Sends each rank's tokens to the ranks of their experts, and results back: `ep_implementation="fusedmoe"`.
 
@@ -317,7 +330,7 @@ class ExpertParallel(EPImplementation):
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         routed = Routed(x_TH, layout, weight_TK, refusal)
-        y_TH = self._exchange.through_experts(routed, partial(compute, experts))
+        y_TH = self._exchange.through_experts(routed, _LocalExperts(experts))
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
 

@@ -117,19 +117,20 @@ def decode(code_P: Tensor) -> Received:
 
 def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
     """Makes one message of codes and router weights of pairs, [N, bytes]; None: there is nothing to say."""
-    if code_N is None or weight_N is None:
-        alone_N = weight_N if code_N is None else code_N
-        return None if alone_N is None else alone_N[:, None]
-    bytes_NB = [value.contiguous().view(torch.uint8).view(len(value), value.itemsize) for value in (code_N, weight_N)]
+    if code_N is None:
+        return None if weight_N is None else weight_N[:, None]
+    # As bytes: there are backends that know no integers of 16 bits.
+    values = (code_N,) if weight_N is None else (code_N, weight_N)
+    bytes_NB = [value.contiguous().view(torch.uint8).view(len(value), value.itemsize) for value in values]
     return torch.cat(bytes_NB, 1)
 
 
-def unpack(message_P: Tensor, code: torch.dtype, weight: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the codes and weights of a message that has both."""
+def unpack(message_P: Tensor, code: torch.dtype, weight: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the codes of a message, and the weights if it has any."""
     # Clones: a slice that is contiguous already would begin where no number of that size may.
     halves = message_P[:, : code.itemsize], message_P[:, code.itemsize :]
-    code_P, weight_P = (half.clone(memory_format=torch.contiguous_format) for half in halves)
-    return code_P.view(-1).view(code), weight_P.view(-1).view(weight)
+    code_P, weight_P = (half.clone(memory_format=torch.contiguous_format).view(-1) for half in halves)
+    return code_P.view(code), None if weight is None else weight_P.view(weight)
 
 
 def rows_of_counts(counts_RE: Tensor, rows: int) -> Received:
@@ -169,7 +170,7 @@ def wrong_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: int) -> 
 
 
 def define_sending(layout: Layout, peers: int) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
-    """Defines what `sending` must choose: (rank, token) of each token, (rank, token, expert there, first) of each pair."""
+    """Defines what `sending` must choose: (rank, token) of tokens, (rank, token, expert there, first) of pairs."""
     here = layout.experts // peers
     expert_of = [expert for expert, count in enumerate(layout.counts) for _ in range(count)]
     tokens, pairs = [], []

@@ -299,24 +299,32 @@ def check_operators(rank: int, world: int) -> None:
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
     way = exchange_operators.Way(topology, make_all_to_all("direct", topology))
     ops, tests = torch.ops.fusedmoe, ("test_schema", "test_autograd_registration", "test_faketensor")
-    counts_E = torch.tensor([3, 0, 2, 1 + rank])
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, requires_grad=True)
 
-    sizes = ops.meet(counts_E, None, torch.float32, way.name)
-    sent = int(counts_E.sum())
-    rows_RM, *_, pair_R, _ = ops.dispatch(random(sent + 2, 4), None, *sizes, way.name)
-    received = len(rows_RM)
-    for operator, inputs in (
-        (ops.meet, (counts_E, torch.tensor(0), torch.float32, way.name)),
-        (ops.dispatch, (random(sent + 2, 4), random(sent + 2), *sizes, way.name)),
-        (ops.dispatch, (random(sent, 4), None, *sizes, way.name)),
-        (ops.dispatch_backward, (torch.randn(received, 4), torch.randn(received), pair_R, *sizes, sent + 2, way.name)),
-        (ops.combine, (random(received, 4), *sizes, sent + 2, way.name)),
-        (ops.combine_backward, (torch.randn(sent + 2, 4), *sizes, received, way.name)),
+    # Tokens with several pairs on a rank, and rows that are tokens of their own; both with two rows of padding.
+    layout = fusedmoe.ops.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
+    tokens_W, *_, row_N, code_N = ops.deduplicate(layout.tensors, world)
+    for counts, tokens, pairs, k in (
+        (layout.counts_E, tokens_W, (row_N, code_N), 3),
+        (torch.tensor([3, 0, 2, 1 + rank]), None, (None, None), 1),
     ):
-        torch.library.opcheck(operator.default, inputs, test_utils=tests)
+        sizes = ops.meet(counts, tokens, None, torch.float32, way.name)
+        rows, sent = int(counts.sum()), int((counts if tokens is None else tokens).sum())
+        x_RM, _, order_N, *_ = ops.dispatch(random(sent + 2, 4), None, *pairs, k, *sizes, way.name)
+        received, more = len(x_RM), (*pairs, k, *sizes)
+        grads = torch.randn(received, 4), torch.randn(len(order_N)), order_N
+        for operator, inputs in (
+            (ops.deduplicate, (layout.tensors, world)),
+            (ops.meet, (counts, tokens, torch.tensor(0), torch.float32, way.name)),
+            (ops.dispatch, (random(sent + 2, 4), random(rows + 2), *more, way.name)),
+            (ops.dispatch, (random(sent, 4), None, *more, way.name)),
+            (ops.dispatch_backward, (*grads, *more, sent + 2, rows + 2, way.name)),
+            (ops.combine, (random(received, 4), *sizes, sent + 2, way.name)),
+            (ops.combine_backward, (torch.randn(sent + 2, 4), *sizes, received, way.name)),
+        ):
+            torch.library.opcheck(operator.default, inputs, test_utils=tests)
 
 
 def test_exchange_operators(cluster: Cluster) -> None:
@@ -331,4 +339,4 @@ def test_a_layer_that_is_gone() -> None:
     name = way.name
     del way
     with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"meet: the layer of {name} is gone")):
-        torch.ops.fusedmoe.meet(torch.tensor([1]), None, torch.float32, name)
+        torch.ops.fusedmoe.meet(torch.tensor([1]), None, None, torch.float32, name)

@@ -64,10 +64,12 @@ def fire(rank: int, world: int, ep: int, esp: int) -> None:
     backward = [tensor for *_, tensor in log]
     for ours, theirs in zip((forward[0], forward[5], backward[0], backward[5]), (x, y, dy, x.grad), strict=True):
         assert theirs is not None and torch.equal(ours, theirs)
-    sent, received = 2 * len(x), len(forward[2])
+    # A token goes once to each rank that has experts for it.
+    rank_SK = layer.gate(x).expert_SK // (E // ep)
+    sent, received = sum(len(set(ranks)) for ranks in rank_SK.tolist()), len(forward[2])
     for tensors in (forward, backward):  # a gradient's way to the experts is a dispatch
         assert [len(tensor) for tensor in tensors[1:5]] == [sent, received, received, sent]
-    # What is dispatched in backward is dy of each row; what is dispatched in forward is x of each row.
+    # What is dispatched in backward is dy of each token; what is dispatched in forward is x of each token.
     token_N = [int((row == x).all(1).nonzero()) for row in forward[1]]
     assert torch.equal(backward[1], dy[token_N])
     # dx is the sum of its rows that came back, besides the gate's part.
@@ -207,7 +209,11 @@ def compressed(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> 
     if esp == 1:
         # Nothing else is rounded: one process that rounds where rows would travel gets the same, save a few elements
         # that another order of sums takes to the other side of a rounding.
-        alone = run(build([WireCast(dtype)]), x, dy)
+        # With one expert a token: of several, each rank's sum is rounded by itself.
+        gates = [fusedmoe.gates.TopK(experts=E, k=1) for _ in range(2)]
+        ours, alone = (
+            run(build([WireCast(dtype)], of, gate), x, dy) for of, gate in zip((topology, None), gates, strict=True)
+        )
         assert all((ours[i] - alone[i]).norm() < unit / 5 * alone[i].norm() for i in (0, 1))
 
 

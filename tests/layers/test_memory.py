@@ -54,20 +54,26 @@ def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
 def check(
     layer: MoELayer, S: int, M: int, H: int, K: int, dtype: torch.dtype, topology: Topology | None = None
 ) -> None:
-    saved = saved_elements(layer, torch.randn(S, M, dtype=dtype, requires_grad=True))
+    x_SM = torch.randn(S, M, dtype=dtype, requires_grad=True)
+    saved = saved_elements(layer, x_SM)
     E, g = layer.gate.experts, 2 if isinstance(layer.experts, SwiGLU) else 1
-    N = R = int(layer.load_E.sum()) - layer.dropped
-    travels, ep, esp = bool(layer.hooks), 1, 1
-    if topology is not None:
+    N = P = int(layer.load_E.sum()) - layer.dropped
+    travels, ep, esp, R, T = bool(layer.hooks), 1, 1, S, S
+    if topology is not None:  # nothing is dropped here
         travels, ep, esp = True, topology.ep.size, topology.esp.size
-        load_E = all_reduce(topology.world, layer.load_E.clone())  # nothing is dropped here
-        R = int(load_E.view(ep, -1)[topology.ep.index].sum())
+        load_E = all_reduce(topology.world, layer.load_E.clone())
+        P = int(load_E.view(ep, -1)[topology.ep.index].sum())
+        # A token travels once to each rank, or set of shards, with experts for it.
+        ranks_S = [set(ranks) for ranks in (layer.gate(x_SM).expert_SK // (E // ep)).tolist()]
+        tokens_W = torch.tensor([sum(rank in ranks for ranks in ranks_S) for rank in range(ep)])
+        T, R = int(tokens_W.sum()), int(all_reduce(topology.world, tokens_W.clone())[topology.ep.index])
     # pick() holds the chosen experts where autograd does not show them.
     integers = S * K + sum(saved.pop(dtype) for dtype in list(saved) if not dtype.is_floating_point)
-    assert 0 < integers <= 2 * S * K + 4 * N + 2 * S + 4 * E + (5 * R + 4 * E if travels else 0)
-    expected = {dtype: S * M + R * g * H // esp + (R * M if travels else 0)}
+    of_travel = S * K + 2 * N + 2 * T + 4 * P + R * K + 8 * E if travels else 0
+    assert 0 < integers <= 2 * S * K + 4 * N + 2 * S + 4 * E + of_travel
+    expected = {dtype: S * M + P * g * H // esp + (R * M if travels else 0)}
     router = torch.promote_types(dtype, torch.float32)
-    expected[router] = expected.get(router, 0) + S * K + R + (E * (S + 1) if layer.gate.aux else 0)
+    expected[router] = expected.get(router, 0) + S * K + P + (E * (S + 1) if layer.gate.aux else 0)
     assert saved == expected
 
 

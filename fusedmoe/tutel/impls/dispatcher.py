@@ -168,8 +168,8 @@ class LayerDispatcher:
         # Results in half precision travel as they are: weighted they would be in float32, or rounded where Tutel's are
         # not.
         weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._crosses(stay)
-        # Experts of another kind see blocks of rows in Tutel's order, first choices before second ones: such rows travel
-        # each by itself.
+        # Experts of another kind see blocks of rows in Tutel's order, first choices before second ones: so a row
+        # travels for each pair.
         in_blocks = experts.fused is None and self._crosses(stay)
         if postscore and not weighted_here and not in_blocks:
             return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)

@@ -29,6 +29,7 @@ from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.deduplicate import sending
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
@@ -80,7 +81,10 @@ Degree = int | tuple[int, int]
 def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tensor]:
     x, weight, experts = leaves(case)
     layout = case.layout.exact()
-    exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
+    sent = sending(layout, topology.ep.size)
+    counts = layout.counts_E, x.dtype, None, sent.tokens.counts_E
+    exchange = Exchange(make_all_to_all("direct", topology), topology.esp, *counts)
+    sent = sent.exact(exchange.sent, layout.rows)
     degrees = (degree, degree) if isinstance(degree, int) else degree
     tasks = {
         phase: [Task(kind, i, 0, phase) for i in range(chunks) for kind in PIPELINE if kind in _NEEDED]
@@ -88,7 +92,7 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
-    batch = RowBatch(layout, exchange, experts, run)
+    batch = RowBatch(layout.k, sent, exchange, experts, run)
     y = _ByPlan.apply(x, take_pairs(weight, layout), batch, *experts.parameters)
     return results(y, x, weight, experts, case.dy_SM)
 
