@@ -156,6 +156,8 @@ class Metrics(Collector):
     - "moe/dropped": the share of choices that found no room
     - "moe/rank_rows": rows that the busiest rank's experts receive over the mean of ranks, those of replicas added up;
       where experts are split over ranks, and do not move
+    - "moe/pairs_per_token": (token, k) pairs that travelled for each token that did, which goes once to each rank that
+      has experts for it: how many times fewer bytes that is than a row for each pair; not of compiled layers
     - of gates with router logits l: "moe/router_entropy", nats of softmax(l) of a token in the mean; "moe/z_loss", mean
       of logsumexp(l)²; "moe/balance_loss", E·Σ mean(softmax(l)_e)·share_e of a forward on a rank (1 when even), in the
       mean; whatever losses the gate has, without coefficients
@@ -282,6 +284,8 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
             "balance_loss": terms["balance_loss"] / terms["scored"],
             "z_loss": terms["z_loss"] / terms["scored"],
         }
+    if terms["sent"]:
+        metrics["pairs_per_token"] = terms["pairs"] / terms["sent"]
     if terms["tokens"]:
         metrics["aux_loss"] = terms["aux_loss"] / terms["tokens"]
     return {key: float(value) for key, value in metrics.items()}

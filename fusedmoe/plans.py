@@ -28,7 +28,7 @@ from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
-from fusedmoe.schedule.workload import IN_LAYERS, Workload
+from fusedmoe.schedule.workload import IN_LAYERS, Workload, uniform_share
 
 __all__ = [
     "IN_LAYERS",
@@ -79,6 +79,7 @@ __all__ = [
     "step_plan",
     "stretches",
     "three_queues",
+    "uniform_share",
     "whole_policies",
     "with_sparse",
 ]

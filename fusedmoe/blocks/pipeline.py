@@ -38,7 +38,7 @@ from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task, TaskKind
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, uniform_share
 
 Along = Literal["samples", "positions"]
 
@@ -134,7 +134,10 @@ class PipelinedBlocks(nn.Module):
         # Of tokens in common each rank has its part, of the dense parts' work as well.
         samples = max(1, len(x) // (topology.mp.size if layer.mp_tokens.joint else 1))
         rows = layer.order.rows_per_token(layer.gate, samples * length)
-        return replace(experts, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
+        # Which tokens go where is known once they are routed; planned is for experts that are chosen alike.
+        share = 1.0 if self._blocks[0].makes_rows else uniform_share(layer.gate.experts, layer.gate.k, topology.ep.size)
+        batch = samples * topology.esp.size
+        return replace(experts, batch=batch, seq_len=length, k=1, capacity_factor=rows, share=share)
 
     def set_plan(self, plans: Plans | None, gradients: GradientReducer | None = None) -> None:
         """Sets the plans by which both passes run from now on. Collective over all ranks.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from fusedmoe.kernels.deduplicate import Received, decode, pack, rows_of_counts,
 #: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Calls of layers over each process group, the same number on all of its ranks: topologies that share one need not lie
+# alike on all ranks, nor end there at the same time.
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Part:
@@ -263,7 +267,8 @@ class Exchange(Sized):
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
     Attributes:
-        most_pairs: the most pairs that any of the ranks sends; the same number on all of them.
+        most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
+            ranks, from 1/K to 1. Both are the same on all of them.
     Raises:
         ConfigError, RankError: this or another rank refused, counts that cannot be, or dtypes that differ.
     """
@@ -290,16 +295,20 @@ class Exchange(Sized):
             ep.board.refuse(CHECK, refusal, ep.size * esp.size)
         elif ep.job.board is not None:
             ep.job.board.go_on()
-        # Behind the counts of pairs and tokens two columns are metadata of each rank: how many pairs it sends; its
-        # number, whether it refuses, dtype.
+        # Behind the counts of pairs and tokens three columns are metadata of each rank: how many tokens and how many
+        # pairs it sends; its number, whether it refuses, dtype.
         counts_PE = counts_E.view(ep.size, -1)
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
-        metadata = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
+        sums = (all_of.sum().to(counts_E.dtype).expand(ep.size, 1) for all_of in (tokens_Pp, counts_E))
+        metadata = [*sums, counts_E.new_full((ep.size, 1), note)]
         # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
         sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), *metadata], 1)
         ones, operation = [1] * ep.size, "exchange of counts"
-        call = f"call {ep.count_call()} of {call}"
+        number = 0
+        if ep.handle is not None:
+            number = _calls[ep.handle] = _calls.get(ep.handle, 0) + 1
+        call = f"call {number} of {call}"
         details = f"of {call} with {len(counts_E)} experts"
         if sent_PC.is_cuda or sent_PC.nbytes > ROOM:
             begin(ep, operation, details)
@@ -330,11 +339,12 @@ class Exchange(Sized):
             text = f"rows of different dtypes cannot travel together: {each}"
             ep.board.refuse(CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-        self.most_pairs = int(all_QPC[..., -2].max())
-        come_QPC = all_QPC[..., :-2]
+        tokens, pairs = int(all_QPC[..., -3].sum()), int(all_QPC[..., -2].sum())
+        self.most_pairs, self.share = int(all_QPC[..., -2].max()), tokens / pairs if pairs else 1.0
+        come_QPC = all_QPC[..., :-3]
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
-        told = Sizes(told_PC[:, :-2], come_QPC, p)
+        told = Sizes(told_PC[:, :-3], come_QPC, p)
         super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call)
 
     def parts(self, degree: int) -> list[Part]:
@@ -361,7 +371,7 @@ def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
-    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-2]
+    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-3]
     most_QP, rank_QP = all_QPC[..., -2], all_QPC[..., -1] // len(_DTYPES) // 2
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks

@@ -125,13 +125,6 @@ class Group:
                 _NUMBERS[handle] = next(_new_number)
         return f"{self.axis} {[_NUMBERS[handle] for handle in handles]}"
 
-    def count_call(self) -> int:
-        """Counts a layer's call over the process group; returns its number, the same on all of the group's ranks."""
-        if (handle := self.handle) is None:
-            return 0
-        _CALLS[handle] = number = _CALLS.get(handle, 0) + 1
-        return number
-
     def refuse(self, operation: str, text: str) -> NoReturn:
         """Raises what is wrong with this rank's part in an operation that has not begun, and tells the other ranks."""
         # Alone there is nobody to tell, and the caller's mistake is one of configuration.
@@ -155,9 +148,8 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# Calls of layers, and numbers for `identity`, are by process group: topologies that share one need not lie alike on all
-# ranks, nor end there at the same time.
-_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# Numbers for `identity` are by process group: topologies that share one need not lie alike on all ranks, nor end there
+# at the same time.
 _NUMBERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _new_number = count()
 

@@ -42,11 +42,11 @@ from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import COUNTS, Task, TaskKind
 
-# (tokens, rows of the rank that sends the most, experts) -> the plans for these; None: nothing is to overlap.
-FindPlans = Callable[[Tensor, int, LocalExperts], "Assigned | None"]
+# (tokens, exchange, experts) -> the plans for these; None: nothing is to overlap.
+FindPlans = Callable[[Tensor, Exchange, LocalExperts], "Assigned | None"]
 
 
-def no_plans(x_SM: Tensor, rows: int, experts: LocalExperts) -> None:
+def no_plans(x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> None:
     """Finds no plan: nothing overlaps."""
 
 
@@ -108,6 +108,7 @@ class Collectives(Dispatcher):
         exchange = self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal, tokens_Wp=tokens_W)
         # Padding does not travel; how much of it there is the host knows now.
         pairs = exchange.pairs.sent
+        self.travelled = pairs, exchange.sent
         layout = layout.cut(pairs)
         return Met(layout, weight_of_rows(routed.weight_SK, layout), sent.exact(exchange.sent, pairs), exchange)
 
@@ -216,7 +217,7 @@ class Collectives(Dispatcher):
         Args:
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
-        assigned = self.plans(x_SM, met.exchange.most_pairs, experts)
+        assigned = self.plans(x_SM, met.exchange, experts)
         if assigned is None:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)

@@ -55,13 +55,12 @@ class Routed(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """Rows that were dispatched, as experts and `combine` need to know them.
+    """Tokens that were dispatched, as experts and `combine` need to know them.
 
     Attributes:
-        layout: sorts them by local expert.
+        layout: sorts the received tokens' rows by local expert.
         weight_N: the router weight of each sorted row, which experts multiply results by; None for 1.
-        counts_RE: rows by where they are from and local expert, in the order in which they are sorted; None: all are
-            from here.
+        counts_RE: rows by source rank and local expert, in the order in which they are sorted; None: all are from here.
         state: whatever the dispatcher wants back.
     """
 
@@ -72,25 +71,25 @@ class Handle(NamedTuple):
 
 
 class Dispatcher:
-    """Takes rows to the ranks of their experts, and results back. Ranks call the same methods in the same order.
+    """Takes tokens to the ranks of their experts, and results back. Ranks call the same methods in the same order.
 
-        rows_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
-        out_RM = experts(rows_RM, handle.layout, handle.weight_N)
-        y_SM = dispatcher.combine(out_RM, handle)
+        x_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
+        y_RM = experts(x_RM, handle.layout, handle.weight_N)
+        y_SM = dispatcher.combine(y_RM, handle)
 
-    Worked example, two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), K = 2. Rank 0 has tokens a → 0, 3
-    and b → 3, 1; rank 1 has token c → 3, 0. Rows sorted by expert:
+    Worked example, two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), K = 2. Rank 0 has tokens a → 0, 1
+    and b → 3, 1; rank 1 has token c → 3, 2. A token goes once to each rank that has experts for it:
 
-        rank 0    a₀ b₁ | b₃ a₃        two stay, two go to rank 1          counts_E = [1, 1, 0, 2]
-        rank 1    c₀ | c₃              one goes to rank 0, one stays       counts_E = [1, 0, 0, 1]
+        rank 0    a b to itself, b to rank 1       counts_E = [1, 2, 0, 1], tokens_W = [2, 1]
+        rank 1    c to itself                      counts_E = [0, 0, 1, 1], tokens_W = [0, 1]
 
-    Rows arrive by (source rank, local expert), and `handle.layout` sorts them by local expert:
+    Tokens arrive by source rank, and `handle.layout` is that of tokens with these experts, as if they were local:
 
-        rank 0    a₀ b₁ c₀             expert 0: a₀ c₀, expert 1: b₁       counts_RE = [[1, 1], [1, 0]]
-        rank 1    b₃ a₃ c₃             expert 2: none, expert 3: all       counts_RE = [[0, 2], [0, 1]]
+        rank 0    a b             expert 0: a, expert 1: a b       counts_RE = [[1, 2], [0, 0]]
+        rank 1    b c             expert 2: c, expert 3: b c       counts_RE = [[0, 1], [1, 1]]
 
-    Experts return one result for each row in the order of arrival, weighted, and `combine` takes it back to where the
-    row stood: rank 0 sums a = a₀ + a₃ and b = b₃ + b₁, rank 1 sums c = c₃ + c₀.
+    Experts return one result for each token in the order of arrival: the weighted sum of its rows' results there.
+    `combine` takes it back: rank 0 has all of a, and sums b's results of rank 0 and rank 1; rank 1 has all of c.
 
     A layer calls the three as one, `through_experts`, so that a dispatcher can have them overlap by a plan. One of your
     own defines `dispatch` and `combine`, differentiable both, and is given to `MoELayer(dispatch=…)`.
@@ -99,11 +98,13 @@ class Dispatcher:
         compiles: a compiler can take all that `through_experts` does into a graph, as operators, but for plans.
         follows_plans: it has rows go in chunks, by plans.
         recorder: takes spans while it is set.
+        travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: nobody counted them.
     """
 
     compiles: ClassVar[bool] = False
     follows_plans: ClassVar[bool] = False
     recorder: Recorder | None = None
+    travelled: tuple[int, int] | None = None
 
     def __init_subclass__(cls) -> None:
         # Graphs take operators, not what a subclass does in their place: it has to say so again.
@@ -114,7 +115,7 @@ class Dispatcher:
         return type(self).__name__
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
-        """Takes rows to their experts' ranks."""
+        """Takes tokens to their experts' ranks."""
         raise NotImplementedError
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
@@ -128,7 +129,7 @@ class Dispatcher:
 
 
 class Local(Dispatcher):
-    """Leaves rows where they are: experts gather from the tokens themselves."""
+    """Leaves tokens where they are."""
 
     compiles = True
 

@@ -55,6 +55,7 @@ class OneSided(Collectives):
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         x_SM, layout, weight_SK, refusal = routed
+        self.travelled = None  # kernels do not count
         transport = None if weight_SK is None else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)

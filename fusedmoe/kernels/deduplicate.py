@@ -54,22 +54,23 @@ def sending(layout: Layout, peers: int) -> Sending:
     """
     if layout.source_N is None:  # rows that are tokens of their own: there is nothing to deduplicate
         return Sending(layout)
-    (S, K), experts_here = layout.row_SK.shape, layout.experts // peers
-    small = torch.int16 if layout.experts < 2**14 else torch.int32  # keys of 16 bits sort several times faster
-    row_N = torch.arange(layout.rows, dtype=torch.int32, device=layout.row_SK.device)
+    (S, K), rows, experts = layout.row_SK.shape, len(layout.pair_N), len(layout.counts_E)
+    small = torch.int16 if experts < 2**14 else torch.int32  # keys of 16 bits sort several times faster
+    experts_here = experts // peers
+    row_N = torch.arange(rows, dtype=torch.int32, device=layout.row_SK.device)
     expert_N = torch.searchsorted(layout.offsets_E1[1:], row_N, right=True).to(small)
     # Pairs without a row (-1, the last entry) go to no rank: they sort behind the last one.
     rank_N1 = torch.nn.functional.pad(expert_N.div(experts_here, rounding_mode="floor"), (0, 1), value=peers)
     key_SK, by_rank_SK = rank_N1[layout.row_SK].sort(dim=1, stable=True)
     # A token's pairs are by rank now, and those of one rank by k: so they stay when all pairs are sorted by rank.
-    key_N, at_N = (sorted_P[: layout.rows] for sorted_P in key_SK.reshape(-1).sort(stable=True))
+    key_N, at_N = (sorted_P[:rows] for sorted_P in key_SK.reshape(-1).sort(stable=True))
     row_N = layout.row_SK.gather(1, by_rank_SK).reshape(-1)[at_N].clamp_(min=0)
     token_N, rank_N = at_N.div(max(K, 1), rounding_mode="floor"), key_N.long()
     first_N = key_N < peers
     first_N[1:] &= (token_N[1:] != token_N[:-1]) | (key_N[1:] != key_N[:-1])
     tokens_W = key_N.new_zeros(peers + 1, dtype=torch.long).index_add_(0, rank_N, first_N.long())[:peers]
     # The t-th first pair is the t-th token that is sent. Other pairs write behind the last one, and are cut off.
-    sent_N, bound = first_N.cumsum(0) - 1, min(layout.rows, S * peers)
+    sent_N, bound = first_N.cumsum(0) - 1, min(rows, S * peers)
     to_N = torch.where(first_N, sent_N, bound)
     source_T = token_N.new_zeros(bound + 1).index_copy_(0, to_N, token_N)[:bound]
     pair_T = token_N.new_zeros(bound + 1).index_copy_(0, to_N, at_N)[:bound]

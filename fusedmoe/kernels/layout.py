@@ -78,7 +78,7 @@ class Layout:
 
     def cut(self, kept: int) -> Layout:
         """This layout without padding, where the number of rows kept is known on the host."""
-        if kept == self.rows:
+        if kept == len(self.pair_N):
             return self
         source_N = None if self.source_N is None else self.source_N[:kept]
         return replace(self, source_N=source_N, pair_N=self.pair_N[:kept])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import LocalExperts, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
@@ -87,8 +88,8 @@ class LayerPlans:
         """Returns how kernels send and receive by themselves; None where collectives do."""
         return None
 
-    def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
-        """Returns the plans for so many rows of the rank that sends the most. None: nothing goes in chunks."""
+    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+        """Returns the plans for as many pairs as the rank has that sends the most. None: nothing goes in chunks."""
         return self.to_follow()
 
     def to_follow(self) -> Assigned | None:

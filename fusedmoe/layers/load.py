@@ -21,8 +21,9 @@ from fusedmoe.losses import balance_loss_of_sums
 _UNTOLD = 100
 
 #: What is added up beside the numbers of experts: tokens, and over them the gate's losses; tokens with logits, and
-#: over them entropy, squared logsumexp and balance loss. Losses are those of the tokens' forwards.
-TERMS = ("tokens", "aux_loss", "scored", "entropy", "z_loss", "balance_loss")
+#: over them entropy, squared logsumexp and balance loss; (token, k) pairs of forwards in which tokens travelled, and
+#: those tokens, once for each rank that one went to. Losses are those of the tokens' forwards.
+TERMS = ("tokens", "aux_loss", "scored", "entropy", "z_loss", "balance_loss", "pairs", "sent")
 
 
 class Load:
@@ -78,6 +79,12 @@ class Load:
             assert self.counters is not None
             self.counters.rows(kept_E)
 
+    def sent(self, travelled: tuple[int, int] | None) -> None:
+        """Counts the pairs and tokens that travelled in the forward that `count` counted; None: nobody knows."""
+        if self._counts and travelled is not None:
+            assert self.counters is not None
+            self.counters.sent(*travelled)
+
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
         if gate.balances:
@@ -104,7 +111,7 @@ class RoutingCounters:
     A forward costs a softmax over its logits, [S, E] in float32 for a moment, and some additions.
 
     Attributes:
-        sums: [2·E + 6] float64: choices of each expert, how many of them got a row, and `TERMS`.
+        sums: [2·E + 8] float64: choices of each expert, how many of them got a row, and `TERMS`.
     """
 
     def __init__(self, experts: int, device: torch.device | str = "cpu") -> None:
@@ -124,7 +131,7 @@ class RoutingCounters:
         if self.sums.device != chosen_E.device:  # the layer was moved
             self.sums = self.sums.to(chosen_E.device)
         S, K = expert_SK.shape
-        chosen, _, tokens, aux, of_scores = self._parts()
+        chosen, _, tokens, aux, of_scores, _ = self._parts()
         chosen.add_(chosen_E)
         tokens.add_(S)
         if aux_loss is not None:
@@ -143,5 +150,10 @@ class RoutingCounters:
         """Adds the choices of a forward that got a row, of each expert."""
         self._parts()[1].add_(kept_E)
 
+    @torch.no_grad()
+    def sent(self, pairs: int, tokens: int) -> None:
+        """Adds what travelled in a forward."""
+        self._parts()[-1].add_(self.sums.new_tensor([pairs, tokens]))
+
     def _parts(self) -> tuple[Tensor, ...]:
-        return self.sums.split([self.experts, self.experts, 1, 1, len(TERMS) - 2])
+        return self.sums.split([self.experts, self.experts, 1, 1, 4, 2])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed
@@ -173,8 +174,8 @@ def observe_layer(
     sent: list[int] = []
 
     def run(plan: Plan, number: int) -> Timeline:
-        def find(x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned:
-            sent.append(rows)
+        def find(x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned:
+            sent.append(exchange.most_pairs)
             return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 
         through = Collectives(topology, all_to_all, find, recorder=recorder, streams=streams)

@@ -47,10 +47,10 @@ class MoELayer(nn.Module):
     1. Input is checked; where MP ranks share tokens, each takes its own.   `input_checks.py`, `mp_tokens.py`
     2. The gate chooses: x_SM → expert_SK, weight_SK, auxiliary loss.       `gates/base.py`
     3. The order sorts rows by expert, drops what exceeds the capacity.     `orders.py`, `../kernels/layout.py`
-    4. Ranks tell each other how many rows come, or why not.                `../comm/exchange.py`
-    5. Dispatch: rows go to the ranks of their experts.                     `../engine/collectives_dispatcher.py`
-    6. Experts compute their rows; see also `../kernels/experts.py`.        `expert_networks.py`
-    7. Combine: results go back, and each token's are summed.               `../engine/collectives_dispatcher.py`
+    4. Ranks tell each other how many tokens come, or why not.              `../comm/exchange.py`
+    5. Dispatch: a token goes once to each rank with experts for it.        `../engine/collectives_dispatcher.py`
+    6. Experts compute its rows, and sum them; see `../kernels/experts.py`. `expert_networks.py`
+    7. Combine: these sums go back, and are added rank by rank.             `../engine/collectives_dispatcher.py`
     8. The shared expert's result is added; MP ranks get all results.       `mp_tokens.py`
 
     Steps 4 to 7 are the dispatcher's (`../engine/dispatcher.py` has a worked example, and the other dispatchers). With
@@ -243,6 +243,7 @@ class MoELayer(nn.Module):
         aux = routing.aux_loss
         if not torch.compiler.is_compiling() or not isinstance(self.dispatcher, Collectives):
             y_SM = self.dispatcher.through_experts(routed, self.experts)
+            self.load.sent(self.dispatcher.travelled)
         elif len(x_SM):
             y_SM = self.dispatcher.by_operators(routed, self.experts, self.checks.bad_logits(routing))
         else:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.dispatcher import LocalExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
@@ -19,7 +20,7 @@ from fusedmoe.layers.schedule import Schedule, require_same_plans, undisturbed
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, uniform_share
 
 
 class ScheduledPlans(LayerPlans):
@@ -59,11 +60,11 @@ class ScheduledPlans(LayerPlans):
     def plans_nothing(self) -> bool:
         return False
 
-    def find(self, x_SM: Tensor, rows: int, experts: LocalExperts) -> Assigned | None:
+    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
         assigned = self.to_follow()
         if assigned is not None:
             return assigned
-        workload = self._workload(x_SM, rows)
+        workload = self._workload(x_SM, exchange.most_pairs, exchange.share)
         if workload not in self.made:
             any_degree = experts.in_chunks(x_SM).any_degree
             self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds)
@@ -90,7 +91,9 @@ class ScheduledPlans(LayerPlans):
             return None
 
         def plans_for(tokens: int) -> Plans:
-            workload = self._workload(x_SM, tokens * self.parts.gate.k)
+            gate = self.parts.gate
+            share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
+            workload = self._workload(x_SM, tokens * gate.k, share)
             # Plans of grouped experts, as fused operations are.
             return self._plans(x_SM, workload, any_degree=True, kinds=(*self.kinds, kind))
 
@@ -110,12 +113,18 @@ class ScheduledPlans(LayerPlans):
         )
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
-    def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
-        """Returns what a schedule must know; None where it has nothing to choose."""
+    def _workload(self, x_SM: Tensor, pairs: int, share: float) -> Workload | None:
+        """Returns what a schedule must know; None where it has nothing to choose.
+
+        Args:
+            share: tokens that travel for each pair.
+        """
         if self.schedule.degrees is not None:
             return None
         ep, esp = self.topology.ep.size, self.topology.esp.size
-        return self.parts.experts.workload(rounded(rows), x_SM.dtype.itemsize, ep, esp)
+        workload = self.parts.experts.workload(rounded(pairs), x_SM.dtype.itemsize, ep, esp)
+        # Pairs are rounded, so that few sizes are planned; a share rounded as coarsely would say a fourth too much.
+        return replace(workload, share=max(1, round(32 * share)) / 32)
 
     @undisturbed()
     def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:

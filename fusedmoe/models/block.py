@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from fusedmoe import Along, MoELayer, Parts, PipelinedBlocks, Placements, Topology, pipeline
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import FeedForward
-from fusedmoe.gates import GATES, Gate
+from fusedmoe.gates import GATES, Gate, SoftMoE
 from fusedmoe.hooks import Hooks
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit
 from fusedmoe.orders import ORDERS, Order, Sparse
-from fusedmoe.plans import Workload
+from fusedmoe.plans import Workload, uniform_share
 
 
 def make_gate(config: ModelConfig) -> Gate:
@@ -233,7 +233,10 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
     batch = max(1, config.batch * esp // mp)
     tokens = max(1, batch * config.seq_len // esp)
     # Of the gate and the order as they are made: some take one expert a token, or no capacity, whatever is asked for.
-    rows = (make_order(config) or Sparse()).rows_per_token(make_gate(config), tokens)
+    gate, order = make_gate(config), make_order(config) or Sparse()
+    rows = order.rows_per_token(gate, tokens)
+    # Rows that are made of tokens, and no copies of them, travel each by itself.
+    copies = order.copies and not isinstance(gate, SoftMoE)
     return Workload(
         batch=batch,
         seq_len=config.seq_len,
@@ -246,4 +249,5 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
         ep=ep,
         esp=esp,
         itemsize=itemsize,
+        share=uniform_share(config.experts, gate.k, ep) if copies else 1.0,
     )

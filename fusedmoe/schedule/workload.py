@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,9 @@ class Workload:
     the volume of 1), an expert network of "ffn" or "swiglu"; ep and esp ranks in the groups of experts and of their
     shards. Attention is split over as many ranks as an expert (N_MP = N_ESP).
 
+    A row for each (token, k) pair is computed, and `share` of a row travels for it: 1 as in the papers, and less where
+    a token goes once to each rank (`uniform_share`).
+
     Raises `ConfigError` for a number that is not positive, and an unknown expert network.
     """
 
@@ -53,6 +57,7 @@ class Workload:
     ep: int = 1
     esp: int = 1
     itemsize: int = 4
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
@@ -84,7 +89,7 @@ class Workload:
         A part that has no peers is left out: dispatch and combine without expert parallelism, all-gather and
         reduce-scatter without expert sharding.
         """
-        gathered = self.rows * self.model_dim * self.itemsize
+        gathered = self.share * self.rows * self.model_dim * self.itemsize
         flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
         volumes: dict[str, float] = {TaskKind.EXPERT: flop}
         if self.ep > 1:
@@ -94,8 +99,8 @@ class Workload:
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def kept(self) -> float:
-        """Returns the elements that the experts' forward pass keeps: rows and pre-activations."""
-        return self.rows * (self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
+        """Returns the elements that the experts' forward pass keeps: received tokens, and pre-activations of pairs."""
+        return self.rows * (self.share * self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def kept_for_weights(self) -> float:
         """Returns the elements that are kept between the gradients of rows and those of the experts' weights:
@@ -189,6 +194,17 @@ class Workload:
         if not whole:
             seen = model.observed.get(self.shapes + IN_LAYERS, seen)
         return found if seen is None else refit(found, seen, 1.0 if seen.rows is None else seen.rows / self.rows)
+
+
+def uniform_share(experts: int, k: int, ranks: int) -> float:
+    """Returns the tokens that travel for each (token, k) pair, where a token's k experts may be any, on any rank.
+
+    Of W ranks a token needs one with probability p = 1 − C(E − E/W, k)/C(E, k), and so W·p/k tokens travel for a pair.
+    """
+    if ranks <= 1 or k <= 1:
+        return 1.0 / max(1, k) if ranks <= 1 else 1.0
+    elsewhere = math.comb(experts - experts // ranks, k) / math.comb(experts, k)
+    return ranks * (1 - elsewhere) / k
 
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:

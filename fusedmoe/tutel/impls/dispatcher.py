@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,17 @@ from fusedmoe.dispatchers import (
     no_wider,
 )
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
-from fusedmoe.ops import Layout, Weights, contiguous_layout, make_all_to_all, order, permute, take_pairs, unpermute
+from fusedmoe.ops import (
+    Exchange,
+    Layout,
+    Weights,
+    contiguous_layout,
+    make_all_to_all,
+    order,
+    permute,
+    take_pairs,
+    unpermute,
+)
 from fusedmoe.ops import experts as fused_experts
 from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
@@ -207,16 +217,18 @@ class LayerDispatcher:
         return order(dealt_SK, experts, None, choice.priority_S)
 
     def _plans_for(
-        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, experts: Any
+        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, exchange: Exchange, experts: Any
     ) -> Assigned:
-        """Returns plans for so many rows of the rank that sends the most. The first call of a kind is collective."""
+        """Returns plans for as many rows as the rank sends that sends the most. The first call of a kind is
+        collective."""
         topology = self.topology
         workload = costs = None
         if degree == "auto":
             assert find is not None
             # Rounded up to a power of two, so that few sizes are planned.
-            rows = 1 << (rows - 1).bit_length() if rows else 1
+            rows = 1 << (exchange.most_pairs - 1).bit_length() if exchange.most_pairs else 1
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
+            workload = replace(workload, share=max(1, round(32 * exchange.share)) / 32)
         any_degree = experts.in_chunks(x_SM).any_degree
         key = (degree, workload, any_degree)
         if key not in self._plans:
