@@ -345,6 +345,8 @@ class BlocksForward(BlockPass, ForwardPass):
         layer, aux = block.layer, routing.aux_loss
         layer.load.count(routing, layer.gate, layer.training)
         layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
+        exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
+        layer.load.sent((sum(one.pairs.sent for one in exchanges), sum(one.sent for one in exchanges)))
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
