@@ -106,7 +106,12 @@ class ListSchedule:
         """Returns a number for each task, small where much hangs on it."""
         way = [0.0] * len(self._tasks)  # seconds from its start to the end of all that waits for it
         for place in reversed(self._order):
-            way[place] = self._seconds[place] + max([way[later] for later in self._followers[place]], default=0.0)
+            # Plain comparisons: thousands of schedules are made in a search, and `max` would build a list for each task.
+            longest = 0.0
+            for later in self._followers[place]:
+                if way[later] > longest:
+                    longest = way[later]
+            way[place] = self._seconds[place] + longest
         # Gradients come after all else; of them one at most is ready at a time.
         return [
             math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
