@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import LINES, CostModel, Costs, Line, Observed
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine, scale_of, slowest_of, spread_of
@@ -28,6 +27,7 @@ from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
+from fusedmoe.schedule.tuning import PlanCandidate
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
 
 __all__ = ["Plan", "Task", "TaskKind", "PHASES", "WEIGHT_GRADIENTS"]
