@@ -50,41 +50,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders")
-_HOMES = {
-    "Along": "blocks.pipeline",
-    "CallbackBase": "layers.fsmoe",
-    "ConfigError": "errors",
-    "DerivativeError": "errors",
-    "Dispatcher": "engine.dispatcher",
-    "ExpertBase": "layers.fsmoe",
-    "Handle": "engine.dispatcher",
-    "Routed": "engine.dispatcher",
-    "HookContext": "autograd.hooks",
-    "Hooks": "autograd.hooks",
-    "LinearGate": "layers.fsmoe",
-    "MOELayer": "layers.fsmoe",
-    "MoELayer": "layers.moe",
-    "Parts": "blocks.pipeline",
-    "PipelinedBlocks": "blocks.pipeline",
-    "Placements": "layers.moe",
-    "RankError": "errors",
-    "Schedule": "layers.schedule",
-    "SimpleOrder": "layers.fsmoe",
-    "Topology": "comm.topology",
-    "keep_memory": "memory",
-    "pipeline": "blocks.pipeline",
-    "register_policy": "schedule.policies",
-    "trace": "layers.profiled",
+_NAMES = {
+    "autograd.hooks": ("HookContext", "Hooks"),
+    "blocks.pipeline": ("Along", "Parts", "PipelinedBlocks", "pipeline"),
+    "comm.topology": ("Topology",),
+    "engine.dispatcher": ("Dispatcher", "Handle", "Routed"),
+    "errors": ("ConfigError", "DerivativeError", "RankError"),
+    "layers.fsmoe": ("CallbackBase", "ExpertBase", "LinearGate", "MOELayer", "SimpleOrder"),
+    "layers.moe": ("MoELayer", "Placements"),
+    "layers.profiled": ("trace",),
+    "layers.schedule": ("Schedule",),
+    "memory": ("keep_memory",),
+    "schedule.policies": ("register_policy",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES, *_MODULES]
 
-if not TYPE_CHECKING:  # a type checker would take it for a sign that there may be any name
+# A type checker would take `__getattr__` for a sign that there may be any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _parts():
             try:
                 return import_module(f"fusedmoe.{name}")
-            except ImportError as error:  # of a door to a library that is not installed; `hasattr` takes no other error
+            except ImportError as error:
+                # A door to a library that is not installed; `hasattr` takes no other error.
                 raise AttributeError(f"fusedmoe.{name} cannot be imported: {error}") from error
         if name not in _HOMES:
             raise AttributeError(f"module 'fusedmoe' has no attribute {name!r}")

@@ -20,22 +20,6 @@ from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
 
-__all__ = [
-    "Assigned",
-    "AutogradExperts",
-    "ChunkExperts",
-    "Collectives",
-    "Dispatcher",
-    "GroupedExperts",
-    "Handle",
-    "InputChecks",
-    "Local",
-    "LocalExperts",
-    "Plans",
-    "Routed",
-    "expert_load",
-    "no_plans",
-    "no_wider",
-    "not_finite",
-    "recomputing",
-]
+__all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
+__all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
+__all__ += ["Assigned", "Plans", "no_plans"]

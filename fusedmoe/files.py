@@ -28,19 +28,13 @@ _STALE_S = 3600.0
 
 
 def regular_bytes(path: Path, most: int) -> bytes:
-    """Returns what is in a file. A pipe or a device is not waited for.
-
-    Raises:
-        OSError: it is something else than a file, has more than `most` bytes, or cannot be read.
-    """
-
-    def opened(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", opener=opened) as file:
+    """Returns what is in a file. Raises `OSError` for anything but a file, and for one of more than `most` bytes."""
+    # A pipe or a device is not waited for.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is a pipe or a device, and not a file")
+        # It may have grown since: one byte more than it may have tells.
         data = b"" if found.st_size > most else file.read(most + 1)
         if max(found.st_size, len(data)) > most:
             raise OSError(f"it has more than {most} bytes")
@@ -48,11 +42,7 @@ def regular_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a file in UTF-8; `errors` as in `bytes.decode`.
-
-    Raises:
-        ConfigError: names the file that is not there, cannot be read, is too large, or is no text.
-    """
+    """Returns the text of a file in UTF-8, with `errors` as in `bytes.decode`. A `ConfigError` names the file."""
     try:
         return regular_bytes(path, MOST_BYTES).decode(errors=errors)
     except (OSError, ValueError) as error:
@@ -60,11 +50,8 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts a file in its place: a reader sees the old one or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written; then the old one is still there, and nothing else.
-    """
+    """Puts a file in its place: a reader sees the old one or the new one, never a part. After an `OSError` the old one
+    is still there, and nothing else."""
     part = path.with_name(f".{secrets.token_hex(8)}{_PART}")
     try:
         part.write_text(text, encoding="utf-8")
@@ -76,11 +63,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Reads JSON; an object that `sealed` wrote is checked and loses its digest.
-
-    Raises:
-        ConfigError: begins with `what`: it is not JSON, or not as it was written.
-    """
+    """Reads JSON; an object that `sealed` wrote is checked and loses its digest. A `ConfigError` begins with `what`."""
     held, digest = _split(text, what)
     if digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: not as it was written. If you have changed it, take its "{_DIGEST}" out')
@@ -97,26 +80,22 @@ def _split(text: str, what: str) -> tuple[Any, Any]:
 
 
 def cache_dir() -> Path:
-    """The folder of kept files: `$FUSEDMOE_CACHE`, or else ~/.cache/fusedmoe.
-
-    For a user without a home (no HOME, and no entry in the password file) it is one that cannot be made: nothing is
-    kept, and whoever writes gets an `OSError`, as for any other folder that cannot be written.
-    """
+    """Returns the folder of kept files: `$FUSEDMOE_CACHE`, or else ~/.cache/fusedmoe."""
     given = os.environ.get(CACHE)
     try:
         return Path(given).expanduser() if given else Path.home() / ".cache" / "fusedmoe"
     except RuntimeError:
+        # Without HOME, and without an entry in the password file: a folder that cannot be made, so that nothing is
+        # kept, and whoever writes gets an `OSError`.
         return Path(os.devnull, "this user has no home folder")
 
 
 def write_kept(path: Path, text: str) -> None:
-    """Writes an object in JSON and its digest, for `read_kept`; any number of jobs may do so at once.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
-    """
+    """Writes an object in JSON and its digest, for `read_kept`; any number of jobs may do so at once. Of what cannot be
+    written (`OSError`) nothing is left."""
     held = json.loads(text)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Parts whose writers were killed; younger ones may still be written by another job.
     for part in path.parent.glob(f".*{_PART}"):
         with suppress(OSError):
             if part.stat().st_mtime < time.time() - _STALE_S:
@@ -125,7 +104,7 @@ def write_kept(path: Path, text: str) -> None:
 
 
 def read_kept(path: Path) -> str | None:
-    """The object that `write_kept` wrote, in JSON; None where there is none, with a warning where it is damaged."""
+    """Returns the object that `write_kept` wrote, in JSON; None without one, and with a warning for a damaged one."""
     try:
         held = unsealed(read_text(path), str(path))
     except ConfigError as error:
@@ -136,17 +115,13 @@ def read_kept(path: Path) -> str | None:
 
 
 def sealed(held: dict[str, Any], indent: int | None = None) -> str:
-    """An object in JSON with its digest, for `parse_json` and `unsealed`."""
+    """Returns an object in JSON with its digest, for `parse_json` and `unsealed`."""
     held = {key: value for key, value in held.items() if key != _DIGEST}
     return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
 
 
 def unsealed(text: str, what: str) -> dict[str, Any]:
-    """The object that `sealed` was given, as JSON gives it back.
-
-    Raises:
-        ConfigError: begins with `what`: the text is not as it was written.
-    """
+    """Returns the object that `sealed` was given, as JSON gives it back. A `ConfigError` begins with `what`."""
     held, digest = _split(text, f"{what} is damaged")
     if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is not as it was written")

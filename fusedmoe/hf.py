@@ -9,17 +9,395 @@ experts on other ranks (`DistributedConfig(ep_size=…, ep_implementation="fused
 model that there is already, and says what stands in its way. Nothing of transformers is replaced, and parameters stay
 as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference. `Trainer(…, callbacks=[MetricsCallback()])`
 logs what the routing is like.
+
+A forward of a model's experts, in the order of this file: `experts_forward` looks at the numbers, sorts tokens by
+expert and calls `compute`; with expert parallelism `ExpertParallel` sends the rows in between.
+
+What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
+shapes. Plain experts (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
+operation; others (transposed weights, gates and norms of their own) are grouped products, and between them gpt-oss's
+activation by a kernel of ours or the module's own functions.
 """
 
 from __future__ import annotations
 
-from transformers.distributed.expert_parallel import EPImplementationInterface
-from transformers.integrations.moe import ExpertsInterface
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from fusedmoe.integrations.hf import NAME, ExpertParallel, apply, experts_forward
-from fusedmoe.integrations.hf_metrics import MetricsCallback
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+
+from fusedmoe import Topology, ops
+from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
+from fusedmoe.errors import ConfigError
+from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
+
+#: The name in transformers' registries.
+NAME = "fusedmoe"
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Pairs of a token and an expert up to which products wait for weights, and no order is worth while.
+_FEW = 128
+# Products with two or three rows wait for the weight alone; BLAS reads one that is [out, in] faster from the left.
+_SKINNY = 3
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# Where transformers' own forward functions of experts are: its registry's, and that of expert parallelism.
+_OWN = ("transformers.integrations.moe", "transformers.distributed.expert_parallel")
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the weighted sum of each token's experts: the function in transformers' registry.
+
+    Args:
+        self: the experts' module.
+        hidden_states: [T, H].
+        top_k_index: [T, K] integers; the number of experts, or more, stands for an expert of another rank: no row is
+            computed for it.
+        top_k_weights: [T, K].
+    Returns:
+        [T, H] in the dtype of `hidden_states`; products run in that of the parameters, under autocast in its own.
+    Saves for backward:
+        Where the experts are one operation, tokens and pre-activations (see `fusedmoe.ops.experts`).
+    Raises:
+        ConfigError: a module that is none of these, named; shapes that do not fit; tokens or weights that are NaN or
+            infinite (on CUDA from a later call).
+    """
+    check_experts(self)
+    refuse_bad_numbers(self, hidden_states, top_k_weights)
+    if _is_few(self, hidden_states, top_k_index):
+        return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+    # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
+    number_TK = (
+        top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
+    )
+    layout = ops.order(number_TK, self.num_experts)
+    x_TH = hidden_states.to(row_dtype(self, hidden_states))
+    y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
+    return y_TH.to(hidden_states.dtype)
+
+
+def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
+    """Looks for NaN and infinity in what a module of experts was given, as `MoELayer` does in router logits."""
+    checks, name = experts.__dict__.get("_fusedmoe_checks"), f"fusedmoe.hf: {type(experts).__name__}"
+    if not torch.compiler.is_compiling():
+        if checks is None:
+            checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
+    # In a graph nobody could ask later, so the numbers are asserted on the device.
+    elif checks is None:
+        ops.require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
+        return
+    checks.of_given(*tensors)
+
+
+def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
+    """Returns whether calls cost more than rows do, as where a model decodes on a CPU."""
+    # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
+        return False
+    given = (hidden_states, top_k_index, experts.down_proj)
+    return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` for some tokens on a CPU, without gradients: a product for each expert that was chosen."""
+    dtype, K = row_dtype(experts, hidden_states), top_k_index.shape[1]
+    number_P = top_k_index.flatten().tolist()
+    if not experts._is_expert_parallel and max(number_P, default=0) >= experts.num_experts:
+        raise ConfigError(
+            f"fusedmoe.hf: chosen experts must be numbers from 0 to {experts.num_experts - 1}, got {max(number_P)}"
+        )
+    pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
+    # By expert, so that each matrix is read once.
+    pairs.sort(key=number_P.__getitem__)
+    pair_N, counts = torch.tensor(pairs, dtype=torch.long), Counter(number_P[pair] for pair in pairs)
+    token_N = pair_N // K if K else pair_N
+    rows_NI = hidden_states.to(dtype)[token_N]
+    rows_NI = _product(experts, rows_NI, "gate_up_proj" if experts.has_gate else "up_proj", counts)
+    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
+    if experts.has_post_expert_norm:
+        rows_NH = experts.post_expert_norm(rows_NH)
+    # Weights and sums in float32 at least, as in the library's own kernels.
+    total = torch.promote_types(dtype, torch.float32)
+    rows_NH = rows_NH.to(total) * top_k_weights.flatten()[pair_N, None].to(total)
+    return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
+
+
+def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
+    """Returns [N, O]: each row times its expert's matrix, plus its bias. `counts`: experts and their rows, in order."""
+    weight, transposed, dtype = getattr(experts, name), experts.is_transposed, rows_NI.dtype
+    weight_EIO = weight if transposed else weight.transpose(1, 2)
+    out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
+    skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
+    sizes = list(counts.values())
+    for number, rows, out, size in zip(counts, rows_NI.split(sizes), out_NO.split(sizes), sizes, strict=True):
+        matrix_IO = weight_EIO.select(0, number).to(dtype)
+        # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
+        if 1 < size <= skinny:
+            out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
+        else:
+            torch.mm(rows, matrix_IO, out=out)
+    if experts.has_bias:
+        bias_EO = getattr(experts, f"{name}_bias")
+        out_NO += bias_EO[[number for number, size in counts.items() for _ in range(size)]].to(dtype)
+    return out_NO
+
+
+def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
+    """Returns the dtype in which rows are computed and sent."""
+    kind = hidden_states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+
+
+def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+
+    def parameter(name: str) -> Tensor | None:
+        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
+        return None if value is None else value.to(x_TH.dtype)
+
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
+    assert up is not None and down is not None
+    # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
+    activation = fused_activation(experts)
+    if activation is not None:
+        halves = (2,) if experts.has_gate else ()
+        w1 = up.reshape(len(up), *halves, -1, up.shape[2])
+        b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
+        return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
+    # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
+    transposed = not experts.is_transposed
+    rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
+    if experts.has_gate and is_clamped_swiglu(experts):
+        rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
+    else:
+        rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
+    if experts.has_post_expert_norm:
+        # Before the weights, as in the module's own forward.
+        rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
+    if weight_N is not None:
+        rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
+    return ops.unpermute(rows_NH, layout)
+
+
+def is_clamped_swiglu(experts: Any) -> bool:
+    """Returns whether a module's own gate is gpt-oss's, tried out once: another version's may be another function.
+
+    A graph that is compiled before any such call has the module's own function.
+    """
+    known: bool | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
+    if known is None and not torch.compiler.is_compiling():
+        known = experts._fusedmoe_clamped_swiglu = _computes_clamped_swiglu(experts)
+    return bool(known)
+
+
+def _computes_clamped_swiglu(experts: Any) -> bool:
+    alpha, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
+    if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
+        return False
+    # Beyond the limit on both sides, so that the clamps are seen, in every combination of both halves.
+    side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64)
+    # Eight columns: halves side by side, instead of interleaved, are another function of them.
+    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
+    try:
+        with torch.no_grad():
+            gated: Tensor = experts._apply_gate(tried_NH)
+    # It needs rows of the module's own width or dtype: then it is not this function.
+    except Exception:
+        return False
+    wanted = ops.clamped_swiglu(tried_NH, alpha, limit)
+    return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """Returns the activation of a network that is one operation of ours; None for others."""
+    if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
+        return None
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        return None
+    plain = _activation(experts.act_fn)
+    return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
+
+
+def _activation(act: Any) -> str:
+    """Returns our name of an activation of theirs; "" for one that we do not have."""
+    # By class, not by isinstance: a subclass may compute something else.
+    kind = type(act)
+    if kind in (SiLUActivation, nn.SiLU):
+        return "silu"
+    if (kind is GELUActivation and act.act is nn.functional.gelu) or (kind is nn.GELU and act.approximate == "none"):
+        return "gelu"
+    return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
+
+
+def check_experts(experts: Any) -> None:
+    """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
+    who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
+    lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
+    if lacks:
+        raise ConfigError(
+            f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation gives them to modules of "
+            "experts. Choose another experts_implementation for this model"
+        )
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names] if experts.has_bias else []
+    for name in names:
+        tensor = getattr(experts, name, None)
+        dims = 2 if name.endswith("bias") else 3
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in _DTYPES:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(
+                f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
+                f"{got}; load the model without quantisation, or choose another experts_implementation"
+            )
+
+
+class _LocalExperts:
+    """The experts of this rank as dispatchers call them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return compute(self._experts, x_SM, layout, weight_N)
+
+    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
+        return AutogradExperts(self, list(self._experts.parameters()))
+
+
+class ExpertParallel(EPImplementation):
+    """Sends each rank's tokens to the ranks of their experts, and results back: `ep_implementation="fusedmoe"`.
+
+    Ranks that share a batch (`tp_mesh`) send a chunk of its rows each, and gather the results. Under autocast rows
+    travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+
+    Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
+        Making one is collective over both.
+    Raises:
+        ConfigError: experts that cannot be computed (`check_experts`).
+        RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
+            that are NaN or infinite.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        check_experts(experts)
+        self._experts: Any = experts
+        self._topology = Topology.from_group(ep_mesh.get_group())
+        self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
+        all_to_all = ops.make_all_to_all("direct", self._topology)
+        # Layers are numbered, so that ranks that call different ones find out.
+        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf")
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
+
+        Compiled models take it into their graphs, but not over ranks that share a batch: there a graph breaks.
+        """
+        if not torch.compiler.is_compiling() or self._sharing.size > 1:
+            return self._called(hidden_states, top_k_index, top_k_weights)
+        bad = self._checks.of_given(hidden_states, top_k_weights)
+        x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
+        layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
+        y_TH = self._exchange.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        return y_TH.to(hidden_states.dtype)
+
+    @torch.compiler.disable
+    def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts, topology, sharing = self._experts, self._topology, self._sharing
+        self._checks.tell_logits()
+        counts = ops.split_counts(len(hidden_states), sharing)
+        # Ranks that share a batch route the same tokens: each sends its chunk of them only.
+        start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
+        x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
+        refusal = self._checks.of_numbers(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(experts, hidden_states))
+        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
+        routed = Routed(x_TH, layout, weight_TK, refusal)
+        y_TH = self._exchange.through_experts(routed, _LocalExperts(experts))
+        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+
+
+def apply(model: Any) -> Any:
+    """Sets this library for the experts of a model of transformers, after a look at who else changed them; returns it.
+
+    Args:
+        model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
+            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps.
+    Raises:
+        ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
+            has replaced, which is named; experts that this library cannot compute, named; experts outside of any
+            `PreTrainedModel`.
+    """
+    modules = registered_experts(model)
+    who = type(model).__name__
+    if not modules:
+        raise ConfigError(
+            f"fusedmoe.hf.apply: {who} has no experts that transformers' registry serves: it is dense, or its experts "
+            "are modules of their own. For such a model see fusedmoe.MoELayer"
+        )
+    for name, module in modules.items():
+        # A replaced forward never asks transformers' registry, so setting the name would change nothing.
+        owner = _owner(module)
+        if owner not in _OWN:
+            raise ConfigError(
+                f"fusedmoe.hf.apply: {owner} has replaced the forward of {name} ({type(module).__name__}), so that no "
+                "experts_implementation has an effect; leave that part of it out, and apply this first"
+            )
+        check_experts(module)
+    for owner_of_experts in _outermost(model):
+        owner_of_experts.set_experts_implementation(NAME)
+    for name, module in modules.items():
+        chosen = getattr(module.config, "_experts_implementation", None)
+        # A model that does not pass the choice on to its parts, or a module outside of any model.
+        if chosen != NAME:
+            raise ConfigError(
+                f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
+                f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
+            )
+    return model
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yields models of transformers with experts that are in no other such model."""
+    if isinstance(module, PreTrainedModel):
+        if registered_experts(module):
+            yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _owner(module: Any) -> str:
+    """Returns the Python module that a forward function is from, under accelerate's hooks and Dynamo's wrappers."""
+    forward: Any = vars(module).get("forward", type(module).forward)
+    while True:
+        if isinstance(forward, partial):
+            # accelerate's hooks keep the forward that they call in `_old_forward`.
+            hooked = _home(forward.func) == "accelerate.hooks"
+            forward = module._old_forward if hooked else forward.func
+        elif hasattr(forward, "_torchdynamo_orig_callable"):
+            forward = forward._torchdynamo_orig_callable
+        else:
+            return _home(forward)
+
+
+def _home(function: Any) -> str:
+    # Wrapped functions say that they are from where the wrapped one is; their globals do not.
+    return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "something unknown"))
+
 
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)

@@ -13,7 +13,8 @@ from fusedmoe.errors import ConfigError
 
 __all__ = ["balance_loss", "load_importance_loss", "z_loss"]
 
-_MEAN_FLOOR = 1e-10  # keeps cv² finite when nothing was routed
+# Keeps cv² finite when nothing was routed.
+_MEAN_FLOOR = 1e-10
 
 
 def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = None) -> Tensor:
@@ -38,7 +39,8 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     if sequence is not None and (sequence < 1 or S % sequence):
         raise ConfigError(f"balance loss: {S} tokens do not divide into sequences of {sequence}")
     if S == 0:
-        return prob_SE.sum()  # zero, with a graph: every rank has one
+        # Zero, with a graph: every rank has one.
+        return prob_SE.sum()
     B = S // length
     # Integer counts: the order of the additions cannot change them. Column E collects the -1 of empty slots.
     column_BN = torch.where(expert_SK < 0, E, expert_SK).reshape(B, length * K)
@@ -103,7 +105,8 @@ def z_loss_of_sums(logsumexp_S: Tensor) -> Tensor:
 
 
 def _cv_squared(total_E: Tensor) -> Tensor:
-    if total_E.shape[0] == 1:  # the unbiased variance of one number is undefined
+    # The unbiased variance of one number is undefined.
+    if total_E.shape[0] == 1:
         return total_E.sum() * 0
     # The floor only matters where nothing was routed; then the loss is zero, not NaN.
     return total_E.var() / (total_E.mean().square() + _MEAN_FLOOR)

@@ -17,27 +17,9 @@ from fusedmoe.runtime.profiler import Profile, observe_steps
 from fusedmoe.runtime.progress import Display, WorkBar, make_display
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 
-__all__ = [
-    "PROFILE_BUDGET_S",
-    "STEPS_BUDGET_S",
-    "Capabilities",
-    "Display",
-    "Profile",
-    "Recorder",
-    "WorkBar",
-    "cached_observed",
-    "cached_plans",
-    "cached_profile",
-    "in_layer",
-    "kept_observed",
-    "machine_facts",
-    "make_display",
-    "measured_costs",
-    "observe_steps",
-    "recorded",
-    "require_runnable",
-    "require_same_plans",
-    "runnable_kinds",
-    "span",
-    "undisturbed",
-]
+__all__ = ["PROFILE_BUDGET_S", "Profile", "cached_profile", "machine_facts", "measured_costs"]
+__all__ += ["require_same_plans", "undisturbed"]
+__all__ += ["STEPS_BUDGET_S", "cached_observed", "cached_plans", "kept_observed", "observe_steps"]
+__all__ += ["Capabilities", "require_runnable", "runnable_kinds"]
+__all__ += ["Recorder", "in_layer", "recorded", "span"]
+__all__ += ["Display", "WorkBar", "make_display"]

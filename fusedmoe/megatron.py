@@ -3,25 +3,255 @@
     spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=8))
 
 `token_dispatcher` sends rows by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
-experts by this library's kernels. See `fusedmoe.integrations.megatron`.
+experts by this library's kernels. Router, losses, shared experts and the names in checkpoints stay Megatron's.
+
+Shape suffixes: T tokens of this rank, D model, K choices, E experts, e experts of this rank, H an expert's hidden
+width, N rows sorted by expert, R tokens received, S either tokens or received tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
 
+from fusedmoe import Topology, ops
+from fusedmoe.dispatchers import Collectives, Handle, InputChecks, LocalExperts
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.megatron import MegatronMoELayer, StackedExperts
 
-__all__ = ["routed_experts", "token_dispatcher"]
+__all__ = ["MegatronMoELayer", "StackedExperts", "StagedDispatcher", "routed_experts", "token_dispatcher"]
 
 _TIMEOUT_S = 300.0
+# Scopes of CUDA graphs that may be captured: the layer asks on the host how many rows come, so it cannot be.
+_CAPTURED = {"attn", "mlp", "mamba"}
+# Our names of Megatron's activation functions, without and with a gate.
+_ACTIVATIONS = {
+    nn.functional.silu: ("silu", "swiglu"),
+    nn.functional.gelu: ("gelu", "geglu"),
+    nn.functional.relu: ("relu", None),
+}
+
+
+class MegatronMoELayer(MoELayer):
+    """Megatron's layer, whose rows travel by this library.
+
+    Args: as for Megatron's `MoELayer`, and
+        timeout_s: seconds that a rank waits for others.
+    Raises:
+        ConfigError: a setting of which this layer could keep only a part, named.
+        RankError: from a step, or where it is made: a rank fails, or does not come within `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        # Before Megatron makes its own dispatcher, whose refusals would speak of other things.
+        _check(config)
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, submodules, layer_number, groups)
+        # In place of the dispatcher that Megatron's constructor has just made.
+        self.token_dispatcher = StagedDispatcher(config, groups, timeout_s)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Returns the results of the received rows."""
+        if isinstance(self.experts, StackedExperts):
+            return self.token_dispatcher.through_experts(self.experts, hidden_states), None
+        output, bias = super().routed_experts_compute(hidden_states, probs)
+        return output, bias
+
+
+class StagedDispatcher(MoETokenDispatcher):
+    """Megatron's six stages: rows go to the ranks of their experts, and results back.
+
+    Rows cross the expert-parallel ranks by all-to-alls. Where each expert is split, the ranks of its shards gather the
+    rows and scatter the sums. Waits are bounded, and an error names the rank at fault, the operation and the cure. As
+    with Megatron's own dispatchers, a stage leaves what the next one needs in the object: the six run one after the
+    other, once for each forward.
+
+    Args:
+        pg_collection: Megatron's process groups `ep`, `expt_tp` and `tp_ep`. Making the dispatcher is collective over
+            the last.
+        timeout_s: seconds that a rank waits for others.
+    Raises:
+        ConfigError: groups that are no grid of ranks; with one rank, from a step, tokens or weights that are NaN or
+            infinite (on CUDA from a later one).
+        RankError: from a step, or where it is made: a rank fails, does not come within `timeout_s`, or has such tokens
+            or weights; no row is sent then.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any, timeout_s: float) -> None:
+        super().__init__(config, pg_collection)
+        self._exchange: Collectives | None = None
+        self._checks = InputChecks(Topology(), "fusedmoe.megatron")
+        if self.ep_size * self.tp_size > 1:
+            places = _places(pg_collection.tp_ep, pg_collection.ep, pg_collection.expt_tp)
+            topology = Topology.from_group(pg_collection.tp_ep, places, timeout_s=timeout_s)
+            self._checks = InputChecks(topology, "fusedmoe.megatron")
+            self._exchange = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.megatron")
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""
+        self._shape = hidden_states.shape
+        x_TD = hidden_states.reshape(-1, self._shape[-1])
+        self._bad = self._checks.of_given(x_TD, probs)
+        number_TK, weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
+        self._layout = ops.order(number_TK, routing_map.shape[1])
+        if self._exchange is None:
+            # On one rank nothing travels: the experts gather rows themselves, and want no padding.
+            self._layout = self._layout.exact()
+        return x_TD, ops.take_pairs(weight_TK, self._layout)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [R, D] the tokens of this rank's experts, and the weight of each of their sorted rows. Collective."""
+        if self._exchange is None:
+            self._handle = Handle(self._layout, probs)
+            return hidden_states, probs
+        x_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
+        assert self._handle.weight_N is not None
+        return x_RD, self._handle.weight_N
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rows sorted by expert, how many each has (on the host), and their weights."""
+        layout = self._handle.layout
+        return ops.permute(hidden_states, layout), layout.counts_E.cpu(), probs
+
+    def through_experts(self, experts: LocalExperts, hidden_states: Tensor) -> Tensor:
+        """Runs experts that gather rows, apply weights and sum results themselves, between dispatch and combine."""
+        return experts(hidden_states, self._handle.layout, self._handle.weight_N)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns the sum of each received token's results."""
+        return ops.unpermute(hidden_states, self._handle.layout)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Returns [T, D] the sum of each token's results. Collective."""
+        if self._exchange is None:
+            return hidden_states
+        return self._exchange.combine_by_operators(hidden_states, self._handle)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns the results in the shape of the tokens."""
+        return hidden_states.view(self._shape)
+
+
+class StackedExperts(SequentialMLP):
+    """The parameters of `SequentialMLP` with another forward: no copies of rows sorted by expert.
+
+    Products run in the dtype of the rows. Weights multiply the results in float32. Each pass copies the rank's weights.
+
+    Args: as for `SequentialMLP`.
+    Raises:
+        ConfigError: experts with biases, in 8 or 4 bits, with weights on their input, or with an activation that the
+            kernels do not have, named.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None) -> None:
+        self._activation = _activation(config)
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        self._gated = bool(config.gated_linear_unit)
+
+    def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        """Returns [S, D]: for each token (or received row) the sum of its sorted rows' results, times their weights."""
+        # First products of all experts, then second ones, as `_join` splits them.
+        parts = [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
+        return ops.experts_in_parts(
+            x_SD, layout, weight_N, parts, ops.WeightParts(self._join, _split), self._activation
+        )
+
+    def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Makes [e, (2,) H, D] and [e, D, H]."""
+        # One copy for the pass, freed at its end: the kernels read the experts as one tensor.
+        up, down = (torch.stack(list(half)) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
+        return up.unflatten(1, (2, -1)) if self._gated else up, down
+
+
+def _check(config: Any) -> None:
+    captured = {getattr(scope, "name", str(scope)) for scope in config.cuda_graph_scope or ()}
+    graphs = config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURED)
+    wrong = {
+        "moe_token_dispatcher_type='flex'": config.moe_token_dispatcher_type == "flex",
+        "moe_pad_expert_input_to_capacity": config.moe_pad_expert_input_to_capacity,
+        "moe_router_padding_for_quantization": config.moe_router_padding_for_quantization,
+        "moe_shared_expert_overlap": config.moe_shared_expert_overlap,
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        f"cuda_graph_scope={sorted(captured)}": graphs,
+    }
+    if names := ", ".join(name for name, refused in wrong.items() if refused):
+        raise ConfigError(
+            f"fusedmoe.megatron: the layer sends rows itself, as many as there are, and cannot do {names}; leave that "
+            "out, or fusedmoe.megatron"
+        )
+
+
+def chosen(routing_map: Tensor, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Makes [T, K] numbers of experts (ascending, -1 for none) and weights of [T, E] booleans and weights."""
+    experts = routing_map.shape[1]
+    index_E = torch.arange(experts, device=routing_map.device)
+    # The map has true for a chosen expert; the K smallest numbers are the chosen ones, in ascending order.
+    number_TK = torch.where(routing_map, index_E, experts).topk(min(k, experts), largest=False).values
+    weight_TK = probs.gather(1, number_TK.clamp(max=experts - 1))
+    return number_TK.masked_fill(number_TK == experts, -1), weight_TK
+
+
+def _places(tp_ep: Any, ep: Any, expt_tp: Any) -> Tensor:
+    """Returns [EP, ESP]: places in their common group of the ranks that hold the shards of an expert."""
+    ranks, across, parts = (dist.get_process_group_ranks(group) for group in (tp_ep, ep, expt_tp))
+    # The order of Megatron's axes says whether the shards of an expert are on neighbouring ranks.
+    for places in (
+        torch.arange(len(ranks)).view(len(across), len(parts)),
+        torch.arange(len(ranks)).view(len(parts), len(across)).t(),
+    ):
+        grid = torch.tensor(ranks)[places]
+        row, column = (int(at) for at in (grid == dist.get_rank()).nonzero()[0])
+        if grid[row].tolist() == parts and grid[:, column].tolist() == across:
+            return places
+    raise ConfigError(
+        f"fusedmoe.megatron: the ranks {parts} that share an expert, and {across} that have other experts, are "
+        f"no rows and columns of {ranks}; initialise Megatron's parallel state with an order in which tp and ep adjoin"
+    )
+
+
+def _split(w1: Tensor, w2: Tensor) -> Sequence[Tensor]:
+    """Returns the matrices of each expert, of both products."""
+    up = w1.flatten(1, 2) if w1.dim() == 4 else w1
+    return *up.unbind(), *w2.unbind()
+
+
+def _activation(config: Any) -> str:
+    act, gated = config.activation_func, bool(config.gated_linear_unit)
+    known = _ACTIVATIONS.get(act, (None, None))[gated]
+    name = getattr(act, "__name__", repr(act)) + (" with a gate" if gated else "")
+    wrong = {
+        "biases (add_bias_linear)": config.add_bias_linear,
+        "quantised products (fp8, fp4)": config.fp8 or config.fp4,
+        "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
+        "activation_func_clamp_value": config.activation_func_clamp_value is not None,
+        "glu_linear_offset": config.glu_linear_offset != 0,
+        f"the activation {name}": known is None,
+    }
+    names = ", ".join(name for name, refused in wrong.items() if refused)
+    if known is None or names:
+        raise ConfigError(
+            f"fusedmoe.megatron.routed_experts computes experts with silu, gelu (each with a gate or without) or relu, "
+            f"and none with {names}; take fusedmoe.megatron.token_dispatcher, which leaves the experts to Megatron"
+        )
+    return known
 
 
 def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
@@ -51,7 +281,8 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
 
 
 def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
-    unlike: list[str] = []  # names of modules that are no layer of experts
+    # Names of modules that are no layer of experts: an error names them.
+    unlike: list[str] = []
 
     def of_experts(mlp: Any) -> Any:
         # A spec, or the class itself where a layer has no parts to choose.

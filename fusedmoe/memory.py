@@ -31,7 +31,8 @@ def keep_memory() -> bool:
     """
     try:
         library = ctypes.CDLL(None)
-    except TypeError:  # Windows has no such handle
+    except TypeError:
+        # Windows has no such handle.
         return False
     if not hasattr(library, "gnu_get_libc_version"):
         return False

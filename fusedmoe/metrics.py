@@ -32,13 +32,10 @@ Floats = NDArray[np.float64]
 
 
 class Watched(NamedTuple):
-    """A layer that metrics are of.
-
-    Attributes:
-        ranks: that its experts are split over, evenly and in order; 1 where they are not, or move.
-    """
+    """A layer that metrics are of."""
 
     counters: RoutingCounters
+    # Ranks that its experts are split over, evenly and in order; 1 where they are not, or move.
     ranks: int = 1
 
 
@@ -189,7 +186,8 @@ class Metrics(Collector):
         watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
         super().__init__(watched, topology, exposed_s=lambda: self._sampler.exposed_s(), **numbers)
-        self._sampler = ExposedSampler(model, topology)  # once nothing is refused any more: it hooks the model
+        # Once nothing is refused any more: it hooks the model.
+        self._sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
 
@@ -234,8 +232,9 @@ class ExposedSampler:
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
+        # What is in a graph is not recorded.
         if torch.compiler.is_compiling():
-            return  # what is in a graph is not recorded
+            return
         if self._recorder is None or module.recorder is not None or not module.training:
             return
         # One pass of each module is enough: a recorder costs what it measures.

@@ -33,42 +33,10 @@ from fusedmoe.kernels.derivatives import Function, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 
-__all__ = [
-    "ACTIVATIONS",
-    "Exchange",
-    "Function",
-    "GateChoice",
-    "GateRule",
-    "Layout",
-    "Move",
-    "WeightParts",
-    "Weights",
-    "all_gather",
-    "clamped_swiglu",
-    "combine",
-    "contiguous_layout",
-    "define_activation",
-    "dispatch",
-    "experts",
-    "experts_in_parts",
-    "gate",
-    "gate_from_logits",
-    "gather_rows",
-    "grouped_linear",
-    "join_rows",
-    "linear",
-    "make_all_to_all",
-    "numbers_only",
-    "order",
-    "permute",
-    "received_layout",
-    "reduce_scatter",
-    "reduce_scatter_rows",
-    "require_values",
-    "split_counts",
-    "split_rows",
-    "take_pairs",
-    "through_experts",
-    "unpermute",
-    "without_a_graph",
-]
+__all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "without_a_graph"]
+__all__ += ["Layout", "contiguous_layout", "order", "permute", "received_layout", "take_pairs", "unpermute"]
+__all__ += ["WeightParts", "Weights", "experts", "experts_in_parts", "grouped_linear"]
+__all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
+__all__ += ["Exchange", "all_gather", "combine", "dispatch", "make_all_to_all", "reduce_scatter", "through_experts"]
+__all__ += ["gather_rows", "join_rows", "reduce_scatter_rows", "split_counts", "split_rows"]
+__all__ += ["Function", "Move", "linear", "numbers_only", "require_values"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import LINES, CostModel, Costs, Line, Observed
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine, scale_of, slowest_of, spread_of
@@ -28,58 +27,15 @@ from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
+from fusedmoe.schedule.tuning import PlanCandidate
 from fusedmoe.schedule.workload import IN_LAYERS, Workload, uniform_share
 
-__all__ = [
-    "IN_LAYERS",
-    "LINES",
-    "MACHINES",
-    "MAX_TIMELINES",
-    "PHASES",
-    "POLICIES",
-    "TESTBEDS",
-    "WEIGHT_GRADIENTS",
-    "ChunkedPass",
-    "CostModel",
-    "Costs",
-    "Line",
-    "Machine",
-    "Observed",
-    "Plan",
-    "PlanCandidate",
-    "Row",
-    "StepCosts",
-    "StepSplit",
-    "Stretch",
-    "Task",
-    "TaskKind",
-    "Timeline",
-    "Workload",
-    "align",
-    "alternating",
-    "at_work",
-    "bound_s",
-    "compare",
-    "critical_path",
-    "draw",
-    "hidden_s",
-    "layer_policies",
-    "makespan",
-    "micro_schedule",
-    "ms",
-    "observe",
-    "one_queue",
-    "overlap_degree",
-    "refit",
-    "save_trace",
-    "scale_of",
-    "simulate",
-    "slowest_of",
-    "spread_of",
-    "step_plan",
-    "stretches",
-    "three_queues",
-    "uniform_share",
-    "whole_policies",
-    "with_sparse",
-]
+__all__ = ["Plan", "Task", "TaskKind", "PHASES", "WEIGHT_GRADIENTS"]
+__all__ += ["LINES", "CostModel", "Costs", "Line", "Observed", "StepCosts", "IN_LAYERS", "Workload", "uniform_share"]
+__all__ += ["MACHINES", "TESTBEDS", "Machine", "scale_of", "slowest_of", "spread_of"]
+__all__ += ["POLICIES", "layer_policies", "whole_policies", "PlanCandidate"]
+__all__ += ["hidden_s", "overlap_degree", "with_sparse"]
+__all__ += ["ChunkedPass", "StepSplit", "alternating", "micro_schedule", "one_queue", "step_plan", "three_queues"]
+__all__ += ["MAX_TIMELINES", "Timeline", "align", "draw", "ms", "save_trace"]
+__all__ += ["Stretch", "at_work", "bound_s", "critical_path", "makespan", "simulate", "stretches"]
+__all__ += ["Row", "compare", "observe", "refit"]

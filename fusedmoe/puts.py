@@ -19,11 +19,4 @@ from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.one_sided import for_all_shards
 
-__all__ = [
-    "GroupedExperts",
-    "BufferSizes",
-    "ReceiveBuffers",
-    "for_all_shards",
-    "fused_experts",
-    "open_heap",
-]
+__all__ = ["BufferSizes", "GroupedExperts", "ReceiveBuffers", "for_all_shards", "fused_experts", "open_heap"]

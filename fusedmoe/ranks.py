@@ -31,28 +31,9 @@ from fusedmoe.comm.one_sided.heaps import BACKENDS
 from fusedmoe.comm.topology import Topology, group_of
 from fusedmoe.kernels.libraries import nvshmem_packages
 
-__all__ = [
-    "ALGORITHMS",
-    "BACKENDS",
-    "RENEWED_S",
-    "AllToAll",
-    "Group",
-    "Topology",
-    "Traffic",
-    "all_gather_object",
-    "all_gather_rows",
-    "all_reduce",
-    "all_to_all_rows",
-    "begin",
-    "device_of",
-    "group_of",
-    "launch_in_order_of_issue",
-    "make_all_to_all",
-    "no_gpu",
-    "not_for_torch",
-    "nvshmem_packages",
-    "on_all_ranks",
-    "reduce_scatter_rows",
-    "tell_others",
-    "wait",
-]
+__all__ = ["Group", "Topology", "group_of", "device_of", "launch_in_order_of_issue"]
+__all__ += ["all_gather_object", "all_gather_rows", "all_reduce", "all_to_all_rows", "reduce_scatter_rows"]
+__all__ += ["begin", "wait"]
+__all__ += ["ALGORITHMS", "AllToAll", "Traffic", "make_all_to_all"]
+__all__ += ["RENEWED_S", "on_all_ranks", "tell_others"]
+__all__ += ["BACKENDS", "no_gpu", "not_for_torch", "nvshmem_packages"]

@@ -41,7 +41,8 @@ class Helper:
             self._thread.start()
             self.end = finalize(self, self._calls.put, None)
         except BaseException as error:
-            self._calls.put(None)  # it may run already
+            # It may run already.
+            self._calls.put(None)
             if isinstance(error, RuntimeError):
                 raise MemoryError(f"no memory for the thread {name!r}: {error}. {_CURE}") from error
             raise
@@ -55,7 +56,8 @@ class Helper:
 
     def check(self, done: Future[Any]) -> bool:
         """Returns whether a call is done. Raises what it raised, or `MemoryError` if the thread ended before that."""
-        alive = self._thread.is_alive()  # before the other question: it may end in between
+        # Before the other question: it may end in between.
+        alive = self._thread.is_alive()
         try:
             if done.done():
                 done.result()
@@ -73,7 +75,8 @@ class Helper:
                     done.exception(LOOK_S)
             return done.result()
         finally:
-            del done  # its error has this frame, by which the two would hold each other
+            # Its error has this frame, by which the two would hold each other.
+            del done
 
     def settle(self, done: Future[Any]) -> None:
         """Waits until a call has returned or raised, or its thread has ended. Its error stays as it is: raised once
@@ -99,4 +102,5 @@ def _work(calls: _Calls) -> None:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        del call, work, done  # they hold on to whoever asked
+        # They hold on to whoever asked.
+        del call, work, done

@@ -19,7 +19,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
 from fusedmoe.schedule.simulate import makespan
@@ -43,7 +43,7 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     return {
         "sequential": sequential(costs, limit),
         "experts": experts,
-        "experts, attention": ablation(costs, limit)["attention"],
+        "experts, attention": PlanSearch(costs, limit).ablation["attention"],
         "experts, all-reduce": with_buckets(costs, experts, UNTUNED_BYTES),
         "experts, all-reduce, S_p": min(tuned, key=lambda plan: makespan(plan, costs)),
         "flowmoe": POLICIES["flowmoe"].plan(costs, limit),

@@ -37,12 +37,11 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
-from fusedmoe.schedule.candidates import OFF, PlanCandidate
-from fusedmoe.schedule.contest import Contest
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.tuning import OFF, Contest, PlanCandidate
 from fusedmoe.training import PlanTuning, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import PlannedStep

@@ -29,7 +29,7 @@ from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts, load
+from fusedmoe.placement.traffic import PlacementCosts, load
 from fusedmoe.training import ShardedExperts
 
 #: Attention of a layer, forward; backward takes twice as long.

@@ -27,8 +27,7 @@ from fusedmoe.placement.hecate import (
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
-from fusedmoe.placement.transfers import Transfer
+from fusedmoe.placement.traffic import PlacementCosts, Transfer, layer_s, load, transfers_s
 
 
 def costs_of_layer(

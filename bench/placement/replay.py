@@ -19,7 +19,7 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts, compute_s, exchange_s, load
+from fusedmoe.placement.traffic import PlacementCosts, compute_s, exchange_s, load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

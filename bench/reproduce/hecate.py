@@ -15,7 +15,7 @@ from bench.placement.replay import Outcome, replay
 from bench.reproduce.table import Part, Progress, Row, Table
 from fusedmoe.placement.hecate import WINDOW, materialise, predict
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import gather, traffic
+from fusedmoe.placement.traffic import gather, traffic
 
 SIZES = Table(
     "hecate-table1",

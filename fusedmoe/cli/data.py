@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +31,15 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two strings of bytes (uint8 tensors), one to train on and one held out, and what they were made of.
-
-    Attributes:
-        source: the folder or file.   train_files, held_out_files: how many.   fingerprint: of all bytes and the split.
-    """
+    """Two strings of bytes (uint8 tensors), one to train on and one held out, and what they were made of."""
 
     train: Tensor
     held_out: Tensor
+    # The folder or file.
     source: str
     train_files: int
     held_out_files: int
+    # Of all bytes and the split.
     fingerprint: str
 
 
@@ -71,12 +70,8 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
 
     Args:
         source: a folder (read with everything below it) or one file; None: the Python standard library's source.
-        pattern: which files of the folder, as `Path.rglob` understands it. Files that hold a zero byte are no text.
-        held_out: the share of the files to hold out, between 0 and 1. The choice of a file depends on its relative
-            path alone. At least one file is held out; of a single file, its end is.
-    Raises:
-        ConfigError: nothing there to read, too little of it, or more than memory has room for; a pattern that is none,
-            or a fraction that leaves nothing on one side.
+        pattern: which files of the folder, as `Path.rglob` understands it.
+        held_out: the share of the files to hold out, one at least; of a single file its end.
     """
     if not 0 < held_out < 1:
         raise ConfigError(f"held-out fraction {held_out} must lie between 0 and 1")
@@ -85,6 +80,7 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
     texts = {path: text for path, text in _read(root, pattern, library=source is None) if text and b"\0" not in text}
     if not texts:
         raise ConfigError(f"data: no text in {root} (files that match {pattern!r}); see --data and --pattern")
+    # By the relative path alone: a file stays on its side whatever else comes or goes.
     out = {path for path in texts if is_held_out(path, held_out)}
     if len(texts) == 1:
         ((path, text),) = texts.items()
@@ -120,11 +116,10 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
         try:
             # A file may have become a pipe since it was looked at; this read does not wait for one.
             data = regular_bytes(path, size)
-        except (FileNotFoundError, PermissionError) as error:
-            if path == root:
-                raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
-            continue  # a folder of text that is not ours may hold files that we must not read
         except OSError as error:
+            # A folder of text that is not ours may hold files that we must not read.
+            if path != root and isinstance(error, FileNotFoundError | PermissionError):
+                continue
             raise ConfigError(f"data: {path} cannot be read: {error.strerror or error}") from error
         yield path.name if path == root else path.relative_to(root).as_posix(), data
 
@@ -154,14 +149,12 @@ def _matches(root: Path, pattern: str, library: bool) -> list[Path]:
 def _size(path: Path) -> int:
     """Returns the bytes of a file; 0 for anything else, and for what cannot be looked at."""
     try:
-        status = path.stat()
+        return path.stat().st_size if path.is_file() else 0
     except OSError:
         return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-@dataclass(frozen=True)
-class ByteBatch:
+class ByteBatch(NamedTuple):
     """Tokens that a model reads and targets that it should say: both [B, L] int64; `IGNORE` where no target counts."""
 
     tokens_BL: Tensor
@@ -174,8 +167,6 @@ class Batches:
     Args:
         batch, length: B sequences of L bytes.
         mask: the symbol that hides a byte, for a masked model; None: a causal one, whose targets are the next bytes.
-    Raises:
-        ConfigError: the text is shorter than one sequence.
     """
 
     def __init__(self, text: Tensor, batch: int, length: int, *, mask: int | None) -> None:

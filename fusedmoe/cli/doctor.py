@@ -1,33 +1,5 @@
-"""`fusedmoe doctor`: which transports work on this machine, and what to do about those that do not."""
+"""Say which transports work on this machine, and why others do not.
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import platform
-import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
-from importlib import metadata
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-import fusedmoe
-from fusedmoe.cli.settings import add_parser
-from fusedmoe.ranks import BACKENDS, no_gpu, not_for_torch, nvshmem_packages
-from fusedmoe.threads import Helper
-
-SUMMARY = "say which transports work on this machine, and why others do not"
-
-DESCRIPTION = """\
 Tries every way in which ranks can exchange rows here, and says of each whether it works; where
 it does not, why, and what to do.
 
@@ -41,6 +13,33 @@ Where no symmetric memory works, collectives are used, and nothing else changes.
 
 Nothing is changed on the machine, and no other rank is asked. Each probe ends within 10 s.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import metadata
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import fusedmoe
+from fusedmoe.cli.settings import add_parser
+from fusedmoe.ranks import BACKENDS, no_gpu, not_for_torch, nvshmem_packages
+from fusedmoe.threads import Helper
 
 EXAMPLES = """\
 examples:
@@ -58,18 +57,18 @@ SHARED_MEMORY = "/dev/shm"
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `doctor` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "doctor", SUMMARY, DESCRIPTION, EXAMPLES, run)
+    parser = add_parser(commands, "doctor", __doc__, EXAMPLES, run)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Looks at the machine and shows what works; returns the exit code."""
-    findings = examine()
+    facts = examine()
     if arguments.json:
-        print(json.dumps(asdict(findings), indent=2))
+        print(json.dumps(facts, indent=2))
     else:
-        _show(findings)
-    return 0 if any(answer.works for answer in findings.transports) else 1
+        _show(facts)
+    return 0 if any(transport["works"] for transport in facts["transports"]) else 1
 
 
 @dataclass(frozen=True)
@@ -82,50 +81,25 @@ class TransportProbe:
     why_not: Callable[[], str]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The result of a probe. `reason`: why the transport does not work, and what to do; "" where it works."""
+def examine() -> dict[str, Any]:
+    """Probes every transport, one after the other; returns everything that was found on this machine.
 
-    name: str
-    kind: str
-    carries: str
-    works: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, and with which of the others it shares memory."""
-
-    index: int
-    name: str
-    capability: str
-    memory_bytes: int
-    reaches: list[int]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Everything that was found on this machine. A version is None where the thing is not installed.
-
-    `shared_memory`: sizes of /dev/shm in bytes, where NCCL runs, which may take it between GPUs of a node.
+    A version is None where the thing is not installed. `shared_memory` has sizes of /dev/shm in bytes, where NCCL runs,
+    which may take it between GPUs of a node.
     """
-
-    host: str
-    versions: dict[str, str | None]
-    gpus: list[Gpu]
-    shared_memory: dict[str, int] | None
-    transports: list[Answer]
-
-
-def examine() -> Findings:
-    """Probes every transport, one after the other."""
-    answers = []
+    transports = []
     for probe in TRANSPORTS:
         reason = bounded(probe.why_not)
-        answers.append(Answer(probe.name, probe.kind, probe.carries, not reason, reason))
-    nccl = any(answer.works for answer in answers if answer.name == "nccl")
-    return Findings(platform.node(), versions(), gpus(), shared_memory() if nccl else None, answers)
+        facts = {"name": probe.name, "kind": probe.kind, "carries": probe.carries}
+        transports.append(facts | {"works": not reason, "reason": reason})
+    nccl = any(transport["works"] for transport in transports if transport["name"] == "nccl")
+    return {
+        "host": platform.node(),
+        "versions": versions(),
+        "gpus": gpus(),
+        "shared_memory": shared_memory() if nccl else None,
+        "transports": transports,
+    }
 
 
 def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
@@ -155,11 +129,6 @@ def why_not_nccl() -> str:
     return "" if dist.is_nccl_available() else "this PyTorch is a build without NCCL; install one with"
 
 
-def why_not_local() -> str:
-    """Returns nothing against it: virtual ranks need memory of this process alone."""
-    return ""
-
-
 def why_no_heap(backend: str, device: str) -> str:
     return BACKENDS[backend].why_not(torch.device(device))
 
@@ -170,7 +139,8 @@ TRANSPORTS = (
     TransportProbe("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
     TransportProbe("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
     TransportProbe("host", SYMMETRIC, "processes of this host", partial(why_no_heap, "host", "cpu")),
-    TransportProbe("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
+    # Virtual ranks need memory of this process alone: nothing stands against them.
+    TransportProbe("local", SYMMETRIC, "virtual ranks of one process", str),
     TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
     TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
 )
@@ -213,14 +183,15 @@ def _driver() -> str | None:
         pynvml.nvmlShutdown()
 
 
-def gpus() -> list[Gpu]:
-    """Returns the GPUs that PyTorch sees."""
+def gpus() -> list[dict[str, Any]]:
+    """Returns the GPUs that PyTorch sees; a GPU reaches those with which it shares memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for index in range(count):
         known = torch.cuda.get_device_properties(index)
         reaches = [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)]
-        gpus.append(Gpu(index, known.name, f"{known.major}.{known.minor}", known.total_memory, reaches))
+        facts = {"index": index, "name": known.name, "capability": f"{known.major}.{known.minor}"}
+        gpus.append(facts | {"memory_bytes": known.total_memory, "reaches": reaches})
     return gpus
 
 
@@ -232,43 +203,43 @@ def shared_memory() -> dict[str, int] | None:
     return {"size": usage.total, "free": usage.free}
 
 
-def _show(findings: Findings) -> None:
+def _show(facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    console.print(findings.host, markup=False)
-    console.print(_versions_table(findings))
-    console.print(_transports_table(findings))
-    if not any(answer.works for answer in findings.transports):
+    console.print(facts["host"], markup=False)
+    console.print(_versions_table(facts))
+    console.print(_transports_table(facts["transports"]))
+    if not any(transport["works"] for transport in facts["transports"]):
         console.print("Nothing works here: only a world of one rank can run.")
 
 
-def _versions_table(findings: Findings) -> Table:
+def _versions_table(facts: dict[str, Any]) -> Table:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, version in findings.versions.items():
+    # Texts of the machine are no markup of rich: a name may have brackets.
+    for name, version in facts["versions"].items():
         table.add_row(name, Text(version or "not there"))
-    for gpu in findings.gpus:
-        peers = ", ".join(map(str, gpu.reaches))
-        reach = f", reaches {peers}" if peers else ", reaches no other" if len(findings.gpus) > 1 else ""
-        text = f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory_bytes / 2**30:.0f} GiB{reach}"
-        table.add_row(f"GPU {gpu.index}", Text(text))
-    if not findings.gpus:
+    for gpu in facts["gpus"]:
+        peers = ", ".join(map(str, gpu["reaches"]))
+        reach = f", reaches {peers}" if peers else ", reaches no other" if len(facts["gpus"]) > 1 else ""
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB{reach}"
+        table.add_row(f"GPU {gpu['index']}", Text(f"{gpu['name']}, compute capability {gpu['capability']}, {memory}"))
+    if not facts["gpus"]:
         table.add_row("GPUs", "none")
-    if sizes := findings.shared_memory:
+    if sizes := facts["shared_memory"]:
         free = f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
         table.add_row(f"{SHARED_MEMORY} (NCCL)", free)
     return table
 
 
-def _transports_table(findings: Findings) -> Table:
+def _transports_table(transports: list[dict[str, Any]]) -> Table:
     table = Table(title="transports", title_justify="left")
     for column in ("", "between", "works", "why not, and what to do"):
         table.add_column(column, overflow="fold", no_wrap=column in ("", "works"))
-    kind = ""
-    for answer in findings.transports:
-        if answer.kind != kind:
-            kind = answer.kind
-            table.add_section()
-            table.add_row(Text(kind, style="bold"))
-        table.add_row(answer.name, answer.carries, "yes" if answer.works else "no", Text(answer.reason))
+    for kind, alike in groupby(transports, key=itemgetter("kind")):
+        table.add_section()
+        table.add_row(Text(kind, style="bold"))
+        for transport in alike:
+            works = "yes" if transport["works"] else "no"
+            table.add_row(transport["name"], transport["carries"], works, Text(transport["reason"]))
     return table

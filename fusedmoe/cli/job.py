@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ from fusedmoe import Topology
 from fusedmoe.cli.data import mix
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError
-from fusedmoe.hooks import Hooks, WireCast
+from fusedmoe.hooks import WireCast
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.ranks import launch_in_order_of_issue
@@ -61,9 +61,6 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     Experts are spread over the nodes (EP), each expert and the attention are split inside a node (ESP = MP); an axis
     is made smaller where heads, hidden dim or experts do not divide. Ranks beyond that are data parallel. Experts that
     move are spread over all ranks, each one whole.
-
-    Raises:
-        ConfigError: the ranks do not fill nodes, or the sizes do not fit the world.
     """
     model, ranks = settings.model, launch.ranks
     # torchrun knows how many ranks share this host; --ranks-per-node divides a host into pretended nodes.
@@ -91,12 +88,16 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     return Sizes(per_node, ep, esp, mp)
 
 
-def choose_device(settings: Settings, launch: Launch) -> torch.device:
-    """Chooses the device of this rank.
+def settle(
+    settings: Settings, launch: Launch, choose: Callable[[Settings, Launch], Sizes] = choose_sizes
+) -> tuple[Sizes, Settings]:
+    """Settles the sizes, and with them the number of the model's experts."""
+    sizes = choose(settings, launch)
+    return sizes, settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
 
-    Raises:
-        ConfigError: GPUs were asked for, and there are fewer than ranks on this machine.
-    """
+
+def choose_device(settings: Settings, launch: Launch) -> torch.device:
+    """Chooses the device of this rank."""
     # A rank without a GPU of its own would share one, and NCCL refuses that.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and settings.device != "cpu" else 0
     if gpus >= launch.local_ranks:
@@ -140,6 +141,16 @@ def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
     return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
 
 
+@contextmanager
+def ranks_of(settings: Settings, launch: Launch, sizes: Sizes, command: str) -> Iterator[tuple[Topology, torch.device]]:
+    """Holds a command's ranks together: process group, topology and device. An error in the block ends all of them."""
+    device = choose_device(settings, launch)
+    with process_group(launch, device, settings.timeout_s):
+        topology = make_topology(sizes, settings.timeout_s)
+        with topology.guard(command):
+            yield topology, device
+
+
 def shard_experts(
     model: Transformer, optimizer: torch.optim.Optimizer, topology: Topology, settings: Settings
 ) -> ShardedExperts | None:
@@ -157,21 +168,17 @@ def shard_experts(
     )
 
 
-def make_hooks(settings: Settings) -> tuple[Hooks, ...]:
-    """Makes the hooks that compress rows on their way, if any."""
-    return (WireCast(WIRE_DTYPES[settings.wire_dtype]),) if settings.wire_dtype in WIRE_DTYPES else ()
-
-
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
     """Makes the model, its parameters drawn from the seed: the same on any number of ranks."""
     # Every rank draws the whole model's numbers in the same order, and keeps its part.
     torch.manual_seed(mix("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
+    wire = WIRE_DTYPES.get(settings.wire_dtype)
     return Transformer(
         model,
         topology,
         dispatch=settings.dispatch,
-        hooks=make_hooks(settings),
+        hooks=() if wire is None else (WireCast(wire),),
         recompute=settings.recompute,
         placement="ep" if settings.placement == "ep" else "fssdp",
         device=device,
@@ -181,21 +188,15 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Makes AdamW; biases and norms do not decay."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    decays: list[nn.Parameter] = []
+    stays: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         # Experts stack their biases to matrices: only the name tells them apart.
         last = name.rpartition(".")[2]
         is_matrix = parameter.dim() > 1 and "bias" not in last and last not in ("b1", "b2")
-        groups[is_matrix].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": settings.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=settings.peak_lr,
-        betas=_BETAS,
-        fused=True,
-    )
+        (decays if is_matrix else stays).append(parameter)
+    groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": stays, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.peak_lr, betas=_BETAS, fused=True)
 
 
 class StopRequest:
@@ -207,16 +208,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.wanted = False
-        self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._note)
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True

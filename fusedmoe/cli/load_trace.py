@@ -2,8 +2,6 @@
 
 The file is JSON with a line for each step, and ends with a digest. The digest is chained from line to line, so that a
 job adds steps to a file of any length without reading it.
-
-matplotlib is imported where it draws, and through its object interface: no window, no global state, any thread.
 """
 
 from __future__ import annotations
@@ -43,18 +41,12 @@ _ACROSS, _DPI = 4, 130
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """Counts of tokens by iteration, layer, rank and expert.
+    """Counts of tokens by iteration, layer, rank and expert; `source` says where they are from."""
 
-    Attributes:
-        tokens_ILWE: [I, L, W, E] integers, the tokens that rank W had for expert E.
-        source: says where they are from.
-        first: the number of the first iteration, which counts from 1.
-    Raises:
-        ConfigError: anything but counts with all four axes, or a `first` below 1.
-    """
-
+    # [I, L, W, E], the tokens that rank W had for expert E.
     tokens_ILWE: NDArray[np.int64]
     source: str = ""
+    # The number of the first iteration, which counts from 1.
     first: int = 1
 
     def __post_init__(self) -> None:
@@ -99,11 +91,7 @@ class LoadTrace:
         return head + "\n" + ",\n".join(lines) + _end(_chained("", [head, *lines]))
 
     def append_to(self, path: Path) -> None:
-        """Adds these iterations to a file of `to_json`, of the same layers, ranks and experts, without reading it.
-
-        Raises:
-            ConfigError: the file does not end as one of `to_json` does.
-        """
+        """Adds these iterations to a file of `to_json`, of the same layers, ranks and experts, without reading it."""
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END_BYTES))
@@ -119,11 +107,7 @@ class LoadTrace:
 
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:
-        """Returns the trace written by `to_json`. A text without a digest, of an earlier version, is taken as it is.
-
-        Raises:
-            ConfigError: the text is no such JSON, or not as it was written.
-        """
+        """Returns the trace written by `to_json`. A text without a digest, of an earlier version, is taken as it is."""
         data = parse_json(text, "load trace")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'load trace: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
@@ -133,19 +117,14 @@ class LoadTrace:
             if end is None or end[1] != _chained("", lines):
                 raise ConfigError("load trace: the file is damaged: it is not as it was written")
         try:
-            return cls(np.array(data["tokens"]), str(data["source"]), data.get("first", 1))
+            tokens, source = np.array(data["tokens"]), str(data["source"])
         except (KeyError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"load trace: a field is missing, or lists differ in length: {error}") from error
+        return cls(tokens, source, data.get("first", 1))
 
     @classmethod
     def from_cut_json(cls, text: str) -> LoadTrace:
-        """Returns the trace as `from_json` does; of a text whose writer was killed, the iterations that are whole.
-
-        Raises:
-            ConfigError: as in `from_json`.
-        """
+        """Returns the trace as `from_json` does; of a text whose writer was killed, the iterations that are whole."""
         if not text.endswith("}\n"):
             text = text[: text.rfind("]]]") + 3] + "\n]}\n"
         return cls.from_json(text)
@@ -173,54 +152,48 @@ def draw_loads(trace: LoadTrace, path: str | Path, *, title: str) -> None:
 
 def figure(trace: LoadTrace, *, title: str) -> Figure:
     """Makes the picture as a matplotlib figure, bound to no window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Imported where it draws: a job that draws nothing does not wait for matplotlib.
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     over_ILE = over_mean(trace)
+    vio_IL = _columns(over_ILE.max(axis=2) - 1)
     shown = np.unique(np.linspace(0, trace.layers - 1, min(trace.layers, MOST_PANELS)).round().astype(int))
     across = min(len(shown), _ACROSS)
     rows = math.ceil(len(shown) / across)
     drawn = Figure(figsize=(14, 2.4 * rows + 3), layout="constrained", facecolor="white")
-    FigureCanvasAgg(drawn)
     drawn.suptitle(title, color=_INK, parse_math=False)
     grid = drawn.add_gridspec(rows + 1, across, height_ratios=[1] * rows + [1.1])
-    top = max(2.0, float(np.quantile(over_ILE, 0.995)))
     colours = LinearSegmentedColormap.from_list("loads", ["white", "#98b8f8", "#0a2f66"])
-    # Columns stand for several steps each where there are many.
     begins, ends = trace.first - 0.5, trace.first + len(trace) - 0.5
-    extent = (begins, ends, trace.experts - 0.5, -0.5)
-    panels, picture = [], None
-    for place, layer in enumerate(shown):
-        axes = drawn.add_subplot(grid[place // across, place % across])
-        options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "extent": extent, "cmap": colours}
-        picture = axes.imshow(_columns(over_ILE[:, layer]).T, vmin=0, vmax=top, **options)
+    options: dict[str, Any] = {
+        "extent": (begins, ends, trace.experts - 0.5, -0.5),
+        # A few loads above this one share its colour: a single peak would leave all the rest white.
+        "vmax": max(2.0, float(np.quantile(over_ILE, 0.995))),
+    }
+    options |= {"aspect": "auto", "interpolation": "nearest", "cmap": colours, "vmin": 0}
+    panels = [drawn.add_subplot(grid[divmod(place, across)]) for place in range(len(shown))]
+    for layer, axes in zip(shown, panels, strict=True):
+        picture = axes.imshow(_columns(over_ILE[:, layer]).T, **options)
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_title(f"layer {layer}", size=9, color=_INK)
-        axes.set_ylabel("expert" if place % across == 0 else "", color=_FAINT)
-        panels.append(axes)
-    assert picture is not None
+    for axes in panels[::across]:
+        axes.set_ylabel("expert", color=_FAINT)
     drawn.colorbar(picture, ax=panels, label="load over the mean", fraction=0.03)
     uneven = drawn.add_subplot(grid[rows, :])
-    middle_I = np.linspace(begins + 0.5, ends - 0.5, len(_columns(over_ILE[:, 0])))
-    vio_IL = over_ILE.max(axis=2) - 1
+    middle_I = np.linspace(begins + 0.5, ends - 0.5, len(vio_IL))
     for layer in range(trace.layers):
-        line: dict[str, Any] = {"color": colours(0.25 + 0.7 * layer / max(1, trace.layers - 1)), "linewidth": 1.0}
+        colour = colours(0.25 + 0.7 * layer / max(1, trace.layers - 1))
         label = f"layer {layer}" if layer in shown else None
-        uneven.plot(middle_I, _columns(vio_IL[:, layer, None])[:, 0], label=label, **line)
+        uneven.plot(middle_I, vio_IL[:, layer], label=label, color=colour, linewidth=1.0)
     uneven.axhline(0, color=_RULE, zorder=0)
-    uneven.set(
-        title="max_vio: the busiest expert's load over the mean, less 1",
-        xlabel="step",
-        xlim=(begins, ends),
-        ylim=(0, None),
-    )
+    uneven.set(title="max_vio: the busiest expert's load over the mean, less 1")
+    uneven.set(xlabel="step", xlim=(begins, ends), ylim=(0, None))
     uneven.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
     for axes in (*panels, uneven):
         axes.tick_params(colors=_FAINT, length=0, labelsize=8)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.spines[:].set_visible(False)
     return drawn
 
 

@@ -45,11 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fusedmoe {__version__}")
     kind: type[argparse.ArgumentParser] = _Command
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
-    train.add_command(commands)
-    profile.add_command(commands)
-    plan_command.add_command(commands)
-    trace.add_command(commands)
-    doctor.add_command(commands)
+    for command in (train, profile, plan_command, trace, doctor):
+        command.add_command(commands)
     return parser
 
 

@@ -1,27 +1,5 @@
-"""`fusedmoe profile`: what collectives and matrix products take on this machine."""
+"""Measure what links and matrix products take.
 
-from __future__ import annotations
-
-import argparse
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-
-from fusedmoe.cli.job import Launch, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
-from fusedmoe.cli.step_plans import compute_dtype
-from fusedmoe.errors import ConfigError
-from fusedmoe.files import sealed
-from fusedmoe.measuring import PROFILE_BUDGET_S, Profile, cached_profile
-from fusedmoe.plans import Line
-
-SUMMARY = "measure what links and matrix products take"
-
-DESCRIPTION = """\
 Measures what schedules are made by: all-to-all between the ranks that hold experts,
 all-gather and reduce-scatter between the shards of an expert, all-reduce between replicas,
 and matrix products, each in many sizes, on all ranks at once. The time of each is a straight
@@ -32,6 +10,19 @@ What is found is kept in $FUSEDMOE_CACHE, or else ~/.cache/fusedmoe, one file fo
 machine, layout of ranks and dtype. Layers with schedule="auto" and fusedmoe train --schedule
 find it there; without it they measure by themselves, once.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fusedmoe.cli.job import Launch, ranks_of, settle
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
+from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
+from fusedmoe.errors import ConfigError
+from fusedmoe.files import sealed
+from fusedmoe.measuring import PROFILE_BUDGET_S, Profile, cached_profile
 
 EXAMPLES = """\
 examples:
@@ -57,7 +48,7 @@ MOST_S = 100.0
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `profile` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "profile", SUMMARY, DESCRIPTION, EXAMPLES, run)
+    parser = add_parser(commands, "profile", __doc__, EXAMPLES, run)
     group = parser.add_argument_group("profile")
     group.add_argument(
         "--budget",
@@ -78,14 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--budget {arguments.budget:g}: give more than 0 and less than {MOST_S:g} seconds")
     launch = Launch.from_environment()
     settings = Settings().changed(changes_of(arguments))
-    sizes = choose_sizes(settings, launch)
-    device = choose_device(settings, launch)
-    with process_group(launch, device, settings.timeout_s):
-        topology = make_topology(sizes, settings.timeout_s)
-        with topology.guard("fusedmoe profile"):
-            measured, path = cached_profile(
-                topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
-            )
+    sizes, settings = settle(settings, launch)
+    with ranks_of(settings, launch, sizes, "fusedmoe profile") as (topology, device):
+        measured, path = cached_profile(
+            topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
+        )
     if launch.rank == 0:
         _show(measured, path)
         if arguments.json is not None:
@@ -96,19 +84,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(measured: Profile, path: Path) -> None:
-    console = Console(highlight=False)
-    table = Table(title="α + β·n", title_justify="left")
-    for column in ("", "n up to", "points", "α", "1 / β", "r²"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    console = make_console()
+    columns = ("", "n up to", "points", "α", "1 / β", "r²")
+    table = make_table("α + β·n", columns, right=columns[1:])
     for name, line in measured.costs.lines.items():
-        points = measured.points[name]
+        points, unit = measured.points[name], _unit(name)
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
-        table.add_row(name, _amount(name, points[-1][0]), str(len(points)), _time(line.alpha_s), _rate(name, line), r2)
+        most, rate = _scaled(points[-1][0], unit), _scaled(line.per_s, f"{unit}/s")
+        table.add_row(name, most, str(len(points)), _time(line.alpha_s), rate, r2)
     console.print(measured.costs.machine, markup=False)
     console.print(table)
-    contention = measured.costs.contention
+    # Contention is between two kinds of links, and measured where a layout has both.
     if {"all-to-all/ep", "all-gather/esp"} <= measured.costs.lines.keys():
-        console.print(f"contention: while both kinds of links work, each keeps {contention:.0%} of its speed")
+        share = f"{measured.costs.contention:.0%}"
+        console.print(f"contention: while both kinds of links work, each keeps {share} of its speed")
     kept = f"; kept in {path}" if path.exists() else ""
     console.print(f"measured in {measured.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
 
@@ -117,12 +106,8 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def _amount(name: str, n: float) -> str:
-    return _scaled(n, "FLOP" if name == "gemm" else "B")
-
-
-def _rate(name: str, line: Line) -> str:
-    return _scaled(line.per_s, "FLOP/s" if name == "gemm" else "B/s")
+def _unit(name: str) -> str:
+    return "FLOP" if name == "gemm" else "B"
 
 
 def _scaled(value: float, unit: str) -> str:
@@ -136,29 +121,21 @@ def plot(measured: Profile, path: Path) -> None:
     """Draws the points of each line and the line through them, a panel each."""
     from matplotlib.figure import Figure
 
-    names = list(measured.costs.lines)
-    figure = Figure(figsize=(4.2 * min(3, len(names)), 3.6 * -(-len(names) // 3) + 0.5), layout="constrained")
-    panels = figure.subplots(-(-len(names) // 3), min(3, len(names)), squeeze=False).flatten()
-    for panel in panels[len(names) :]:
+    lines = measured.costs.lines
+    across, down = min(3, len(lines)), -(-len(lines) // 3)
+    figure = Figure(figsize=(4.2 * across, 3.6 * down + 0.5), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for panel in panels[len(lines) :]:
         panel.set_axis_off()
-    for name, panel in zip(names, panels, strict=False):
-        _panel(panel, name, measured.costs.lines[name], measured.points[name])
+    for (name, line), panel in zip(lines.items(), panels, strict=False):
+        unit, size = ("GFLOP", 1e9) if name == "gemm" else ("MB", 1e6)
+        n, seconds = zip(*measured.points[name], strict=True)
+        ends = [0, n[-1]]
+        panel.plot([end / size for end in ends], [1e3 * line.seconds(end) for end in ends], color="#0a2f66", zorder=1)
+        panel.scatter([x / size for x in n], [1e3 * s for s in seconds], s=14, color="#ad380c", zorder=2)
+        r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
+        panel.set_title(f"{name}\n{_time(line.alpha_s)} + n / ({_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9)
+        panel.set(xlabel=unit, ylabel="ms", xlim=(0, None), ylim=(0, None), axisbelow=True)
+        panel.grid(color="#e4e4e4", linewidth=0.6)
     figure.suptitle(measured.costs.machine, fontsize=8)
     figure.savefig(path, dpi=130)
-
-
-def _panel(panel: Any, name: str, line: Line, points: Sequence[tuple[float, float]]) -> None:
-    unit, size = ("GFLOP", 1e9) if name == "gemm" else ("MB", 1e6)
-    most = points[-1][0]
-    style: Mapping[str, Any] = {"color": "#0a2f66", "linewidth": 1.2, "zorder": 1}
-    panel.plot([0, most / size], [1e3 * line.seconds(0), 1e3 * line.seconds(most)], **style)
-    panel.scatter([n / size for n, _ in points], [1e3 * s for _, s in points], s=14, color="#ad380c", zorder=2)
-    r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
-    panel.set_title(f"{name}\n{_time(line.alpha_s)} + n / ({_rate(name, line)}){r2}", fontsize=9)
-    panel.set_xlabel(unit, fontsize=8)
-    panel.set_ylabel("ms", fontsize=8)
-    panel.tick_params(labelsize=8)
-    panel.set_xlim(left=0)
-    panel.set_ylim(bottom=0)
-    panel.grid(color="#e4e4e4", linewidth=0.6)
-    panel.set_axisbelow(True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +31,17 @@ MOST_BYTES = 32 * 2**20
 
 
 class RunDir:
-    """A run folder: config.json and what the attributes name. Only rank 0 writes files.
-
-    Attributes:
-        checkpoint: a folder.   metrics: a line a step.   loads: what gates chose, by step, layer, rank and expert.
-        loads_picture: of the loads over time.
-        picture, trace: of the timeline of one step.
-        costs, plan: of the schedule, if there is one; a resumed job keeps to the costs.
-        parts: the step of the timeline beside its prediction, as a table.
-        choice: the plan that was measured to be the fastest, and what the others took; a resumed job keeps to it, too.
-    """
+    """A run folder: config.json and what the attributes name. Only rank 0 writes files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint, self.metrics, self.loads = path / "checkpoint", path / "metrics.jsonl", path / "loads.json"
-        self.loads_picture = path / "loads.png"
-        self.picture, self.trace = path / "timeline.png", path / "trace.json"
+        self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
+        # What gates chose, by step, layer, rank and expert.
+        self.loads, self.loads_picture = path / "loads.json", path / "loads.png"
+        # The timeline of one step, and the step beside its prediction, as a table.
+        self.picture, self.trace, self.parts = path / "timeline.png", path / "trace.json", path / "parts.txt"
+        # A resumed job keeps to the costs of its schedule, and to the plan that was measured to be the fastest.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
-        self.parts = path / "parts.txt"
 
     def note(self, step: int, record: dict[str, Any]) -> None:
         """Adds a line to the metrics."""
@@ -54,11 +49,7 @@ class RunDir:
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
-        """Makes a new run folder, by default runs/<date-time>. Called on rank 0.
-
-        Raises:
-            ConfigError: the folder holds a run already, or is none.
-        """
+        """Makes a new run folder, by default runs/<date-time>. Called on rank 0."""
         if path is not None:
             if (path / "config.json").exists():
                 raise ConfigError(f"{path} holds a run already: go on with --resume {path}, or name another --run-dir")
@@ -66,15 +57,14 @@ class RunDir:
                 raise ConfigError(f"--run-dir {path} is a file: name a folder, new or empty")
             path.mkdir(parents=True, exist_ok=True)
             return cls(path)
-        name, number = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+        first = path = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S"))
         # Two jobs may start in the same second.
-        while True:
-            path = Path("runs") / (name if number == 1 else f"{name}_{number}")
-            try:
+        for number in count(2):
+            with suppress(FileExistsError):
                 path.mkdir(parents=True)
-                return cls(path)
-            except FileExistsError:
-                number += 1
+                break
+            path = first.with_name(f"{first.name}_{number}")
+        return cls(path)
 
     def write_config(self, settings: Settings, launch: Launch, sizes: Sizes, facts: dict[str, Any]) -> None:
         """Writes config.json: the settings as `--resume` reads them, and what was chosen when the job started."""
@@ -122,7 +112,7 @@ class LoadLog:
         self._kept: list[Tensor] = []
 
     def note(self, load_LE: Tensor) -> None:
-        """Notes the counts of one step on this rank; all ranks note all steps. Collective every `EVERY` steps."""
+        """Notes the counts of a step on this rank; all ranks note all steps. Collective every `EVERY` steps."""
         self._kept.append(load_LE)
         if len(self._kept) == EVERY:
             self.flush()
@@ -149,6 +139,7 @@ class LoadLog:
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
                 write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next).to_json())
                 return
+            # The file may have steps that a killed job did after its last checkpoint: they are done again.
             write_text(self._path, earlier.to_json())
         if self._path.stat().st_size < MOST_BYTES:
             LoadTrace(tokens_ILWE).append_to(self._path)

@@ -11,7 +11,7 @@ import math
 import os
 import reprlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -34,18 +34,14 @@ DEVICES = ("auto", "cpu", "cuda")
 #: Values of `--placement`: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
-_CHOICES = (
-    ("dtype", DTYPES),
-    ("wire_dtype", WIRES),
-    ("device", DEVICES),
-    ("placement", PLACEMENTS),
-)
-
+# The least number of each setting that is one.
+_LEAST = {
+    **dict.fromkeys(("ranks_per_node", "ep", "esp", "mp", "steps", "eval_batches"), 1),
+    **dict.fromkeys(("placement_memory", "placement_overlap", "warmup", "checkpoint_every", "survive"), 0),
+    **dict.fromkeys(("timeline_step", "lr", "weight_decay", "clip", "aux_weight"), 0),
+}
 # A year; PyTorch counts it in nanoseconds, which have an end.
 _MOST_S = 3.2e7
-
-# Counts of steps, and numbers of them, that may be 0.
-_OF_STEPS = ("warmup", "checkpoint_every", "survive", "timeline_step")
 
 # More choices than this are listed in the help instead of beside the flag.
 _SHORT = 3
@@ -61,9 +57,6 @@ class Settings:
     """The settings of `fusedmoe train`. A setting that is None is chosen when the job starts, by model and ranks.
 
     The help of each setting's flag (`GROUPS`) says what it means.
-
-    Raises:
-        ConfigError: a value that cannot be.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -98,26 +91,17 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("placement_memory", "placement_overlap"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name} = {value} must be at least 0")
-        for name in ("ranks_per_node", "ep", "esp", "mp", "steps", "eval_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
-        for name in (*_OF_STEPS, "lr", "weight_decay", "clip", "aux_weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name} = {value} must be a number from 0")
-        for name, known in _CHOICES:
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
-        if self.schedule not in schedules():
-            raise ConfigError(
-                f"schedule = {self.schedule!r} is not one of {', '.join(schedules())}; a program that registers one "
-                "(fusedmoe.register_policy) runs the command by fusedmoe.cli.main.main()"
-            )
+            # Written so that NaN, which compares with nothing, is refused as well.
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{name} = {value} must be a number from {least}")
+        for flag in (flag for flags in GROUPS.values() for flag in flags if hasattr(self, flag.setting)):
+            value, known = getattr(self, flag.setting), flag.known
+            if known and value not in known:
+                cure = "; a program registers its own by fusedmoe.register_policy, and calls fusedmoe.cli.main.main()"
+                cure = cure if flag.setting == "schedule" else ""
+                raise ConfigError(f"{flag.setting} = {value!r} is not one of {', '.join(known)}{cure}")
         if not 0 < self.timeout_s <= _MOST_S:
             raise ConfigError(f"timeout_s = {self.timeout_s} must be positive, and {_MOST_S:g} at most")
 
@@ -150,24 +134,19 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: Any) -> Settings:
-        """Makes settings of plain types.
-
-        Raises:
-            ConfigError: names that this version does not know, values of another type, or numbers that are none.
-        """
+        """Makes settings of plain types."""
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it holds no settings")
+        hints = get_type_hints(cls) | {f"model.{name}": hint for name, hint in get_type_hints(ModelConfig).items()}
+        values = {name: value for name, value in data.items() if name != "model"}
+        values |= {f"model.{name}": value for name, value in data["model"].items()}
         # A setting that this version ignored would silently train another model.
-        unknown = [name for name in data if name not in {f.name for f in fields(cls)}]
-        unknown += [f"model.{name}" for name in data["model"] if name not in {f.name for f in fields(ModelConfig)}]
-        if unknown:
-            raise ConfigError(f"settings not known to this version: {', '.join(unknown)}")
-        for kind, values in ((cls, data | {"model": ModelConfig()}), (ModelConfig, data["model"])):
-            hints = get_type_hints(kind)
-            for name, value in values.items():
-                if not _fits(value, hints[name]):
-                    raise ConfigError(f"{name} = {reprlib.repr(value)} cannot be")
-        return cls(**{**data, "model": ModelConfig(**data["model"])})
+        if unknown := values.keys() - hints:
+            raise ConfigError(f"settings not known to this version: {', '.join(sorted(unknown))}")
+        for name, value in values.items():
+            if not _fits(value, hints[name]):
+                raise ConfigError(f"{name} = {reprlib.repr(value)} cannot be")
+        return cls().changed(values)
 
 
 def read_settings(run_dir: Path) -> Settings:
@@ -201,99 +180,106 @@ def capacity(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag, the setting it stands for, and its help. The default is read from the settings themselves.
+    """A flag of the setting that it has its name from, with its help. The default is read from the settings.
 
     `kind`: makes a value of the text; bool makes a pair --flag, --no-flag.   `chosen`: the words for None.
     """
 
-    name: str
     setting: str
     help: str
     kind: Callable[[str], Any] = int
-    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None
+    choices: Sequence[str] | Callable[[], Sequence[str]] = ()
     chosen: str = "chosen"
-    metavar: str | None = None
+    metavar: str = ""
+
+    @property
+    def name(self) -> str:
+        """Returns the flag: "--timeout" of `timeout_s`, "--seq-len" of `model.seq_len`."""
+        return "--" + self.setting.removeprefix("model.").removesuffix("_s").replace("_", "-")
+
+    @property
+    def known(self) -> Sequence[str]:
+        """Returns the values that there are; none where any will do."""
+        # Policies are asked for each time: a program may have registered one of its own since.
+        return self.choices() if callable(self.choices) else self.choices
 
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "training": (
-        Flag("--steps", "steps", "optimizer steps"),
-        Flag("--batch", "model.batch", "sequences of a step on each data-parallel replica, B"),
-        Flag("--seq-len", "model.seq_len", "bytes of a sequence, L"),
-        Flag("--lr", "lr", "peak learning rate of AdamW", float, chosen="0.0025·√(128 / model dim)"),
-        Flag("--warmup", "warmup", "steps of rising rate; after them a cosine to a tenth", chosen="5%% of the steps"),
-        Flag("--weight-decay", "weight_decay", "of matrices, not of biases and norms", float),
-        Flag("--clip", "clip", "largest gradient norm; 0: as it comes", float),
-        Flag("--aux-weight", "aux_weight", "weight of the gates' auxiliary losses", float),
-        Flag("--dtype", "dtype", "bf16 is autocast: parameters stay float32", str, DTYPES),
-        Flag("--recompute", "recompute", "keep only the blocks' inputs and compute the rest again backward", bool),
-        Flag("--seed", "seed", "of parameters, batches and the gates' noise"),
+        Flag("steps", "optimizer steps"),
+        Flag("model.batch", "sequences of a step on each data-parallel replica, B"),
+        Flag("model.seq_len", "bytes of a sequence, L"),
+        Flag("lr", "peak learning rate of AdamW", float, chosen="0.0025·√(128 / model dim)"),
+        Flag("warmup", "steps of rising rate; after them a cosine to a tenth", chosen="5%% of the steps"),
+        Flag("weight_decay", "of matrices, not of biases and norms", float),
+        Flag("clip", "largest gradient norm; 0: as it comes", float),
+        Flag("aux_weight", "weight of the gates' auxiliary losses", float),
+        Flag("dtype", "bf16 is autocast: parameters stay float32", str, DTYPES),
+        Flag("recompute", "keep only the blocks' inputs and compute the rest again backward", bool),
+        Flag("seed", "of parameters, batches and the gates' noise"),
     ),
     "model": (
-        Flag("--objective", "model.objective", "next byte, or hidden bytes from both sides", str, OBJECTIVES),
-        Flag("--layers", "model.layers", "blocks"),
-        Flag("--model-dim", "model.model_dim", "model dim M"),
-        Flag("--heads", "model.heads", "attention heads"),
-        Flag("--kv-heads", "model.kv_heads", "heads of keys and values", chosen="as many as heads"),
-        Flag("--norm", "model.norm", "LayerNorm or RMSNorm", str, NORMS),
-        Flag("--positions", "model.positions", "learned, or rotary", str, POSITIONS),
-        Flag("--bias", "model.bias", "biases in attention and experts", bool),
+        Flag("model.objective", "next byte, or hidden bytes from both sides", str, OBJECTIVES),
+        Flag("model.layers", "blocks"),
+        Flag("model.model_dim", "model dim M"),
+        Flag("model.heads", "attention heads"),
+        Flag("model.kv_heads", "heads of keys and values", chosen="as many as heads"),
+        Flag("model.norm", "LayerNorm or RMSNorm", str, NORMS),
+        Flag("model.positions", "learned, or rotary", str, POSITIONS),
+        Flag("model.bias", "biases in attention and experts", bool),
     ),
     "experts and routing": (
-        Flag("--expert", "model.expert", "an expert's network: two matrices, or three", str, EXPERTS),
-        Flag("--activation", "model.activation", "of ffn experts", str, tuple(ACTIVATIONS)),
-        Flag("--hidden", "model.hidden", "an expert's hidden dim H"),
-        Flag("--experts", "model.experts", "number of experts E", chosen="--experts-per-rank times the ranks"),
-        Flag("--experts-per-rank", "model.experts_per_rank", "experts of each rank, where --experts is not given"),
-        Flag("--moe-every", "model.moe_every", "every n-th block has experts, the others a dense feed-forward"),
-        Flag("--shared-hidden", "model.shared_hidden", "hidden dim of an expert for every token; 0: none"),
-        Flag("--gate", "model.gate", "what chooses a token's experts", str, tuple(GATES)),
-        Flag("--k", "model.k", "experts of a token (switch: always 1; softmoe: all)"),
+        Flag("model.expert", "an expert's network: two matrices, or three", str, EXPERTS),
+        Flag("model.activation", "of ffn experts", str, tuple(ACTIVATIONS)),
+        Flag("model.hidden", "an expert's hidden dim H"),
+        Flag("model.experts", "number of experts E", chosen="--experts-per-rank times the ranks"),
+        Flag("model.experts_per_rank", "experts of each rank, where --experts is not given"),
+        Flag("model.moe_every", "every n-th block has experts, the others a dense feed-forward"),
+        Flag("model.shared_hidden", "hidden dim of an expert for every token; 0: none"),
+        Flag("model.gate", "what chooses a token's experts", str, tuple(GATES)),
+        Flag("model.k", "experts of a token (switch: always 1; softmoe: all)"),
         Flag(
-            "--capacity-factor",
             "model.capacity_factor",
             "room of an expert over the even share; none: no token is dropped",
             capacity,
             chosen="none",
         ),
-        Flag("--order", "model.order", "how rows are laid out", str, tuple(ORDERS), "sparse, or without room dropless"),
+        Flag("model.order", "how rows are laid out", str, tuple(ORDERS), "sparse, or without room dropless"),
     ),
     "parallel layout (what is left over is data parallel)": (
-        Flag("--ranks-per-node", "ranks_per_node", "ranks that share a node", chosen="the launcher's"),
-        Flag("--ep", "ep", "expert parallel: ranks that experts are spread over", chosen="nodes"),
-        Flag("--esp", "esp", "expert sharding: ranks that split each expert", chosen="ranks of a node"),
-        Flag("--mp", "mp", "model parallel: ranks that split attention heads", chosen="ranks of a node"),
-        Flag("--dispatch", "dispatch", "all-to-all algorithm", str, ALGORITHMS),
-        Flag("--wire-dtype", "wire_dtype", "what dispatched rows travel in", str, WIRES),
-        Flag("--schedule", "schedule", "how what travels overlaps with what is computed", str, schedules),
-        Flag("--placement", "placement", "which ranks have which experts, and copies of them", str, PLACEMENTS),
-        Flag("--placement-memory", "placement_memory", "copies of experts that a rank has room for, a layer"),
+        Flag("ranks_per_node", "ranks that share a node", chosen="the launcher's"),
+        Flag("ep", "expert parallel: ranks that experts are spread over", chosen="nodes"),
+        Flag("esp", "expert sharding: ranks that split each expert", chosen="ranks of a node"),
+        Flag("mp", "model parallel: ranks that split attention heads", chosen="ranks of a node"),
+        Flag("dispatch", "all-to-all algorithm", str, ALGORITHMS),
+        Flag("wire_dtype", "what dispatched rows travel in", str, WIRES),
+        Flag("schedule", "how what travels overlaps with what is computed", str, schedules),
+        Flag("placement", "which ranks have which experts, and copies of them", str, PLACEMENTS),
+        Flag("placement_memory", "copies of experts that a rank has room for, a layer"),
         Flag(
-            "--placement-overlap",
             "placement_overlap",
             "experts that may travel for a layer and step",
             chosen="as many as computation hides, measured in the first 5 steps",
         ),
-        Flag("--rematerialise", "rematerialise", "copies of experts are fetched again for the backward pass", bool),
-        Flag("--device", "device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
-        Flag("--timeout", "timeout_s", "seconds a rank waits for another", float, metavar="S"),
+        Flag("rematerialise", "copies of experts are fetched again for the backward pass", bool),
+        Flag("device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
+        Flag("timeout_s", "seconds a rank waits for another", float, metavar="S"),
     ),
     "data": (
-        Flag("--data", "data", "folder of text, or one file", str, chosen="Python's own library", metavar="PATH"),
-        Flag("--pattern", "pattern", "which files of the folder, such as '*.md'", str, metavar="GLOB"),
-        Flag("--held-out", "held_out", "share of the files held out, by a hash of their paths", float),
-        Flag("--eval-batches", "eval_batches", "held-out batches of each replica at the end"),
+        Flag("data", "folder of text, or one file", str, chosen="Python's own library", metavar="PATH"),
+        Flag("pattern", "which files of the folder, such as '*.md'", str, metavar="GLOB"),
+        Flag("held_out", "share of the files held out, by a hash of their paths", float),
+        Flag("eval_batches", "held-out batches of each replica at the end"),
     ),
     "run": (
-        Flag("--checkpoint-every", "checkpoint_every", "steps between checkpoints; 0: only at the end"),
+        Flag("checkpoint_every", "steps between checkpoints; 0: only at the end"),
         Flag(
-            "--survive",
             "survive",
             "steps between copies of the state to two nodes' memory, from which the job goes on when a rank or a node "
             "is lost; 0: no copies",
             metavar="N",
         ),
-        Flag("--timeline-step", "timeline_step", "the step whose timeline is drawn"),
+        Flag("timeline_step", "the step whose timeline is drawn"),
     ),
 }
 
@@ -301,15 +287,19 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 def add_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    summary: str,
-    description: str,
+    text: str | None,
     epilog: str,
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
-    """Adds the parser of a command; `run` does the command's work and returns the exit code."""
+    """Adds the parser of a command; `run` does the command's work and returns the exit code.
+
+    `text`: the docstring of the command's module, a line of summary and the description; its user reads both.
+    """
+    # Without docstrings (python -OO) a command has no description, and works.
+    summary, _, description = (text or "").partition("\n\n")
     parser = commands.add_parser(
         name,
-        help=summary,
+        help=summary[:1].lower() + summary[1:].removesuffix("."),
         usage=f"fusedmoe {name} [FLAG ...]",
         description=description,
         epilog=epilog,
@@ -324,59 +314,51 @@ def add_flags(
 ) -> None:
     """Adds flags of the settings, all of them or those of these names, and --model in any case.
 
-    Only flags that are given appear in the parsed arguments. `defaults`: the values that the help shows as such.
+    `defaults`: the values that the help shows as such.
     """
     defaults = defaults or Settings()
     for title, all_flags in GROUPS.items():
-        flags = tuple(flag for flag in all_flags if names is None or flag.name in names)
+        flags = [flag for flag in all_flags if names is None or flag.name in names]
         if not flags:
             continue
-        group = parser.add_argument_group(title)
+        # Only a flag that was given is in the parsed arguments, so that a resumed job keeps its other settings.
+        group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
         if title == "model":
             group.add_argument(
                 "--model",
                 metavar="NAME",
-                default=argparse.SUPPRESS,
                 help=f"one of {', '.join(MODELS)} (default: {defaults.model.name}); it also sets batch, sequence and "
                 "experts. The other flags change it; their defaults are those of bytes-small",
             )
-        _add_flags(group, flags, defaults)
+        for flag in flags:
+            _add_flag(group, flag, reduce(getattr, flag.setting.split("."), defaults))
         if any(flag.name == "--gate" for flag in flags):
             group.add_argument(
                 "--gate-option",
                 action="append",
                 metavar="NAME=VALUE",
-                default=argparse.SUPPRESS,
                 help="a further argument of the gate, as JSON or text; may be repeated: --gate-option noise=1 "
                 """--gate-option 'aux={"balance": 1, "z": 0.1}'""",
             )
 
 
-def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...], defaults: Settings) -> None:
-    for flag in flags:
-        value: Any = reduce(getattr, flag.setting.split("."), defaults)
-        shown = flag.chosen if value is None else {True: "yes", False: "no"}[value] if flag.kind is bool else value
-        name: dict[str, Any] = {"dest": flag.setting, "default": argparse.SUPPRESS}
-        name["help"] = f"{flag.help} (default: {shown})"
-        if flag.kind is bool:
-            group.add_argument(flag.name, action=argparse.BooleanOptionalAction, **name)
-        else:
-            metavar = flag.metavar or ("N" if flag.kind is int else "X")
-            choices = flag.choices() if callable(flag.choices) else flag.choices
-            # Long lists would make the usage unreadable beside the flag.
-            if choices and len(choices) > _SHORT:
-                metavar, name["help"] = "NAME", f"{flag.help}: {', '.join(choices)} (default: {shown})"
-            elif choices:
-                metavar = "{" + ",".join(choices) + "}"
-            group.add_argument(flag.name, type=flag.kind, choices=choices, metavar=metavar, **name)
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag, default: Any) -> None:
+    shown = flag.chosen if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
+    more: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar or ("N" if flag.kind is int else "X")}
+    help, known = flag.help, flag.known
+    if flag.kind is bool:
+        more = {"action": argparse.BooleanOptionalAction}
+    elif len(known) > _SHORT:
+        # Long lists would make the usage unreadable beside the flag.
+        help = f"{help}: {', '.join(known)}"
+        more |= {"choices": known, "metavar": "NAME"}
+    elif known:
+        more |= {"choices": known, "metavar": "{" + ",".join(known) + "}"}
+    group.add_argument(flag.name, dest=flag.setting, help=f"{help} (default: {shown})", **more)
 
 
 def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that flags gave, by name; "model" is a whole one, if a name was given.
-
-    Raises:
-        ConfigError: an unknown model, or a gate option that is not NAME=VALUE.
-    """
+    """Returns the settings that flags gave, by name; "model" is a whole one, if a name was given."""
     known = {flag.setting for flags in GROUPS.values() for flag in flags}
     changes = {name: value for name, value in vars(arguments).items() if name in known}
     if hasattr(arguments, "model"):
@@ -419,11 +401,7 @@ def picture_to_write(text: str) -> Path:
 
 
 def read_costs(path: Path) -> CostModel:
-    """Reads the costs in a file of `fusedmoe profile`, or of `CostModel.to_json`.
-
-    Raises:
-        ConfigError: no such file, or none of these.
-    """
+    """Reads the costs in a file of `fusedmoe profile`, or of `CostModel.to_json`."""
     try:
         return CostModel.from_json(read_text(Path(os.path.expanduser(path))))
     except ConfigError as error:

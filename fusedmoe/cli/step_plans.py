@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ from fusedmoe.measuring import (
     require_runnable,
     runnable_kinds,
 )
-from fusedmoe.models.block import block_workload, make_experts, make_gate
+from fusedmoe.models.transformer import block_workload, make_experts, make_gate
 from fusedmoe.plans import (
     IN_LAYERS,
     POLICIES,
     ChunkedPass,
     CostModel,
+    Observed,
     Plan,
     Row,
     StepCosts,
@@ -65,11 +67,7 @@ def probes(costs: StepCosts, samples: int) -> list[Plan]:
 
 
 def policy_of(settings: Settings) -> str:
-    """Returns the policy that the settings' schedule names.
-
-    Raises:
-        ConfigError: it splits whole layers, which this model does not allow.
-    """
+    """Returns the policy that the settings' schedule names."""
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = why_not_split(settings)
     # Such a policy would plan nothing at all here.
@@ -83,18 +81,29 @@ def splits_layers(settings: Settings) -> bool:
     return POLICIES[policy_of(settings)].whole and why_not_split(settings) is None
 
 
-def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
-    """Returns the names under which a model's costs hold what its steps took, and whether micro-batches went through
-    whole layers then: "auto" compares plans of both forms, each by its own measurement."""
+def with_observed(
+    costs: CostModel,
+    settings: Settings,
+    topology: Topology,
+    device: torch.device,
+    look: Callable[[dict[str, Any], bool], Observed | None],
+) -> CostModel:
+    """Adds to costs what this model's own steps took, as far as `look` knows it. Collective over all ranks.
+
+    `look`: is given all that the time of a step's tasks depends on, in plain types, the same on every rank, and whether
+    micro-batches go through whole layers.
+    """
+    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
     whole = splits_layers(settings)
-    layers = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
-    return {**layers, workload.shapes: whole}  # blocks do not look at the entry of layers
-
-
-def timing_facts(settings: Settings, topology: Topology, device: torch.device, whole: bool) -> dict[str, Any]:
-    """Returns all that the time of a step's tasks depends on, in plain types, the same on every rank. Collective."""
-    facts = machine_facts(topology, device, compute_dtype(settings))
-    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": whole}
+    # Blocks do not look at the entry of layers; "auto" compares plans of both forms, each by its own measurement.
+    forms = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
+    observed, known = dict(costs.observed), settings.to_json()
+    for name, of_blocks in {**forms, workload.shapes: whole}.items():
+        facts = machine_facts(topology, device, compute_dtype(settings))
+        facts |= {name: known[name] for name in _TIMED} | {"blocks": of_blocks}
+        if (seen := look(facts, of_blocks)) is not None:
+            observed[name] = seen
+    return replace(costs, observed=observed)
 
 
 def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
@@ -102,13 +111,7 @@ def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device:
     Collective over all ranks."""
     if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
         return costs
-    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-    found = dict(costs.observed)
-    for name, whole in observed_forms(settings, workload).items():
-        seen = kept_observed(topology, timing_facts(settings, topology, device, whole))
-        if seen is not None:
-            found[name] = seen
-    return replace(costs, observed=found)
+    return with_observed(costs, settings, topology, device, lambda facts, _: kept_observed(topology, facts))
 
 
 def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
@@ -149,9 +152,6 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
     """Returns what a step of the model's layers with experts costs, as in training, without asking other ranks.
 
     `whole`: micro-batches can go through all of a layer.
-
-    Raises:
-        ConfigError: costs that lack what the layout needs.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
@@ -192,9 +192,6 @@ def plans_of(
 ) -> dict[str, Planned]:
     """Makes the plans of a step by these policies (None: all) that training could follow, as it would itself
     (`Trainer.set_plan`). Policies for whole models plan layers that are split, the others layers that are not.
-
-    Raises:
-        ConfigError: costs that lack what the layout needs.
     """
     policies = POLICIES if policies is None else policies
     layered = step_costs(settings, launch, sizes, costs)
@@ -221,16 +218,27 @@ def expert_bytes(settings: Settings, sizes: Sizes) -> int:
     return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
 
 
+def make_table(title: str, columns: Sequence[str], right: Collection[str] = ()) -> Table:
+    """Makes a table without rows; the columns in `right` end at the right."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
+
+
+def make_console() -> Console:
+    """Makes the console of a command's tables; a file or a pipe gets lines of 120 characters."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
 def table_of(rows: Sequence[Row]) -> str:
     """Tabulates milliseconds of each kind of task, last of the step, and by how much predictions are off."""
-    table = Table(title="seconds at work, ms", title_justify="left")
-    for column in ("", "predicted", "measured", "error"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "predicted", "measured", "error")
+    table = make_table("seconds at work, ms", columns, right=columns[1:])
     for row in rows:
         seconds = ("–" if s is None else f"{1e3 * s:.2f}" for s in (row.predicted_s, row.measured_s))
         error = "" if row.error is None else f"{row.error:+.1%}"
         table.add_row(row.part, *seconds, error, style="bold" if row is rows[-1] else None, end_section=row is rows[-2])
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    console.print(table)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    text = io.StringIO()
+    Console(file=text, width=100, highlight=False).print(table)
+    return text.getvalue()

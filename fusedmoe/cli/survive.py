@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fusedmoe import Topology
-from fusedmoe.cli.job import Launch, Sizes, choose_sizes
+from fusedmoe.cli.job import Launch, Sizes, choose_sizes, settle
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError, RankError
@@ -69,12 +69,14 @@ class Survivor:
     Attributes:
         run_dir: the job's folder, None in a job that begins.
         settings, sizes: those with which it began, and the layout that these ranks allow.
+        shares: batches of a step, once it has joined a topology.
     """
+
+    shares: int
 
     def __init__(self, launch: Launch, settings: Settings) -> None:
         self._launch = launch
         self._memory = NodeMemory()
-        self._survival: Survival | None = None
         if launch.local_rank == 0:
             # One process of a node keeps the memory alive while ranks come and go.
             self._memory.keep()
@@ -87,43 +89,40 @@ class Survivor:
             settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
         # Nodes that came later have an older note, or none: the largest number is the job's.
         self._shares = max((int(note["shares"]) for note in notes if note is not None), default=1)
-        self.sizes = fitting_sizes(settings, launch)
-        self.settings = settings.changed({"model": settings.model.with_experts(launch.ranks, self.sizes.ep)})
+        self.sizes, self.settings = settle(settings, launch, fitting_sizes)
 
-    def shares(self, topology: Topology) -> int:
-        """Returns the batches of a step: as many as the job had replicas when it had the most."""
-        return max(self._shares, topology.dp.size)
+    def join(self, topology: Topology) -> None:
+        """Takes part in the ranks' topology, and finds what is left of the job's state. Collective."""
+        # All ranks start again after any error, so none needs to wait long for the reason of a broken connection.
+        if topology.job.board is not None:
+            topology.job.board.exit_s = 2 * RENEWED_S
+        self._topology, self._survival = topology, Survival(topology, self._memory)
+        # As many batches a step as the job had replicas when it had the most.
+        self.shares = max(self._shares, topology.dp.size)
 
-    def restore(self, trainer: Trainer, topology: Topology) -> dict[str, Any] | None:
+    def restore(self, trainer: Trainer) -> dict[str, Any] | None:
         """Puts the newest whole state into the trainer and returns what `refresh` was given; None without one.
         Collective."""
-        self._survival = Survival(topology, self._memory)
+        survival, first = self._survival, self._topology.is_first
         # Say why an older state is taken: two nodes that share a state were lost together.
-        for step, keys in self._survival.lost.items():
-            if topology.is_first:
+        for step, keys in survival.lost.items():
+            if first:
                 lost = f"of the state of step {step}, {len(keys)} parts are on no node that is left"
                 print(f"survival: {lost}", flush=True)
-        if self._survival.step is None and self._survival.damaged:
-            if topology.is_first:
-                print(f"survival: damaged is {'; '.join(self._survival.damaged)}", flush=True)
+        if survival.step is None and survival.damaged:
+            if first:
+                print(f"survival: damaged is {'; '.join(survival.damaged)}", flush=True)
             return None
-        return self._survival.restore(trainer.model, trainer.optimizer)
+        return survival.restore(trainer.model, trainer.optimizer)
 
-    def announce(self, run_dir: Path, shares: int) -> None:
+    def announce(self, run_dir: Path) -> None:
         """Leaves a note by which a restart goes on with this job."""
         if self._launch.local_rank == 0:
-            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": shares}
+            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": self.shares}
             self._memory.write_note(note)
-
-    def begin(self, trainer: Trainer, topology: Topology, done: int, extra: dict[str, Any]) -> None:
-        """Keeps the state that the job begins with, or goes on from. Collective."""
-        if self._survival is None:
-            self._survival = Survival(topology, self._memory)
-        self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
 
     def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
         """Keeps the state after `done` steps; returns the seconds it took. Collective."""
-        assert self._survival is not None
         began = time.perf_counter()
         self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
         trainer.interrupted()
@@ -131,7 +130,6 @@ class Survivor:
 
     def price(self, seconds: float) -> str:
         """Says what the last refresh cost, which took so many seconds."""
-        assert self._survival is not None
         nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
         steps = f"every {every} steps" if every > 1 else "every step"
         sent = f"{price.sent_bytes / 1e6:.3g} MB to another node" if nodes > 1 else "nothing is sent: there is one node"
@@ -140,22 +138,12 @@ class Survivor:
 
 
 def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
-    """Settles the sizes that were asked for, or, where these ranks are too few, those that would be chosen.
-
-    Raises:
-        ConfigError: no sizes fit.
-    """
+    """Settles the sizes that were asked for, or, where these ranks are too few, those that would be chosen."""
     # Give up as little as possible of what was asked for: first ep, which nodes that are left bound.
-    for changes in ({}, {"ep": None}, {"ep": None, "esp": None}):
+    for given_up in ((), ("ep",), ("ep", "esp")):
         with suppress(ConfigError):
-            return choose_sizes(settings.changed(changes), launch)
-    return choose_sizes(settings.changed({"ep": None, "esp": None, "mp": None}), launch)
-
-
-def hurry(topology: Topology) -> None:
-    """Makes ranks of this topology wait less for the reason of a broken connection: all start again in any case."""
-    if topology.job.board is not None:
-        topology.job.board.exit_s = 2 * RENEWED_S
+            return choose_sizes(settings.changed(dict.fromkeys(given_up)), launch)
+    return choose_sizes(settings.changed(dict.fromkeys(("ep", "esp", "mp"))), launch)
 
 
 def leave(topology: Topology, error: RankError) -> NoReturn:

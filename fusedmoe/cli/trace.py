@@ -1,4 +1,20 @@
-"""`fusedmoe trace`: a training step as it ran, beside the same step as it was planned."""
+"""Run a training step and show it beside its plan.
+
+Runs training steps of a model by a schedule, on random text, and shows the middle one of them
+beside what was predicted: a picture with a group of rows for each rank, a trace for
+ui.perfetto.dev and chrome://tracing, and both times with their ratio.
+
+Predicted is what the parts of the model's own steps take, which is measured first and kept. With
+--costs it is matrix products and collectives alone: a step then ends when its gradients are
+reduced, and norms, gates, the order of rows and the loss are only in what is measured.
+
+A part of a step begins when the last rank begins it and ends when the last one has ended it, so
+that waiting for a late rank counts once. "count-exchange" is the ranks telling each other how many
+rows they will send; "other" is all else that a pass takes beside its tasks: gate, order, norms,
+embedding.
+
+--schedule off runs without a plan, beside the prediction by costs for the policy sequential.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.job import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, StopRequest, ranks_of, settle
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,
@@ -43,25 +59,6 @@ from fusedmoe.plans import (
 )
 from fusedmoe.ranks import all_gather_object
 
-SUMMARY = "run a training step and show it beside its plan"
-
-DESCRIPTION = """\
-Runs training steps of a model by a schedule, on random text, and shows the middle one of them
-beside what was predicted: a picture with a group of rows for each rank, a trace for
-ui.perfetto.dev and chrome://tracing, and both times with their ratio.
-
-Predicted is what the parts of the model's own steps take, which is measured first and kept. With
---costs it is matrix products and collectives alone: a step then ends when its gradients are
-reduced, and norms, gates, the order of rows and the loss are only in what is measured.
-
-A part of a step begins when the last rank begins it and ends when the last one has ended it, so
-that waiting for a late rank counts once. "count-exchange" is the ranks telling each other how many
-rows they will send; "other" is all else that a pass takes beside its tasks: gate, order, norms,
-embedding.
-
---schedule off runs without a plan, beside the prediction by costs for the policy sequential.
-"""
-
 EXAMPLES = """\
 examples:
   4 ranks of this machine as 2 nodes of 2:
@@ -86,7 +83,7 @@ _STEPS = 5
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `trace` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "trace", SUMMARY, DESCRIPTION, EXAMPLES, run)
+    parser = add_parser(commands, "trace", __doc__, EXAMPLES, run)
     group = parser.add_argument_group("trace")
     group.add_argument(
         "--steps", type=int, default=_STEPS, metavar="N", help="measured steps, after two others (default: %(default)s)"
@@ -105,24 +102,21 @@ def run(arguments: argparse.Namespace) -> int:
     launch = Launch.from_environment()
     settings = Settings(schedule="auto").changed(changes_of(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
-    sizes = choose_sizes(settings, launch)
-    settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
-    device = choose_device(settings, launch)
-    with process_group(launch, device, settings.timeout_s):
-        topology = make_topology(sizes, settings.timeout_s)
-        with topology.guard("fusedmoe trace"):
-            # Given costs are of this machine as somebody measured it; else it is measured now, once.
-            costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
-            corpus = random_corpus(64 * settings.model.seq_len)
-            trainer = Trainer(settings, topology, device, corpus, StopRequest())
-            planned: tuple[Plan, StepCosts]
-            if follows_plan(settings, sizes.ep, sizes.esp):
-                planned = trainer.set_plan(costs if given else trainer.measured(costs))
-            else:
-                step = step_costs(settings, launch, sizes, costs)
-                planned = POLICIES["sequential"].plan(step), step
-            own = _run(trainer, arguments.steps)
-            ranks = all_gather_object(topology.world, own, "gathering timelines")
+    sizes, settings = settle(settings, launch)
+    with ranks_of(settings, launch, sizes, "fusedmoe trace") as (topology, device):
+        # Given costs are of this machine as somebody measured it; else it is measured now, once.
+        costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
+        corpus = random_corpus(64 * settings.model.seq_len)
+        trainer = Trainer(settings, topology, device, corpus, StopRequest())
+        planned: tuple[Plan, StepCosts]
+        if follows_plan(settings, sizes.ep, sizes.esp):
+            planned = trainer.set_plan(costs if given else trainer.measured(costs))
+        else:
+            step = step_costs(settings, launch, sizes, costs)
+            planned = POLICIES["sequential"].plan(step), step
+        numbers = range(_WARM_UP + arguments.steps)
+        own = [trainer.recorded_step(number)[1] for number in numbers][_WARM_UP:]
+        ranks = all_gather_object(topology.world, own, "gathering timelines")
     if launch.rank == 0:
         # Ranks are the outer list; a step is to be compared over its ranks.
         by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
@@ -142,11 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
         _show(compare(*planned, middle), again_s, middle, [_step_s(timelines) for timelines in by_step])
         print(f"{arguments.png}, {arguments.json}")
     return 0
-
-
-def _run(trainer: Trainer, steps: int) -> list[Timeline]:
-    """Runs steps and returns this rank's timelines of them."""
-    return [trainer.recorded_step(number)[1] for number in range(_WARM_UP + steps)][_WARM_UP:]
 
 
 def _without_optimizer(timeline: Timeline) -> Timeline:

@@ -1,36 +1,5 @@
-"""`fusedmoe train`: trains a mixture-of-experts language model on bytes, on one rank or under torchrun on many."""
+"""Train a mixture-of-experts language model.
 
-from __future__ import annotations
-
-import argparse
-import os
-import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from fusedmoe import Topology, keep_memory
-from fusedmoe.cli.data import Corpus, load_corpus
-from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.run_dir import LoadLog, RunDir
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
-from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, hurry, leave
-from fusedmoe.cli.trainer import Trainer
-from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import read_text, write_kept, write_text
-from fusedmoe.measuring import Display, cached_profile, make_display
-from fusedmoe.metrics import Metrics
-from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
-from fusedmoe.ranks import all_gather_object
-from fusedmoe.training import load_checkpoint, replicas, save_checkpoint, saved_at
-
-SUMMARY = "train a mixture-of-experts language model"
-
-DESCRIPTION = """\
 Trains a mixture-of-experts transformer on bytes of text and prints its held-out loss.
 
 Started by torchrun, its ranks form the layout of the paper: experts spread over the nodes
@@ -59,6 +28,43 @@ counts twice. A node that comes back is taken in again. A line after the first s
 
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
 """
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedmoe import Topology, keep_memory
+from fusedmoe.cli.data import Corpus, load_corpus
+from fusedmoe.cli.job import (
+    Launch,
+    Sizes,
+    StopRequest,
+    choose_device,
+    choose_sizes,
+    make_topology,
+    process_group,
+    settle,
+)
+from fusedmoe.cli.run_dir import LoadLog, RunDir
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
+from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
+from fusedmoe.cli.trainer import Trainer
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.files import read_text, write_kept, write_text
+from fusedmoe.measuring import cached_profile, make_display
+from fusedmoe.metrics import Metrics
+from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
+from fusedmoe.ranks import all_gather_object
+from fusedmoe.training import load_checkpoint, replicas, save_checkpoint, saved_at
 
 EXAMPLES = """\
 examples:
@@ -91,7 +97,7 @@ STOPPED = 130
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `train` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "train", SUMMARY, DESCRIPTION, EXAMPLES, run)
+    parser = add_parser(commands, "train", __doc__, EXAMPLES, run)
     where = parser.add_argument_group("run folder")
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder (default: runs/<date-time>)")
     where.add_argument("--resume", type=Path, metavar="DIR", help="the run folder of a job to go on with")
@@ -116,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.survive:
         check_launcher()
         end_with_launcher()
-    sizes = (fitting_sizes if settings.survive else choose_sizes)(settings, launch)
-    settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
+    sizes, settings = settle(settings, launch, fitting_sizes if settings.survive else choose_sizes)
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
         # Each step makes the tensors of the step before; memory that goes back to the kernel costs page faults again.
@@ -132,12 +137,11 @@ def run(arguments: argparse.Namespace) -> int:
             # A restarted rank knows only its flags; the note in the node's memory has the job's settings.
             settings, sizes = survivor.settings, survivor.sizes
         topology = make_topology(sizes, settings.timeout_s)
-        if survivor is not None:
-            # All ranks start again after any error, so none needs to wait long for its reason.
-            hurry(topology)
         try:
             # An exception that leaves the block ends the other ranks with its text, wherever they wait.
             with topology.guard("fusedmoe train"):
+                if survivor is not None:
+                    survivor.join(topology)
                 job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
@@ -150,8 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     return verdict.code
 
 
-@dataclass(frozen=True)
-class JobEnd:
+class JobEnd(NamedTuple):
     """The end of a job: the last line it prints and its exit code."""
 
     last_line: str
@@ -160,6 +163,10 @@ class JobEnd:
 
 class TrainingJob:
     """One job on this rank, from its data to its last checkpoint."""
+
+    corpus: Corpus
+    trainer: Trainer
+    folder: RunDir
 
     def __init__(
         self,
@@ -177,65 +184,64 @@ class TrainingJob:
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
-        corpus = self._corpus()
-        shares = None if self.survivor is None else self.survivor.shares(self.topology)
-        trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop, shares)
-        with closing(trainer):
-            return self._run(trainer, corpus, run_dir, resume, stop_at)
+        self.corpus = self._corpus()
+        shares = None if self.survivor is None else self.survivor.shares
+        self.trainer = Trainer(self.settings, self.topology, self.device, self.corpus, self.stop, shares)
+        with closing(self.trainer):
+            return self._run(run_dir, resume, stop_at)
 
-    def _run(
-        self, trainer: Trainer, corpus: Corpus, run_dir: Path | None, resume: Path | None, stop_at: int | None
-    ) -> JobEnd:
+    def _run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         settings, topology = self.settings, self.topology
         done = 0
         # A note in memory comes before --resume: it belongs to the same job, and memory is never older than the disk.
         if self.survivor is not None and self.survivor.run_dir is not None:
             self.folder = RunDir(self.survivor.run_dir)
-            done = self._go_on(trainer, corpus, self.survivor)
+            done = self._go_on(self.survivor)
         elif resume is not None:
             self.folder = RunDir(resume)
-            done = self._load(trainer, corpus)
+            done = self._load()
         else:
             self.folder = self._new_folder(run_dir)
         if self.survivor is not None:
-            # From here on a restart finds the job, also before its first refresh: it then begins anew in the same
-            # folder.
-            self.survivor.announce(self.folder.path, trainer.shares)
+            # From here on a restart finds the job, also before its first refresh: it begins anew in the same folder.
+            self.survivor.announce(self.folder.path)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
-            self._follow(trainer)
+            self._follow()
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         if topology.is_first:
-            self._open(trainer, corpus, done, last)
+            self._open(done, last)
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         if self.survivor is not None:
-            extra = self._extra(trainer, corpus, done)
             # The first state is kept before the first step, so that no step is lost to a failure in it.
-            self.survivor.begin(trainer, topology, done, extra)
+            self.survivor.refresh(self.trainer, done, self._extra(done))
         try:
             # Signals are caught only now, as all ranks are here; before, they had to end a rank that waits.
             late: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
             with late, make_display(topology.rank, settings.steps, done) as self.display:
-                done, stopped = self._train(trainer, corpus, self.display, done, last)
+                done, stopped = self._train(done, last)
             self.loads.draw(f"Loads of experts: {describe(settings.model)}")
         except RankError as error:
             if saved_at(self.folder.checkpoint) is None:
                 raise
             raise RankError(f"{error}\nThe last checkpoint stands: --resume {self.folder.path}") from error
-        if stopped or done < settings.steps:
-            return self._stopped(done)
-        if topology.is_first:
-            print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
-        loss = trainer.held_out_loss()
+        loss = None
+        if not stopped and done == settings.steps:
+            if topology.is_first:
+                print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
+            loss = self.trainer.held_out_loss()
+        # Stopped in training, or while the held-out text was read.
         if loss is None:
-            return self._stopped(done)
+            again = f"Start again the same way with: --resume {self.folder.path}"
+            code = STOPPED if self.stop.wanted else 0
+            return JobEnd(f"stopped after step {done} of {settings.steps}, saved. {again}", code)
         if topology.is_first:
             self.folder.note(done, {"held_out_loss": loss})
             print(f"run folder: {self.folder.path}")
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
-    def _follow(self, trainer: Trainer) -> None:
+    def _follow(self) -> None:
         """Makes the trainer follow its policy's plan, by this machine's costs, or those a resumed job began with."""
-        path = self.folder.costs
+        path, trainer = self.folder.costs, self.trainer
         # Only rank 0 may read the folder: on several nodes the others may not see it, or see it late.
         text = read_text(path) if self.topology.is_first and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
@@ -261,23 +267,23 @@ class TrainingJob:
             write_kept(self.folder.costs, costs.to_json())
             write_text(self.folder.plan, str(plan))
 
-    def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
+    def _train(self, done: int, last: int) -> tuple[int, bool]:
         """Does steps `done` to `last`; returns how many are done, all saved, and whether a rank was asked to stop."""
-        settings = self.settings
+        settings, trainer = self.settings, self.trainer
         # A resumed job has drawn its step, but the plan that measuring chooses may be another now.
         drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.followed
         # State that came from memory may be ahead of the disk: then the first save is due whatever `done` is.
         saved, stop, speed = done if self.survivor is None else -1, False, 0.0
         # A refresh runs after a step's line in the metrics is written: its seconds go into the next line.
         told, refreshed = False, dict[str, float]()
-        metrics = self._metrics(trainer)
+        metrics = self._metrics()
         while done < last and not stop:
             values, refreshed = refreshed, {}
             if _is_drawn(settings, done, trainer, drawn):
                 drawn = trainer.followed
                 # A recorded step waits for each kernel, so it runs once and does not count for tuning.
                 report, timeline = trainer.recorded_step(done)
-                values["exposed_s"] = self._draw(timeline, done, trainer)
+                values["exposed_s"] = self._draw(timeline, done)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -294,30 +300,29 @@ class TrainingJob:
                 now = report.tokens / report.seconds
                 # A moving mean: single steps vary with the load of the machine.
                 speed = 0.9 * speed + 0.1 * now if speed else now
-                display.step(done, report.loss, speed)
+                self.display.step(done, report.loss, speed)
             # After the step's line in the metrics: a restart goes on from here, and no line may be missing.
             if self.survivor is not None and done % settings.survive == 0:
-                refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))}
+                refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(done))}
                 # The first refresh came before the first step, when the optimizer had no state: its size says nothing.
                 if not told and self.topology.is_first:
-                    display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
+                    self.display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
                 told = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
-                self._save(trainer, corpus, done)
+                self._save(done)
                 saved = done
         if saved != done:
-            self._save(trainer, corpus, done)
+            self._save(done)
         return done, stop
 
-    def _metrics(self, trainer: Trainer) -> Metrics | None:
+    def _metrics(self) -> Metrics | None:
         """Begins to count what the gates choose; None for a model without experts. Collective."""
-        if not any(True for _ in trainer.model.moe_layers()):
+        model = self.trainer.model
+        if next(model.moe_layers(), None) is None:
             return None
-        if self._peak_flops is None:
-            return Metrics(trainer.model)
-        _, active = count_parameters(trainer)
         # 6 FLOP a parameter and token: two for the forward product, four for the gradients of input and weight.
-        return Metrics(trainer.model, flops_per_token=6.0 * active, peak_flops=self._peak_flops)
+        flops = None if self._peak_flops is None else 6.0 * count_parameters(self.trainer)[1]
+        return Metrics(model, flops_per_token=flops, peak_flops=self._peak_flops)
 
     def _corpus(self) -> Corpus:
         """Reads the text, and checks that it is the same on every rank."""
@@ -334,31 +339,30 @@ class TrainingJob:
                 )
         return corpus
 
-    def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+    def _save(self, done: int) -> None:
+        trainer, extra = self.trainer, self._extra(done)
         # Loads are gathered before each checkpoint, so that the file has every step that a resumed job skips.
         self.loads.flush()
-        extra = self._extra(trainer, corpus, done)
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
         # Memory must never be older than the disk: a restart takes memory first.
         if self.survivor is not None and done % self.settings.survive:
-            self.survivor.refresh(trainer, done, extra)  # memory must never be older than the disk
+            self.survivor.refresh(trainer, done, extra)
         trainer.interrupted()
 
-    def _extra(self, trainer: Trainer, corpus: Corpus, done: int) -> dict[str, Any]:
+    def _extra(self, done: int) -> dict[str, Any]:
         """Returns what is saved with model and optimizer."""
-        extra = {"step": done, "text": corpus.fingerprint}
-        if trainer.sharded_experts is not None:
-            extra["placement"] = trainer.sharded_experts.state_dict()
-        return extra
+        moves = self.trainer.sharded_experts
+        placement = {} if moves is None else {"placement": moves.state_dict()}
+        return {"step": done, "text": self.corpus.fingerprint, **placement}
 
-    def _go_on(self, trainer: Trainer, corpus: Corpus, survivor: Survivor) -> int:
+    def _go_on(self, survivor: Survivor) -> int:
         """Takes up a job whose ranks were started anew, and returns how many steps its state has seen."""
-        extra = survivor.restore(trainer, self.topology)
+        extra = survivor.restore(self.trainer)
         if extra is not None:
-            source, done = "memory", self._taken(trainer, corpus, extra)
+            source, done = "memory", self._taken(extra)
         elif saved_at(self.folder.checkpoint) is not None:
             source = f"the checkpoint {self.folder.checkpoint}: none was whole in memory"
-            done = self._load(trainer, corpus)
+            done = self._load()
         else:
             source, done = "the beginning: none was whole in memory, and there is no checkpoint", 0
         if self.topology.is_first:
@@ -366,40 +370,33 @@ class TrainingJob:
             print(f"survival: {ranks} go on after step {done} with the state from {source}", flush=True)
         return done
 
-    def _load(self, trainer: Trainer, corpus: Corpus) -> int:
+    def _load(self) -> int:
         """Loads the checkpoint and returns how many steps it has seen."""
         if saved_at(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first; start it anew")
-        extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
-        return self._taken(trainer, corpus, extra)
+        trainer = self.trainer
+        return self._taken(load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology))
 
-    def _taken(self, trainer: Trainer, corpus: Corpus, extra: dict[str, Any]) -> int:
+    def _taken(self, extra: dict[str, Any]) -> int:
         """Checks and takes up what was saved with model and optimizer; returns how many steps that has seen."""
         # A checkpoint of another program loads as well where names and shapes agree; its extra data tells.
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
-        if extra["text"] != corpus.fingerprint and self.topology.is_first:
-            print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
-        if trainer.sharded_experts is not None and "placement" in extra:
-            trainer.sharded_experts.load_state_dict(extra["placement"])
+        if extra["text"] != self.corpus.fingerprint and self.topology.is_first:
+            print(f"Note: the text in {self.corpus.source} is not what the checkpoint was trained on.")
+        if self.trainer.sharded_experts is not None and "placement" in extra:
+            self.trainer.sharded_experts.load_state_dict(extra["placement"])
         return int(extra["step"])
 
-    def _open(self, trainer: Trainer, corpus: Corpus, done: int, last: int) -> None:
+    def _open(self, done: int, last: int) -> None:
         """Prints what is about to happen, and writes it to config.json. On rank 0."""
-        settings, sizes, topology = self.settings, self.sizes, self.topology
-        parameters, active = count_parameters(trainer)
-        text = {
-            "source": corpus.source,
-            "train_files": corpus.train_files,
-            "train_bytes": len(corpus.train),
-            "held_out_files": corpus.held_out_files,
-            "held_out_bytes": len(corpus.held_out),
-            "fingerprint": corpus.fingerprint,
-        }
+        settings, sizes, topology, corpus = self.settings, self.sizes, self.topology, self.corpus
+        parameters, active = count_parameters(self.trainer)
+        text = {name: value for name, value in vars(corpus).items() if name not in ("train", "held_out")}
         facts = {
             "parameters": parameters,
             "active_parameters": active,
-            "text": text,
+            "text": text | {"train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out)},
             "device": str(self.device),
             "torch": torch.__version__,
         }
@@ -409,10 +406,8 @@ class TrainingJob:
         print(describe(settings.model))
         print(f"{parameters:,} parameters, {active:,} of them active for a token")
         ranks = f"{topology.size} ranks ({nodes} × {sizes.ranks_per_node})" if topology.size > 1 else "1 rank"
-        print(
-            f"{ranks} on {self.device.type}: "
-            f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
-        )
+        layout = f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
+        print(f"{ranks} on {self.device.type}: {layout}")
         print(
             f"text: {corpus.source}, {corpus.train_files} files ({len(corpus.train) / 1e6:.1f} MB) to train on, "
             f"{corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB) held out"
@@ -420,11 +415,11 @@ class TrainingJob:
         print(f"run folder: {self.folder.path}")
         print(_to_do(done, last, settings.steps), flush=True)
 
-    def _draw(self, timeline: Timeline, step: int, trainer: Trainer) -> float:
+    def _draw(self, timeline: Timeline, step: int) -> float:
         """Writes the timelines of all ranks beside the plan (rank 0 does; the others go on), and returns the seconds of
         communication that nothing hid, in the mean of ranks."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
-        planned = trainer.planned
+        trainer, planned = self.trainer, self.trainer.planned
         if self.topology.is_first:
             plan = f"schedule {trainer.followed}{'' if trainer.settled else ' (tried; none is chosen yet)'}"
             title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks, {plan}"
@@ -434,25 +429,19 @@ class TrainingJob:
                 write_text(self.folder.parts, f"step {step}, {plan}\n" + table_of(compare(*planned, timelines)))
         return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
 
-    def _stopped(self, done: int) -> JobEnd:
-        return JobEnd(
-            f"stopped after step {done} of {self.settings.steps}, saved. "
-            f"Start again the same way with: --resume {self.folder.path}",
-            STOPPED if self.stop.wanted else 0,
-        )
-
     def _new_folder(self, run_dir: Path | None) -> RunDir:
         """Makes the folder on rank 0 and returns it on every rank; an error there is an error everywhere."""
-        path, refusal = "", ""
+        made: Path | ConfigError | None = None
         if self.topology.is_first:
             try:
-                path = str(RunDir.make(run_dir).path)
+                made = RunDir.make(run_dir).path
             except (ConfigError, OSError) as error:
-                refusal = str(error)
-        path, refusal = all_gather_object(self.topology.world, (path, refusal), "naming the run folder")[0]
-        if refusal:
-            raise ConfigError(refusal)
-        return RunDir(Path(path))
+                made = ConfigError(str(error))
+        path = all_gather_object(self.topology.world, made, "naming the run folder")[0]
+        if isinstance(path, ConfigError):
+            raise path
+        assert path is not None
+        return RunDir(path)
 
 
 def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None) -> bool:
@@ -484,9 +473,7 @@ def count_parameters(trainer: Trainer) -> tuple[int, int]:
     whole = active = 0.0
     for replica in replicas(model, topology):
         parameter, layer = replica.parameter, routed.get(id(replica.parameter))
-        ranks = 1
-        for axis in replica.sharding:
-            ranks *= getattr(topology, axis).size
+        ranks = math.prod(getattr(topology, axis).size for axis in replica.sharding)
         size = parameter.numel() * ranks
         # With experts that move a rank owns any number of them: count all experts by the shape of one.
         if layer is not None and layer.placed is not None:

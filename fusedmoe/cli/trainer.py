@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +22,12 @@ from fusedmoe.cli.job import StopRequest, make_model, make_optimizer, shard_expe
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import (
     micro_batch_limit,
-    observed_forms,
     policy_of,
     probes,
     split_axis,
     splits_layers,
     step_workload,
-    timing_facts,
+    with_observed,
 )
 from fusedmoe.errors import RankError
 from fusedmoe.measuring import STEPS_BUDGET_S, Recorder, cached_observed, observe_steps, span
@@ -52,22 +51,19 @@ from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, PlanTuning, c
 
 @dataclass(frozen=True)
 class StepReport:
-    """Facts about a step that all ranks know after it.
+    """Facts about a step that all ranks know after it; `seconds` alone are this rank's."""
 
-    Attributes:
-        loss, aux_loss: means over the replicas, nats per target and the gates' losses summed over layers, unweighted.
-        grad_norm: of the whole gradient, before clipping.
-        dropped: the share of routed rows that the capacity dropped.
-        tokens: of all replicas.   seconds: of the step on this rank.
-        stop: some rank was asked to stop.
-    """
-
+    # Means over the replicas: nats per target, and the gates' losses summed over layers, unweighted.
     loss: float
     aux_loss: float
+    # Of the whole gradient, before clipping.
     grad_norm: float
+    # Share of routed rows that the capacity dropped.
     dropped: float
+    # Of all replicas.
     tokens: int
     seconds: float
+    # Some rank was asked to stop.
     stop: bool
 
 
@@ -92,7 +88,7 @@ class Trainer:
         shares: int | None = None,
     ) -> None:
         model = settings.model
-        self.shares = topology.dp.size if shares is None else shares
+        self.shares = shares or topology.dp.size
         # A masked model is asked for hidden bytes, a causal one for the next byte.
         mask = model.mask if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
@@ -110,26 +106,22 @@ class Trainer:
     ) -> tuple[Plan, StepCosts]:
         """Has steps follow the plan that the settings' policy makes of these costs; collective.
 
-        Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found.
-
-        Args:
-            resumed, tell: as for `PlanTuning`.
-        Returns:
-            The plan, and the costs by which it was made.
+        Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found, and `resumed` and
+        `tell` are as for `PlanTuning`. Returns the plan, and the costs by which it was made.
         """
-        settings, topology = self._settings, self._topology
-        policy, blocks, workload = policy_of(settings), self._blocks, self._workload
+        settings, blocks = self._settings, self._blocks
         more: dict[str, Any] = {}
         if blocks is not None:
             # Micro-batches are cut evenly, so the planner needs the number of samples that it may divide.
-            more = {"blocks": blocks, "samples": micro_batch_limit(settings, topology.mp.size)}
+            more = {"blocks": blocks, "samples": micro_batch_limit(settings, self._topology.mp.size)}
+        made = (costs, self._workload)
         if settings.schedule in TUNED:
-            made = (self.model, topology, settings.schedule, costs, workload)
-            tuning = self.tuning = PlanTuning(*made, resumed=resumed, tell=tell, **more)
-            self._buckets, self._followed = tuning.buckets, (tuning.plan, tuning.costs)
+            model, topology, policy = self.model, self._topology, settings.schedule
+            self.tuning = PlanTuning(model, topology, policy, *made, resumed=resumed, tell=tell, **more)
+            self._buckets, self._followed = self.tuning.buckets, (self.tuning.plan, self.tuning.costs)
         else:
-            step = PlannedStep(self.model, topology, costs, workload, **more)
-            candidate = step.candidate(policy)
+            step = PlannedStep(self.model, self._topology, *made, **more)
+            candidate = step.candidate(policy_of(settings))
             step.follow(candidate)
             self._buckets, self._followed = step.buckets, (candidate.plan, step.costs)
         planned = self.planned
@@ -145,9 +137,7 @@ class Trainer:
         """Returns the plan that steps follow now, and the costs by which it was made; None without."""
         if self._followed is None:
             return None
-        plan, costs = self._followed
-        if self.tuning is not None:
-            plan, costs = self.tuning.plan, self.tuning.costs
+        plan, costs = self._followed if self.tuning is None else (self.tuning.plan, self.tuning.costs)
         # A plan without tasks is what nothing in chunks amounts to: the sequential one, for pictures and tables.
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
@@ -168,21 +158,17 @@ class Trainer:
         collective.
 
         A few steps run in one chunk and in several, of blocks also with W tasks, and are undone: model and optimizer
-        are afterwards as before. Nothing is measured where experts move from step to step.
-
-        Args:
-            budget_s: after the first step that counts, no step begins that would not end in so many seconds.
+        are afterwards as before. After the first step that counts, none begins that would not end in `budget_s`.
         """
-        settings = self._settings
+        # Where experts move from step to step, no two steps take the same.
         if self.sharded_experts is not None:
             return costs
-        observed = dict(costs.observed)
-        for name, whole in observed_forms(settings, self._workload).items():
-            # The key of the file: everything that the time of a step depends on.
-            facts = timing_facts(settings, self._topology, self._device, whole)
+
+        def measure(facts: dict[str, Any], whole: bool) -> Observed:
             blocks = self._blocks if whole else None
-            observed[name] = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))  # noqa: B023
-        return replace(costs, observed=observed)
+            return cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))
+
+        return with_observed(costs, self._settings, self._topology, self._device, measure)
 
     def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
         topology, workload = self._topology, self._workload
@@ -216,10 +202,9 @@ class Trainer:
 
     @cached_property
     def _blocks(self) -> PipelinedBlocks | None:
-        """Returns the model's blocks, where the settings' policy takes them in micro-batches."""
-        if not splits_layers(self._settings):
-            return None
-        return self.model.in_micro_batches(split_axis(self._settings, self._topology.mp.size))
+        """The model's blocks, where the settings' policy takes them in micro-batches."""
+        along = split_axis(self._settings, self._topology.mp.size)
+        return self.model.in_micro_batches(along) if splits_layers(self._settings) else None
 
     @property
     def _workload(self) -> Workload:
@@ -353,19 +338,14 @@ class Trainer:
             yield share % self.shares, weight, share == (own + 1) * each - 1
 
     def _loss(self, batch: ByteBatch) -> Loss:
-        with self._autocast():
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.dtype == "bf16"):
             return self.model(batch.tokens_BL.to(self._device), batch.targets_BL.to(self._device))
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._settings.dtype == "bf16":
-            return torch.autocast(self._device.type, torch.bfloat16)
-        return nullcontext()
 
     def _seed(self, *what: str | int) -> None:
         torch.manual_seed(mix(self._settings.seed, *what, self._topology.rank))
 
     def _sum(self, *values: Tensor | float) -> list[float]:
-        """Sums values over all ranks, in float64."""
+        """Sums values over all ranks."""
         # float64 keeps sums of many ranks' losses exact enough to compare jobs by them.
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()

@@ -1,6 +1,6 @@
 """Sparse collectives: whole experts travel from rank to rank, beside everything else (Hecate, section 3.1).
 
-`fusedmoe.placement.transfers` decides which rank sends which expert to which; here they are carried. The transfers of
+`fusedmoe.placement.traffic` decides which rank sends which expert to which; here they are carried. The transfers of
 one step leave together, as one all-to-all of bytes. Those of the next step follow, and may send on experts that have
 just arrived.
 """

@@ -34,8 +34,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import dispatch
-from fusedmoe.placement.transfers import Transfer, gather, reduce
+from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 

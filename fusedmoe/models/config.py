@@ -12,7 +12,7 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,10 @@ OBJECTIVES = ("causal", "masked")
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rope")
 EXPERTS = ("ffn", "swiglu")
+_WORDS: dict[str, Collection[str]] = {"objective": OBJECTIVES, "norm": NORMS, "positions": POSITIONS}
+_WORDS |= {"expert": EXPERTS, "activation": ACTIVATIONS}
+_COUNTS: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
+_COUNTS += ("experts_per_rank", "k", "moe_every")
 
 #: Values of a byte; a masked model has one symbol more, the mask.
 BYTES = 256
@@ -30,75 +34,55 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer over bytes with mixture-of-experts layers.
-
-    Attributes:
-        objective: "causal" predicts the next byte; "masked" predicts hidden bytes from both sides (BERT).
-        layers, model_dim, heads: blocks, model dim M, attention heads.
-        kv_heads: heads of keys and values (grouped-query attention); None: as many as heads.
-        seq_len: bytes of one sequence, L.
-        batch: sequences of one step on one data-parallel replica, B.
-        norm, positions: "layer" or "rms"; "learned" or "rope" (rotary, RoFormer).
-        bias: biases in attention, experts and feed-forwards.
-        expert: "ffn" (two matrices and an activation, GPT) or "swiglu" (three matrices, Mixtral).
-        activation: of "ffn" experts: a name from `fusedmoe.kernels.activation.ACTIVATIONS`.
-        hidden: an expert's hidden dim H.
-        experts: E, over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
-        k, capacity_factor: experts of a token; room over the even share, None: no token is ever dropped.
-        gate, gate_options: a name from `fusedmoe.layers.gates.GATES` and further arguments of it.
-        order: "einsum", "sparse" or "dropless"; None: sparse with a capacity, else dropless.
-        shared_hidden: hidden dim of an expert that every token visits (DeepSeekMoE); 0: none.
-        moe_every: every n-th block has experts, the others one dense feed-forward of the same kind and hidden dim.
-    Raises:
-        ConfigError: dimensions that do not fit each other, or an unknown word.
-    """
+    """A transformer over bytes with mixture-of-experts layers. `fusedmoe train --help` says what each field is."""
 
     name: str = "bytes-small"
     objective: str = "causal"
     layers: int = 4
     model_dim: int = 128
     heads: int = 4
+    # Of keys and values (grouped-query attention); None: as many as heads.
     kv_heads: int | None = None
     seq_len: int = 128
+    # Sequences of a step on one data-parallel replica.
     batch: int = 16
     norm: str = "rms"
     positions: str = "rope"
     bias: bool = False
     expert: str = "swiglu"
+    # Of "ffn" experts: a name of `fusedmoe.ops.ACTIVATIONS`.
     activation: str = "gelu"
     hidden: int = 256
+    # Over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
     experts: int | None = 8
     experts_per_rank: int = 1
     k: int = 2
+    # Room over the even share; None: no token is ever dropped.
     capacity_factor: float | None = 1.25
+    # A name of `fusedmoe.gates.GATES`, and further arguments of it.
     gate: str = "topk"
     gate_options: Mapping[str, Any] = field(default_factory=dict)
+    # None: sparse with a capacity, else dropless.
     order: str | None = None
+    # Hidden dim of an expert that every token visits (DeepSeekMoE); 0: none.
     shared_hidden: int = 0
+    # Every n-th block has experts, the others one dense feed-forward of the same kind and hidden dim.
     moe_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            *("layers", "model_dim", "heads", "seq_len", "batch", "hidden", "experts_per_rank", "k", "moe_every"),
-            *(name for name in ("kv_heads", "experts") if getattr(self, name) is not None),
-        ):
-            if getattr(self, name) < 1:
+        for name in _COUNTS:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.shared_hidden < 0:
             raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")
-        for name, known in (
-            ("objective", OBJECTIVES),
-            ("norm", NORMS),
-            ("positions", POSITIONS),
-            ("expert", EXPERTS),
-            ("activation", ACTIVATIONS),
-        ):
+        for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.model_dim % self.heads:
             raise ConfigError(f"model_dim = {self.model_dim} does not split into heads = {self.heads} equal parts")
         if self.heads % self.key_heads:
             raise ConfigError(f"heads = {self.heads} is no multiple of kv_heads = {self.key_heads}")
+        # Rotary positions turn pairs of channels.
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(
                 f"rotary positions need an even head dim, and model_dim / heads is {self.head_dim}; "
@@ -135,6 +119,7 @@ class ModelConfig:
         """
         if self.experts is not None:
             return self
+        # A token's k experts are different ones, and each of the ep ranks has as many as any other.
         least = max(self.experts_per_rank * ranks, self.k)
         return replace(self, experts=-(-least // ep) * ep)
 
@@ -142,8 +127,11 @@ class ModelConfig:
 _GPT2 = ModelConfig(norm="layer", positions="learned", bias=True, expert="ffn")
 _LLAMA = ModelConfig(norm="rms", positions="rope", bias=False, expert="swiglu")
 _FLOWMOE: dict[str, Any] = {"batch": 4, "experts": None, "capacity_factor": 1.0}
+_BERT: dict[str, Any] = {"objective": "masked", "experts_per_rank": 2} | _FLOWMOE
 _FSMOE: dict[str, Any] = {"batch": 1, "experts": 8, "capacity_factor": 1.2, "k": 2, "seq_len": 1024}
 _PUBLISHED: dict[str, Any] = {"batch": 1, "capacity_factor": None, "seq_len": 4096}
+_DEEPSEEK_V3: dict[str, Any] = {"gate": "deepseek_v3", "shared_hidden": 2048} | _PUBLISHED
+_DEEPSEEK_V3 |= {"gate_options": {"groups": 8, "groups_kept": 4, "route_scale": 2.5}}
 
 
 def _sized(
@@ -157,38 +145,13 @@ MODELS: dict[str, ModelConfig] = {
     for model in (
         ModelConfig(),
         _sized(_GPT2, "GPT2-Tiny-MoE", 12, 256, 4, 512, seq_len=256, k=2, **_FLOWMOE),
-        _sized(
-            _GPT2,
-            "BERT-Large-MoE",
-            24,
-            512,
-            8,
-            1024,
-            seq_len=512,
-            k=1,
-            experts_per_rank=2,
-            objective="masked",
-            **_FLOWMOE,
-        ),
+        _sized(_GPT2, "BERT-Large-MoE", 24, 512, 8, 1024, seq_len=512, k=1, **_BERT),
         _sized(_LLAMA, "LLaMA2-MoE", 32, 1024, 16, 4096, seq_len=512, k=1, **_FLOWMOE),
         _sized(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
         _sized(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
         _sized(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
         _sized(_LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, experts=128, k=8, **_PUBLISHED),
-        _sized(
-            _LLAMA,
-            "DeepSeek-V3",
-            61,
-            7168,
-            128,
-            2048,
-            experts=256,
-            k=8,
-            shared_hidden=2048,
-            gate="deepseek_v3",
-            gate_options={"groups": 8, "groups_kept": 4, "route_scale": 2.5},
-            **_PUBLISHED,
-        ),
+        _sized(_LLAMA, "DeepSeek-V3", 61, 7168, 128, 2048, experts=256, k=8, **_DEEPSEEK_V3),
     )
 }
 

@@ -56,14 +56,12 @@ class TokenSplit:
         return cls(length, tuple(lengths), start, start + lengths[topology.mp.index])
 
     def rows(self, samples: int) -> list[int]:
-        """Rows of each MP rank of so many samples."""
+        """Returns the rows of each MP rank of so many samples."""
         return [samples * length for length in self.lengths]
 
     def by_sample(self, rows_TM: Tensor, samples: int) -> Tensor:
-        """Rows as the ranks have them, rank after rank (after a gather) -> [samples, L, M].
-
-        Copies once, and nothing where the two orders are the same: of one rank or one sample.
-        """
+        """Maps rows as the ranks have them, rank after rank (after a gather), to [samples, L, M]."""
+        # Of one rank or one sample the two orders are the same: nothing is copied.
         if len(self.lengths) == 1 or samples == 1:
             return rows_TM.view(samples, self.length, rows_TM.shape[-1])
         parts = rows_TM.split(self.rows(samples))
@@ -71,7 +69,7 @@ class TokenSplit:
         return torch.cat(list(shaped), dim=1)
 
     def by_rank(self, y_BLM: Tensor) -> Tensor:
-        """The other way: [samples, L, M] -> rows in the order of the ranks (before a reduce-scatter)."""
+        """Maps [samples, L, M] to rows in the order of the ranks (before a reduce-scatter)."""
         if len(self.lengths) == 1 or len(y_BLM) == 1:
             return y_BLM.flatten(0, 1)
         return torch.cat([part.flatten(0, 1) for part in y_BLM.split(self.lengths, dim=1)])
@@ -89,29 +87,26 @@ def normal_parameter(
 
     On the meta device it is without values, as everything there.
     """
+    # Nothing is drawn there: the generator of a job that only plans stays where it was.
     if torch.empty(0, device=device).is_meta:
         return nn.Parameter(shard(torch.empty(shape, device=device, dtype=dtype), group, dim))
+    # The whole tensor on every rank, so that all ranks' generators stay in step.
     whole = torch.randn(shape, dtype=torch.float32, device="cpu") * std
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else device
     return nn.Parameter(shard(whole, group, dim).to(device=device, dtype=dtype))
 
 
-def zero_parameter(
-    *shape: int,
-    group: Group | None = None,
-    dim: int = 0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
+def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **make: Any) -> nn.Parameter:
     """A parameter of zeros; with a group, this rank's chunk along `dim`."""
-    return nn.Parameter(shard(torch.zeros(shape, device=device, dtype=dtype), group, dim))
+    return nn.Parameter(shard(torch.zeros(shape, **make), group, dim))
 
 
 def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
-    """This rank's chunk of a tensor, in memory of its own; the size along `dim` is a multiple of the group's."""
+    """This rank's chunk of a tensor; the size along `dim` is a multiple of the group's."""
     if group is None or group.size == 1:
         return whole
+    # In memory of its own: a view would keep the whole.
     return whole.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
 
 
@@ -136,23 +131,13 @@ class Attention(nn.Module):
 
     Attributes:
         qkv_weight: [(heads + 2·kv_heads)·D / MP, M].   out_weight: [M, heads·D / MP].   out_bias: [M] or None.
-    Raises:
-        ConfigError: the key heads do not split over the MP group.
     """
 
     qkv_bias: nn.Parameter | None
     out_bias: nn.Parameter | None
     shardings = {"qkv_weight": {"mp": 0}, "qkv_bias": {"mp": 0}, "out_weight": {"mp": 1}}
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        topology: Topology,
-        layer: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, topology: Topology, layer: int, **make: Any) -> None:
         super().__init__()
         mp = topology.mp
         if config.key_heads % mp.size:
@@ -164,7 +149,6 @@ class Attention(nn.Module):
         self.recorder: Recorder | None = None
         dim, head = config.model_dim, config.head_dim
         rows = (config.heads + 2 * config.key_heads) * head
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **make)
         self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **make) if config.bias else None)
         # Two residual branches a block: together they keep the variance of the stream (GPT-2).
@@ -173,10 +157,10 @@ class Attention(nn.Module):
         self.register_parameter("out_bias", zero_parameter(dim, **make) if config.bias else None)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
-        """The attention of some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; collective
-        over the MP group."""
+        """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""
         mp, recorder = self.topology.mp, in_layer(self.recorder, self.layer)
-        if torch.is_autocast_enabled(x_BPM.device.type):  # what the product would be cast to, cast before it travels
+        # What the product would be cast to is cast before it travels: half as many bytes cross.
+        if torch.is_autocast_enabled(x_BPM.device.type):
             x_BPM = x_BPM.to(torch.get_autocast_dtype(x_BPM.device.type))
         counts = split.rows(len(x_BPM))
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, recorder)
@@ -187,18 +171,16 @@ class Attention(nn.Module):
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias
 
     def continued(self, x_BPM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The attention of some positions, [B, P, M] -> [B, P, M], that follow others, of one MP rank.
-
-        `past`: keys and values of those before, as they were given. Returns this part's, too, [B, heads, P, D] each.
-        """
+        """Maps positions after others, [B, P, M] -> [B, P, M], on one MP rank; also returns their keys and values,
+        [B, heads, P, D] each, which `past` has of the positions before."""
         y_BPM, own = self._attend(x_BPM, past)
         return (y_BPM if self.out_bias is None else y_BPM + self.out_bias), own
 
     def _heads(self, x_BLM: Tensor) -> Tensor:
-        """This rank's heads over whole sequences: [B, L, M] -> [B, L, M], its part of the sum."""
         return self._attend(x_BLM, ())[0]
 
     def _attend(self, x_BLM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """This rank's heads over whole sequences: [B, L, M] -> [B, L, M], its part of the sum; and keys and values."""
         config, mp = self.config, self.topology.mp.size
         keys, sharing = config.key_heads // mp, config.heads // config.key_heads
         qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
@@ -212,6 +194,7 @@ class Attention(nn.Module):
             angles = [of[before:] for of in every]
             q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
         own, causal, seen = (k_BHLD, v_BHLD), config.objective == "causal", None
+        # PyTorch's `is_causal` aligns the first query with the first key: after a past, a mask says what is seen.
         if before:
             k_BHLD, v_BHLD = (torch.cat([*(one[i] for one in past), own[i]], 2) for i in (0, 1))
             seen = torch.ones(q_BHLD.shape[2], k_BHLD.shape[2], dtype=torch.bool, device=x_BLM.device).tril(before)
@@ -227,21 +210,12 @@ class DenseFeedForward(nn.Module):
     Attributes:
         up_weight: [H / MP, M], or [2, H / MP, M] for a gated activation.   up_bias: [H / MP] or [2, H / MP], or None.
         down_weight: [M, H / MP].   down_bias: [M] or None.
-    Raises:
-        ConfigError: H does not split over the MP group.
     """
 
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        topology: Topology,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, topology: Topology, **make: Any) -> None:
         super().__init__()
         mp, dim, hidden = topology.mp, config.model_dim, config.hidden
         if hidden % mp.size:
@@ -251,7 +225,6 @@ class DenseFeedForward(nn.Module):
         halves = (2,) if ACTIVATIONS[self.activation].gated else ()
         split = len(halves)
         self.shardings = {"up_weight": {"mp": split}, "up_bias": {"mp": split}, "down_weight": {"mp": 1}}
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.up_weight = normal_parameter(*halves, hidden, dim, std=dim**-0.5, group=mp, dim=split, **make)
         up_bias = zero_parameter(*halves, hidden, group=mp, dim=split, **make) if config.bias else None
         self.register_parameter("up_bias", up_bias)
@@ -260,11 +233,9 @@ class DenseFeedForward(nn.Module):
         self.register_parameter("down_bias", zero_parameter(dim, **make) if config.bias else None)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
-        """Some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; collective over the MP group.
-
-        Rows stay in the order in which they come together, rank after rank: nothing here looks at their neighbours.
-        """
+        """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""
         mp, counts = self.topology.mp, split.rows(len(x_BPM))
+        # Rows stay in the order in which they come together, rank after rank: nothing here looks at their neighbours.
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, self.recorder)
         bias = None if self.up_bias is None else self.up_bias.flatten()
         up_TH = F.linear(x_TM, self.up_weight.flatten(0, -2), bias).unflatten(1, self.up_weight.shape[:-1])

@@ -1,7 +1,12 @@
-"""The transformer over bytes: embedding, blocks, head and loss, the sequences split over the MP group throughout."""
+"""The transformer over bytes: embedding, blocks, head and loss, the sequences split over the MP group throughout.
+
+A block is attention, then experts (or a dense feed-forward), each behind a norm. What a config says in words becomes
+parts, and a workload for the choice of a schedule; several blocks become one pipeline of micro-batches.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,33 +16,197 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe import Along, MoELayer, PipelinedBlocks, Placements, Topology
+from fusedmoe import Along, MoELayer, Parts, PipelinedBlocks, Placements, Topology, pipeline
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import require_own_experts
-from fusedmoe.gates import Hash
+from fusedmoe.experts import FeedForward, require_own_experts
+from fusedmoe.gates import GATES, Gate, Hash, SoftMoE
 from fusedmoe.hooks import Hooks
 from fusedmoe.measuring import Recorder, recorded
-from fusedmoe.models.block import Block, BlockPipeline, make_norm
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
+from fusedmoe.orders import ORDERS, Order, Sparse
+from fusedmoe.plans import Workload, uniform_share
 
-#: Target of a position that does not count.
-IGNORE = -100  # cross_entropy's own
+# Target of a position that does not count, cross_entropy's own.
+IGNORE = -100
+
+
+def make_gate(config: ModelConfig) -> Gate:
+    """Makes the gate named in the config."""
+    if config.gate not in GATES:
+        raise ConfigError(f"gate = {config.gate!r} is not one of {', '.join(GATES)}")
+    if config.experts is None:
+        raise ConfigError("the number of experts is not settled: give `experts`, or call with_experts(ranks)")
+    kind = GATES[config.gate]
+    known = inspect.signature(kind).parameters
+    # Some gates fix k, and some have no capacity: such settings of a model are not theirs.
+    arguments = {name: getattr(config, name) for name in ("experts", "k", "capacity_factor") if name in known}
+    for name in config.gate_options:
+        if name not in known:
+            raise ConfigError(f"gate {config.gate} has no option {name!r}; it has {', '.join(known)}")
+    return kind(**{**arguments, **config.gate_options})
+
+
+def make_experts(config: ModelConfig, hidden: int | None = None) -> FeedForward:
+    """Makes the experts of one layer, or one of another hidden dim."""
+    return FeedForward(hidden or config.hidden, config.nonlinearity, config.bias)
+
+
+def make_order(config: ModelConfig) -> Order | None:
+    """Makes the order named in the config; None leaves it to the layer."""
+    if config.order is None:
+        return None
+    if config.order not in ORDERS:
+        raise ConfigError(f"order = {config.order!r} is not one of {', '.join(ORDERS)}")
+    return ORDERS[config.order]()
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + experts(norm(x)), on this MP rank's slice of each sequence."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        layer: int,
+        *,
+        dispatch: str = "direct",
+        hooks: Sequence[Hooks] = (),
+        placement: Placements = "ep",
+        **make: Any,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, **make)
+        # Blocks without experts go with the next one that has them.
+        number = layer // config.moe_every
+        self.attention = Attention(config, topology, number, **make)
+        self.experts_norm = make_norm(config, **make)
+        self.experts: MoELayer | DenseFeedForward
+        # With `moe_every` = n, the last of every n blocks.
+        if (layer + 1) % config.moe_every == 0:
+            self.experts = MoELayer(
+                config.model_dim,
+                make_gate(config),
+                make_experts(config),
+                order=make_order(config),
+                topology=topology,
+                dispatch=dispatch,
+                hooks=hooks,
+                shared=make_experts(config, config.shared_hidden) if config.shared_hidden else None,
+                mp_input="split",
+                placement=placement,
+                **make,
+            )
+            self.experts.number = number
+        else:
+            self.experts = DenseFeedForward(config, topology, **make)
+
+    def forward(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
+        """Maps samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; also returns this rank's share
+        of their auxiliary loss (a scalar)."""
+        x_BPM = x_BPM + self.attention(self.attention_norm(x_BPM), split)
+        if isinstance(self.experts, DenseFeedForward):
+            return x_BPM + self.experts(self.experts_norm(x_BPM), split), x_BPM.new_zeros(())
+        # A layer's auxiliary loss is that of its last forward.
+        return x_BPM + self.experts(self.experts_norm(x_BPM)), self.experts.aux_loss
+
+
+def make_norm(config: ModelConfig, **make: Any) -> nn.Module:
+    return (nn.LayerNorm if config.norm == "layer" else nn.RMSNorm)(config.model_dim, **make)
+
+
+class BeforeExperts(nn.Module):
+    """Blocks without experts, if any, and the attention of the one with experts."""
+
+    # Set before each batch: the pipeline passes rows alone.
+    split: TokenSplit
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        *dense, last = blocks
+        self.before = nn.ModuleList(dense)
+        self.attention_norm, self.attention, self.experts_norm = last.attention_norm, last.attention, last.experts_norm
+
+    def forward(self, x_BPM: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.before:
+            x_BPM, _ = block(x_BPM, self.split)
+        y_BPM = x_BPM + self.attention(self.attention_norm(x_BPM), self.split)
+        return y_BPM, self.experts_norm(y_BPM)
+
+
+class BeforeExpertsInPositions(BeforeExperts):
+    """`BeforeExperts` for some positions of all samples, on one MP rank; keys and values go on to later positions."""
+
+    def forward(  # type: ignore[override]
+        self, x_BPM: Tensor, past: Sequence[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        own: list[Tensor] = []
+
+        def attend(norm: nn.Module, attention: Attention) -> Tensor:
+            at = len(own)
+            y_BPM, found = attention.continued(norm(x_BPM), [(of[at], of[at + 1]) for of in past])
+            own.extend(found)
+            return x_BPM + y_BPM
+
+        # The micro-batch's own positions are all that this rank, the only one, has to feed forward.
+        positions = x_BPM.shape[1]
+        part = TokenSplit(positions, (positions,), 0, positions)
+        for block in self.before:
+            assert isinstance(block, Block) and isinstance(block.experts, DenseFeedForward)
+            x_BPM = attend(block.attention_norm, block.attention)
+            x_BPM = x_BPM + block.experts(block.experts_norm(x_BPM), part)
+        x_BPM = attend(self.attention_norm, self.attention)
+        return x_BPM, self.experts_norm(x_BPM), tuple(own)
+
+
+class BlockPipeline:
+    """Blocks up to the last one with experts, as one pipeline; the parameters stay the blocks' own.
+
+    Attributes:
+        pipelined: the blocks with experts.   rest: the blocks after the last of them.
+    """
+
+    def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
+        # Blocks that follow each other, of which only the last has experts.
+        groups, group = list[list[Block]](), list[Block]()
+        for block in blocks:
+            group.append(block)
+            if isinstance(block.experts, MoELayer):
+                groups.append(group)
+                group = []
+        if not groups:
+            raise ConfigError("micro-batches: the model has no experts, so there is nothing to overlap")
+        attention = groups[0][-1].attention
+        if along == "positions" and (attention.config.objective != "causal" or attention.topology.mp.size > 1):
+            raise ConfigError("micro-batches along positions: only causal models with whole sequences on a rank (mp=1)")
+        kind = BeforeExperts if along == "samples" else BeforeExpertsInPositions
+        self._parts = [kind(blocks) for blocks in groups]
+        experts: list[Any] = [blocks[-1].experts for blocks in groups]
+        parts = [Parts(dense, layer) for dense, layer in zip(self._parts, experts, strict=True)]
+        self.pipelined: PipelinedBlocks = pipeline(parts, along=along, recompute=recompute)
+        self.rest = group
+
+    def __call__(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
+        """Returns the last block's output, and this rank's share of all auxiliary losses."""
+        for part in self._parts:
+            part.split = split
+        y_BPM = self.pipelined(x_BPM)
+        aux = x_BPM.new_zeros(())
+        for layer in self.pipelined.experts:
+            assert isinstance(layer, MoELayer)
+            aux = aux + layer.aux_loss
+        return y_BPM, aux
 
 
 @dataclass(frozen=True)
 class Loss:
-    """This rank's part of the loss of its replica's batch: the parts of the ranks of an MP group add up to it.
+    """This rank's part of the loss of its replica's batch: the parts of the ranks of an MP group add up to it."""
 
-    Attributes:
-        nats: scalar, this rank's tokens' cross-entropy over the number of targets of the *whole* batch: the sum over
-            the MP group is the mean over the batch.
-        aux: scalar, the same for the gates' auxiliary losses, summed over the layers.
-        targets: how many targets the whole batch has.
-    """
-
+    # Scalar, this rank's tokens' cross-entropy over the number of targets of the whole batch.
     nats: Tensor
+    # Scalar, the gates' auxiliary losses of this rank's tokens, summed over the layers.
     aux: Tensor
+    # Of the whole batch.
     targets: int
 
 
@@ -52,8 +221,6 @@ class Transformer(nn.Module):
         config: `config.experts` must be settled (`with_experts`).
         dispatch, hooks, placement: of every `MoELayer`.
         recompute: keep only the blocks' inputs for the backward pass and compute the rest again there.
-    Raises:
-        ConfigError: a dimension does not split over the topology, or experts are not settled.
     """
 
     position_weight: nn.Parameter | None
@@ -78,6 +245,7 @@ class Transformer(nn.Module):
         self._micro: BlockPipeline | None = None
         dim = config.model_dim
         make: dict[str, Any] = {"device": device, "dtype": dtype}
+        # Embeddings and head as in GPT-2.
         self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
         learned = config.positions == "learned"
         self.register_parameter(
@@ -92,12 +260,10 @@ class Transformer(nn.Module):
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
-        """The loss of a batch; collective over all ranks.
+        """Returns the loss of a batch; collective over all ranks.
 
         Args:
             tokens_BL, targets_BL: [B, L] int64, the same on every rank of the MP group; `IGNORE` asks for nothing.
-        Raises:
-            ConfigError: sequences longer than learned positions, or tensors of different shapes.
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
@@ -115,23 +281,19 @@ class Transformer(nn.Module):
         return Loss(recorded(self.recorder, judge, y_BPM, kind="loss"), aux, targets)
 
     def logits(self, tokens_BL: Tensor) -> Tensor:
-        """The logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective over all ranks."""
+        """Returns the logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective."""
         y_BPM, _, _ = self._hidden(tokens_BL)
         return F.linear(self.norm(y_BPM), self.head_weight)
 
     def moe_layers(self) -> Iterator[MoELayer]:
-        """The layers with experts, from the first block to the last."""
-        for block in self.blocks:
-            if isinstance(block.experts, MoELayer):
-                yield block.experts
+        """Yields the layers with experts, from the first block to the last."""
+        return (block.experts for block in self.blocks if isinstance(block.experts, MoELayer))
 
     def in_micro_batches(self, along: Along = "samples") -> PipelinedBlocks:
         """Has the blocks run in micro-batches from now on, by the plans of the blocks that it returns. Collective.
 
         Args:
             along: "positions": of each sequence, so that one sample is enough; of causal models with mp = 1.
-        Raises:
-            ConfigError: a model whose blocks cannot be split (so) (`fusedmoe.pipeline`).
         """
         self._micro = BlockPipeline(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
         return self._micro.pipelined
@@ -147,7 +309,8 @@ class Transformer(nn.Module):
         modules: Iterable[nn.Module] = self.modules()
         if self._micro is not None:
             self._micro.pipelined.recorder = recorder
-            if recorder is not None and self._micro.pipelined.plans is not None:  # tasks are spans, with all in them
+            # Tasks of a plan are spans, with all in them: modules inside would count twice.
+            if recorder is not None and self._micro.pipelined.plans is not None:
                 modules = (module for block in self._micro.rest for module in block.modules())
         for module in modules:
             if isinstance(module, (Attention, DenseFeedForward, MoELayer)):
@@ -165,7 +328,8 @@ class Transformer(nn.Module):
                 raise ConfigError(f"sequences of {length} tokens, but the model learns {self.config.seq_len} positions")
             x_BPM = x_BPM + self.position_weight[split.start : split.stop]
         for layer in self.moe_layers():
-            if isinstance(layer.gate, Hash):  # hash layers route by what a token is, not by where it came to
+            # Hash layers route by what a token is, not by where it came to.
+            if isinstance(layer.gate, Hash):
                 layer.gate.token_ids = tokens_BP
         aux, blocks = x_BPM.new_zeros(()), list(self.blocks)
         if self._micro is not None:
@@ -180,3 +344,37 @@ class Transformer(nn.Module):
                 x_BPM, own = block(x_BPM, split)
             aux = aux + own
         return x_BPM, aux, split
+
+
+def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
+    """Returns the attention and the experts of one block, as one rank sees them.
+
+    The tokens are those of the ranks that share an expert's shards: each has 1/mp of its replica's batch. Blocks
+    without experts (`moe_every`) are not in it.
+
+    Args:
+        ep, esp, mp: ranks along these axes.
+        itemsize: bytes of an element that travels.
+    """
+    assert config.experts is not None
+    batch = max(1, config.batch * esp // mp)
+    tokens = max(1, batch * config.seq_len // esp)
+    # Of the gate and the order as they are made: some take one expert a token, or no capacity, whatever is asked for.
+    gate, order = make_gate(config), make_order(config) or Sparse()
+    rows = order.rows_per_token(gate, tokens)
+    # Rows that are made of tokens, and no copies of them, travel each by itself.
+    copies = order.copies and not isinstance(gate, SoftMoE)
+    return Workload(
+        batch=batch,
+        seq_len=config.seq_len,
+        model_dim=config.model_dim,
+        hidden=config.hidden,
+        experts=config.experts,
+        k=1,
+        capacity_factor=rows,
+        expert=config.expert,
+        ep=ep,
+        esp=esp,
+        itemsize=itemsize,
+        share=uniform_share(config.experts, gate.k, ep) if copies else 1.0,
+    )

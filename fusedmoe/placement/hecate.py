@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
 from fusedmoe.placement.replica_search import improve, worth
-from fusedmoe.placement.transfers import gather
+from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s, load, transfers_s
 
 #: Iterations between two shardings.
 EVERY = 100
@@ -30,12 +29,8 @@ WINDOW = 5
 class LayerLoads:
     """Loads of one layer before a step, for a function that places its experts (`LayerPolicy`).
 
-    Attributes:
-        step: number of the step, from 0.
-        placement: where experts are now.
-        history_IE: [I, E] int64, the tokens of all ranks for each expert in earlier steps, the oldest first; at least
-            one step.
-        nodes: the ranks by node.   costs: what a token and an expert take.
+    `step`: counted from 0. `history_IE`: [I, E] int64, the tokens of all ranks for each expert in earlier steps, at
+    least one, the oldest first.
     """
 
     step: int
@@ -53,9 +48,9 @@ def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placeme
     """Places copies by Algorithm 1 on the predicted load, and by the search behind it; owners stay.
 
     Args:
-        t: overlap degree.   m: memory. Both as for `materialise`.
-        searches: False leaves out the search, which is this library's, and that copies are made only where they save
-            something, so that Algorithm 1 is alone, as published.
+        t, m: overlap degree and memory, as for `materialise`.
+        searches: False leaves Algorithm 1 alone, as published: without the search, which is this library's, and with
+            copies that save nothing.
     """
     sharding, load_E = now.placement.sharding, predict(now.history_IE)
     placement = materialise(sharding, load_E, now.nodes, t, m)
@@ -68,12 +63,8 @@ def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placeme
 def predict(earlier: Sequence[ArrayLike] | NDArray[np.generic], window: int = WINDOW) -> NDArray[np.float64]:
     """Returns the mean of the last `window` loads, or of all where there are fewer: what to expect next (section 4.2).
 
-    Args:
-        earlier: loads of earlier iterations, the oldest first, all of one shape: [E], or [L, E] for several layers.
-    Returns:
-        A load of that shape.
-    Raises:
-        ConfigError: there is none, or they differ in shape.
+    `earlier`: the oldest first, all of one shape: [E], or [L, E] for several layers. Raises `ConfigError` where there
+    is none, or they differ in shape.
     """
     if window < 1 or len(earlier) == 0:
         raise ConfigError(f"a mean of the last {window} of {len(earlier)} loads is none; one at least is needed")
@@ -94,8 +85,7 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
     Args:
         idle_s: for how long the link has nothing else to do: what a plan leaves of it free (the schedule's
             `sparse_collectives.hidden_s` reads it off a timeline), or else, by the paper's formula (section 4.2), the
-            seconds that the attention before the layer takes forward. Backward that takes twice as long, which hides a
-            gather and a reduce-scatter.
+            seconds that the attention before the layer takes forward.
         expert_bytes: of one expert's parameters.
         bytes_per_s: of a rank's link between nodes; of any other where there is but one node.
     """
@@ -111,10 +101,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     """Adds the replicas to `placement` that the loads ask for (Algorithm 1).
 
     Where every rank has room for `t` more (t ≤ m), all ranks get the `t` experts with the most load. Otherwise these
-    share the slots by load: each, in order, gets the share of the slots left that its load is of the load left,
-    rounded; and a slot on a node without it rather than on one that holds it, then on the node and the rank with the
-    most free slots. Where these are equal, which the paper leaves open, the one with less to do is taken, as if the
-    copies of an expert had equal parts of its load; then the lower number.
+    share the slots by load: each, in order, gets the share of the slots left that its load is of the load left.
 
     Args:
         placement: a sharding; or one with replicas, to which more are added (calibration). These count against `m`,
@@ -125,7 +112,15 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     Raises:
         ConfigError: sizes that do not fit together, loads that are negative or not finite, t or m below 0.
     """
-    load_E = _checked_loads(placement, load_E, nodes, t, m)
+    load_E = np.asarray(load_E, dtype=np.float64)
+    if placement.ranks != nodes.ranks or load_E.shape != (placement.experts,):
+        raise ConfigError(
+            f"materialisation: {placement.experts} experts on {placement.ranks} ranks, but loads of shape "
+            f"{load_E.shape} and {nodes.ranks} ranks in nodes"
+        )
+    _require_loads(load_E, "materialisation")
+    if t < 0 or m < 0:
+        raise ConfigError(f"materialisation: t = {t} and m = {m} must be 0 or more")
     # The load of a copy, not of an expert: what calibration adds to should not be added to again and again.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
@@ -158,10 +153,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
 def _choose(
     wanted: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
 ) -> list[int]:
-    """Chooses ranks for `wanted` more replicas, or for as many as have both a free slot and no copy.
-
-    It takes their slots (`free`, by rank), and adds `part` to their `work`.
-    """
+    """Chooses ranks for `wanted` more replicas, as far as there are slots; takes these, and adds `part` to `work`."""
     chosen: list[int] = []
     covered = {nodes.of(rank) for rank in holding}
     free_N, work_N = (
@@ -171,7 +163,8 @@ def _choose(
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
     # A node without a copy comes first: its tokens for the expert then stay inside it. Free slots before work, as in
-    # the paper; work, and the lower number, where it leaves the choice open.
+    # the paper; work, as if the copies of an expert had equal parts of its load, and the lower number, where the paper
+    # leaves the choice open.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
@@ -188,37 +181,24 @@ def _choose(
     return chosen
 
 
-def _checked_loads(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int) -> NDArray[np.float64]:
-    load_E = np.asarray(load_E, dtype=np.float64)
-    if placement.ranks != nodes.ranks or load_E.shape != (placement.experts,):
-        raise ConfigError(
-            f"materialisation: {placement.experts} experts on {placement.ranks} ranks, but loads of shape "
-            f"{load_E.shape} and {nodes.ranks} ranks in nodes"
-        )
-    if not np.isfinite(load_E).all() or (load_E < 0).any():
-        raise ConfigError("materialisation: a load is negative or not finite")
-    if t < 0 or m < 0:
-        raise ConfigError(f"materialisation: t = {t} and m = {m} must be 0 or more")
-    return load_E
+def _require_loads(loads: NDArray[np.float64], what: str) -> None:
+    if not np.isfinite(loads).all() or (loads < 0).any():
+        raise ConfigError(f"{what}: a load is negative or not finite")
 
 
 def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
     """Returns `placement`, or one with more replicas that is cheaper with their gather counted.
 
     Algorithm 1 runs again with the tokens as they are, from the copies that there are, in the memory that is left.
-    Nothing hides what it adds: the gather before this layer's tokens are sent, and as many bytes of gradients on their
-    way back. So several overlap degrees are tried, 1, 2, 4, … experts that travel, and the cheapest is taken.
 
     Args:
         placement: what was materialised on the prediction.
         tokens_WE: [W, E] integers, the tokens of each rank for each expert: the same numbers on every rank.
         m: memory, the number of replicas that a rank may hold, those of `placement` among them.
-    Returns:
-        A placement that has all of `placement`; equal to it where nothing pays.
     """
     load_E = np.asarray(tokens_WE).sum(axis=0)
     best, best_s = placement, layer_s(load(tokens_WE, placement, nodes), costs)
-    # Powers of two: every candidate is priced before the tokens may go, so there are few.
+    # Overlap degrees by powers of two: every candidate is priced before the tokens may go, so there are few.
     for t in (1 << power for power in range((placement.experts - 1).bit_length() + 1)):
         candidate = materialise(placement, load_E, nodes, t, m)
         if candidate == placement:
@@ -231,6 +211,7 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
 
 def gathered_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
     """Returns the seconds of the sparse all-gather from `before` to `after` and of its reduce-scatter, unhidden."""
+    # Nothing hides what calibration adds: as many bytes of gradients as of experts come back.
     return 2 * transfers_s(gather(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 
@@ -242,14 +223,10 @@ def slots(layers: int, experts: int, ranks: int) -> int:
 def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t: int) -> tuple[Placement, ...]:
     """Chooses owners in all layers, so that ranks own the experts that nobody copies evenly by load (Algorithm 2).
 
-    In each layer all but the `t` experts with the most load are placed, the layer with the largest of their loads
-    first, and in it the largest first: on the node with the least load of this layer, then on the rank there with the
-    least, and of equal ones on that with fewer free slots. Nodes and ranks that are full are passed over. Slots are
-    shared by all layers (`slots`), so that a rank may own none of a layer or all.
-
-    The `t` others, where the paper puts them anywhere, stay with their owners as long as there is room, largest first;
-    then they go to the node, and the rank, that own the fewest of these in their layer, of equal ones to that with the
-    most free slots.
+    In each layer all but the `t` experts with the most load are placed, the largest first: on the node with the least
+    load of this layer, then on the rank there with the least. Slots are shared by all layers (`slots`), so that a rank
+    may own none of a layer or all. The `t` others, where the paper puts them anywhere, stay with their owners as long
+    as there is room, then go to the node, and the rank, that own the fewest of these in their layer.
 
     Args:
         shardings: [L], what is now. All layers have the same number of experts.
@@ -260,7 +237,17 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     Raises:
         ConfigError: sizes that do not fit together, or placements with replicas.
     """
-    load_LE = _checked_loads_of_layers(shardings, load_LE, nodes)
+    load_LE = np.asarray(load_LE, dtype=np.float64)
+    sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
+    if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
+        raise ConfigError(
+            f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
+        )
+    if shardings[0].ranks != nodes.ranks:
+        raise ConfigError(f"sharding: {shardings[0].ranks} ranks hold experts, {nodes.ranks} stand in nodes")
+    _require_loads(load_LE, "sharding")
+    if any(any(sharding.replicas) for sharding in shardings):
+        raise ConfigError("sharding: a placement has replicas; give shardings")
     layers, experts = load_LE.shape
     # Slots are counted over all layers: a rank may own many experts of one layer and none of another.
     free_W = np.full(nodes.ranks, slots(layers, experts, nodes.ranks))
@@ -303,26 +290,10 @@ def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes,
     """Returns the rank with the least work on the node with the least, among those with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
-    # Ties: the paper's for experts that nobody copies; those that will be copied go where the most slots are free.
+    # Of equal ones that with fewer free slots, as in the paper; those that will be copied go where the most are free.
     sign = -1 if prefer_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))
     open_R = np.flatnonzero(free_NR[node] > 0).tolist()
     rank = min(open_R, key=lambda r: (work_NR[node, r], sign * free_NR[node, r], r))
     return int(node * nodes.per_node + rank)
-
-
-def _checked_loads_of_layers(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes) -> NDArray[np.float64]:
-    load_LE = np.asarray(load_LE, dtype=np.float64)
-    sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
-    if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
-        raise ConfigError(
-            f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
-        )
-    if shardings[0].ranks != nodes.ranks:
-        raise ConfigError(f"sharding: {shardings[0].ranks} ranks hold experts, {nodes.ranks} stand in nodes")
-    if not np.isfinite(load_LE).all() or (load_LE < 0).any():
-        raise ConfigError("sharding: a load is negative or not finite")
-    if any(any(sharding.replicas) for sharding in shardings):
-        raise ConfigError("sharding: a placement has replicas; give shardings")
-    return load_LE

@@ -18,7 +18,7 @@ number from 0; consecutive ranks share a node.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,10 +32,7 @@ _WORD = re.compile(r"\+?\d+", re.ASCII)
 
 @dataclass(frozen=True)
 class Nodes:
-    """`ranks` ranks, each `per_node` consecutive ones in a node.
-
-    Raises `ConfigError` unless nodes are full.
-    """
+    """`ranks` ranks, each `per_node` consecutive ones in a node. Raises `ConfigError` unless nodes are full."""
 
     ranks: int
     per_node: int
@@ -180,13 +177,8 @@ class Placement:
                 elif owners.setdefault(expert, ranks) != ranks or words.count(word) > 1:
                     raise ConfigError(f"placement, line {number}: expert {expert} has an owner already; one is enough")
             ranks += 1
-        _check_owned(owners, replicas)
-        experts = range(len(owners))
+        experts = range(1 + max([*owners, *replicas], default=-1))
+        missing = next((expert for expert in experts if expert not in owners), None)
+        if missing is not None:
+            raise ConfigError(f"placement: expert {missing} has no owner; write its number without a + on one line")
         return cls(ranks, tuple(owners[e] for e in experts), tuple(tuple(replicas.get(e, ())) for e in experts))
-
-
-def _check_owned(owners: Mapping[int, int], replicas: Mapping[int, object]) -> None:
-    most = max([*owners, *replicas], default=-1)
-    missing = next((expert for expert in range(most + 1) if expert not in owners), None)
-    if missing is not None:
-        raise ConfigError(f"placement: expert {missing} has no owner; write its number without a + on one line")

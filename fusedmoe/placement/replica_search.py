@@ -12,18 +12,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import EXCHANGES, PlacementCosts
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts
 
-#: In the local search, what the unevenness of all ranks counts beside the busiest one: of equally fast placements it
-#: leads to the more even.
+# What the unevenness of all ranks counts beside the busiest one: of equally fast placements it leads to the more even.
 _EVENNESS = 0.1
-#: Its steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
+# Steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
 _STEPS = 60
-#: So many slots are few: then the search starts from no replicas as well. With more, Algorithm 1 is as good a start.
+# So many slots are few.
 _FEW_SLOTS = 16
-#: A step of it that gains a smaller share is not taken.
+# A step that gains a smaller share is not taken.
 _GAIN = 1e-3
-#: Copies that save a smaller share of their layer's time are not made.
+# Copies that save a smaller share of their layer's time are not made.
 _WORTH = 0.02
 
 
@@ -33,34 +32,29 @@ def improve(
     """Returns `start`, or a placement within the same limits that makes the layer faster at the expected load.
 
     A step gives a replica up, makes one, does both (on one rank, or where another one has a free slot), or lets two
-    replicas change places: whichever lowers the time of the layer most, until none does. Steps are taken from `start`,
-    where there are few slots from `placement` as well, and the fastest of all is taken. The time is that of
-    `price.layer_s` for ranks that all have as many tokens for an expert, where these divide evenly and travel inside a
-    node in no time.
+    replicas change places: whichever lowers the time of the layer most, until none does. The time is that of
+    `traffic.layer_s` where ranks all have as many tokens for an expert, where these divide evenly and travel inside a
+    node in no time. The same numbers give the same placement.
 
     Args:
         placement: what stays: a sharding, or one with replicas.
         start: the placement that Algorithm 1 makes of it.
         load_E, nodes, t, m: as for `materialise`.
-    Returns:
-        A placement that has all of `placement`, and replicas of `t` other experts at most, with which no rank has more
-        than `m`, unless it had before. The same numbers give the same one.
     """
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
     if search.compute_s == search.exchange_s == 0:
         return start  # nothing is known of the time
+    # Where there are few slots Algorithm 1 may be a bad start: then the search goes from no replicas as well.
     starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
     ends = [search.descend(begin.holds_EW) for begin in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
 
 
 def worth(placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts) -> Placement:
-    """Returns `wanted`, which has copies besides all of `placement`, if they save enough time; else `placement`.
-
-    They have to save a share of the layer's time, `_WORTH` at least, at the expected load: experts that travel take
-    something though they are hidden. The time is that of `improve`. Where nothing is known of it, `wanted` is returned.
-    """
+    """Returns `wanted`, which has copies besides all of `placement`, if they save enough of the layer's time, or if
+    nothing is known of it; else `placement`."""
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
+    # Experts that travel take something though they are hidden.
     saves = search.layer_s(wanted.holds_EW) < (1 - _WORTH) * search.layer_s(placement.holds_EW)
     return wanted if saves or search.compute_s == search.exchange_s == 0 else placement
 
@@ -119,15 +113,13 @@ class _ReplicaSearch:
     def steps(
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
-        """Yields the best step of each kind: the price after it, and its changes.
-
-        Steps that relieve neither the rank that computes most nor the busiest link are not priced: the time is theirs.
-        """
+        """Yields the best step of each kind: the price after it, and its changes."""
         ranks, none = self.nodes.ranks, self.nodes.ranks
         extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.each_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
         may_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
         free_W = extra_EW.sum(axis=0) < self.room_W
+        # Steps that relieve neither the rank that computes most nor the busiest link need no price: the time is theirs.
         busiest = [int(total_C[:ranks].argmax()), ranks + int(total_C[ranks:].argmax())]
         relief_2EVV = [change_EVVC[..., column] for column in busiest]
 
@@ -159,10 +151,7 @@ class _ReplicaSearch:
         yield self.best(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
 
     def best(
-        self,
-        total_C: NDArray[np.float64],
-        changes_AC: NDArray[np.float64],
-        moves: list[tuple[NDArray[np.int64], ...]],
+        self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], moves: list[tuple[NDArray[np.int64], ...]]
     ) -> tuple[float, list[tuple[int, int, int]]]:
         """Returns the cheapest of these steps: the price after it, and its changes."""
         if not len(changes_AC):

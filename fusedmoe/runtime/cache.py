@@ -1,15 +1,13 @@
 """Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
 
-A profile is one file for each machine, layout of ranks and versions, so that it is measured once; what the parts of a
-model's steps take is one for its shapes as well. Rank 0 reads and writes, and all ranks have what it read. A damaged
-file is ignored with a warning, and replaced by what is measured again; where a file cannot be written there is a
-warning, and the job goes on. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
+    costs-….json     a profile, for each machine, layout of ranks and versions
+    steps-….json     what the parts of a model's steps take, for its shapes as well
+    plan-….json      a plan of a whole model, for each policy, costs and version
+    choice-….json    what was measured to be the fastest while a job trained, for each machine and step
 
-A plan of a whole model is one file for each policy, costs and version, so that it is searched once. Rank 0 reads and
-writes here, too; all ranks search for themselves what it did not find: the same numbers give the same plan. A file
-whose plan is not for these costs is searched again and replaced.
-
-What was measured to be the fastest while a job trained is a choice: one file for each machine and step.
+Rank 0 reads and writes, and all ranks have what it read. A damaged file, or one of something else, is made again; where
+a file cannot be written there is a warning, and the job goes on. Numbers of captured graphs lie there, too
+(`fusedmoe.graph`).
 """
 
 from __future__ import annotations
@@ -40,12 +38,12 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
-from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans, sequential
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
+from fusedmoe.schedule.tuning import PlanCandidate
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
@@ -57,11 +55,16 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def own_version() -> str:
-    """Returns the version of this library."""
-    try:
+    """Returns the version of this library; none where it is run from its source."""
+    with suppress(PackageNotFoundError):
         return version("fusedmoe")
-    except PackageNotFoundError:  # run from its source
-        return ""
+    return ""
+
+
+def _of_rank_0(topology: Topology, path: Path, operation: str, again: bool = False) -> str | None:
+    """Returns the text of rank 0's file, on all ranks: their disks may differ. None where it is to be made again."""
+    text = read_kept(path) if topology.is_first and not again else None
+    return all_gather_object(topology.world, text, operation)[0]
 
 
 def write(path: Path, text: str, what: str) -> None:
@@ -94,8 +97,8 @@ def cached_profile(
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = read_kept(path) if topology.is_first and not again else None
-    measured = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
+    text = _of_rank_0(topology, path, "reading the profile", again)
+    measured = None if text is None else _valid_profile(text, topology, device)
     if measured is None:
         with WorkBar("measuring this machine") as bar:
             show = bar.show if topology.is_first else None
@@ -120,21 +123,19 @@ def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable
     Args:
         facts: all that it depends on, in plain types, the same on every rank: those of the machine (`machine_facts`),
             and the model's shapes.
-        measure: collective, too; gives the same on every rank.
+        measure: collective, too; returns the same on every rank.
     """
-    found = kept_observed(topology, facts)
-    if found is None:
-        found = measure()
+    observed = kept_observed(topology, facts)
+    if observed is None:
+        observed = measure()
         if topology.is_first:
-            write(_observed_path(facts), json.dumps(found.as_dict()), "what was measured")
-    return found
+            write(_observed_path(facts), json.dumps(observed.as_dict()), "what was measured")
+    return observed
 
 
 def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
-    """Returns what the parts of steps take, as far as it is kept: None where it is not, or the file is of something
-    else."""
-    text = read_kept(_observed_path(facts)) if topology.is_first else None
-    text = all_gather_object(topology.world, text, "reading what steps take")[0]
+    """Returns what the parts of steps take; None where it is not kept, or the file is of something else."""
+    text = _of_rank_0(topology, _observed_path(facts), "reading what steps take")
     if text is not None:
         with suppress(ConfigError):
             return Observed.from_dict(parse_json(text, "what steps take"))
@@ -146,10 +147,7 @@ def _observed_path(facts: dict[str, Any]) -> Path:
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns all that times depend on, in plain types, the same on every rank. Collective over all ranks.
-
-    Hosts are told apart, but their names are left out: another job on machines of the same kind finds the same profile.
-    """
+    """Returns all that times depend on, in plain types, the same on every rank. Collective over all ranks."""
     own = {
         "host": socket.gethostname(),
         "processor": _processor(),
@@ -158,7 +156,7 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "networks": _networks(),
     }
     ranks: list[dict[str, Any]] = all_gather_object(topology.world, own, "comparing machines")
-    # Hosts by number: their names change from job to job.
+    # Hosts by number: another job on machines of the same kind, with other names, finds the same profile.
     hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
     sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
     return {
@@ -182,35 +180,28 @@ def describe(facts: dict[str, Any]) -> str:
     sizes = ", ".join(f"{axis} {facts[axis]}" for axis in ("ep", "esp", "mp", "dp"))
     threads = f", {ranks[0]['threads']} threads each" if ranks[0]["device"] == "cpu" else ""
     where = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    return (
-        f"{where} ({' and '.join(devices)}{threads}), {sizes}, {facts['backend']}, {facts['dtype']} products, "
-        f"torch {facts['torch']}"
-    )
+    software = f"{facts['backend']}, {facts['dtype']} products, torch {facts['torch']}"
+    return f"{where} ({' and '.join(devices)}{threads}), {sizes}, {software}"
 
 
-def _valid_profile(text: str | None, topology: Topology, device: torch.device) -> Profile | None:
-    if text is None:
-        return None
-    try:
-        found = Profile.from_json(text)
-    except ConfigError:
-        return None
-    same = found.costs.lines.keys() == set(line_names(topology)) and found.costs.tiled == (device.type == "cpu")
-    return found if same else None
+def _valid_profile(text: str, topology: Topology, device: torch.device) -> Profile | None:
+    with suppress(ConfigError):
+        kept = Profile.from_json(text)
+        if kept.costs.lines.keys() == set(line_names(topology)) and kept.costs.tiled == (device.type == "cpu"):
+            return kept
+    return None
 
 
 def _processor() -> str:
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def _networks() -> Sequence[str]:
     """Returns network cards with their speeds, and which of them torch.distributed was told to use."""
-    # Times depend on the cards that carry rows, and on which of them a job was told to use.
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
@@ -222,10 +213,9 @@ def _networks() -> Sequence[str]:
 
 
 def _speed(path: Path) -> str:
-    try:
+    with suppress(ConfigError):  # a card that is off cannot be read
         return read_text(path).strip()
-    except ConfigError:  # a card that is off
-        return "?"
+    return "?"
 
 
 def cached_plans(
@@ -240,13 +230,12 @@ def cached_plans(
 ) -> dict[str, Plan]:
     """Returns the plans of a step by these policies; searched where they are not kept. Collective over all ranks.
 
-    While they are searched, rank 0 shows a bar, or tells `show` how many parts are done, of how many.
-
     Args:
         policies: names of policies of whole layers.
         costs: the same on every rank.
         limit, samples: the most chunks, and the samples of a batch (`PlanSearch`).
         again: search in any case.
+        show: told on rank 0 how many parts are done, of how many; None: it shows a bar.
     Raises:
         ConfigError: layers that cannot be split.
     """
@@ -254,19 +243,21 @@ def cached_plans(
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
     # The library cannot tell whether a user's function is still the one that made a file.
-    kept = {name for name in paths if name not in POLICIES or not POLICIES[name].own}
-    texts = {name: read_kept(paths[name]) if first and not again and name in kept else None for name in paths}
+    keeps = [name for name in paths if name not in POLICIES or not POLICIES[name].own]
+    texts = {name: read_kept(paths[name]) if first and not again and name in keeps else None for name in paths}
     # Rank 0's files count, so that all ranks follow one plan even where their disks differ.
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
-    found = {name: _valid_plan(texts[name], costs) for name in paths}
-    plans = {name: plan for name, plan in found.items() if plan is not None}
-    if len(plans) < len(paths):
-        with WorkBar("planning") as bar:
-            model = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
-            plans = {name: plans.get(name) or model.plan(name) for name in paths}
-    for name in paths:
-        if first and found[name] is None and name in kept:
-            write(paths[name], _plan_text(name, plans[name], costs), "what was planned")
+    kept = {name: _valid_plan(texts[name], costs) for name in paths}
+    if all(kept.values()):
+        return {name: plan for name, plan in kept.items() if plan is not None}
+    with WorkBar("planning") as bar:
+        # All ranks search for themselves: the same numbers give the same plan.
+        search = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
+        plans = {name: kept[name] or search.plan(name) for name in paths}
+    for name in keeps:
+        if first and kept[name] is None:
+            head = {"format": _FORMAT, "version": _VERSION, "policy": name, "step_s": makespan(plans[name], costs)}
+            write(paths[name], json.dumps({**head, **_as_dict(plans[name])}), "what was planned")
     return plans
 
 
@@ -296,31 +287,34 @@ def _source() -> str:
     return digest.hexdigest()[:16]
 
 
-def _plan_text(policy: str, plan: Plan, costs: StepCosts) -> str:
-    head = {"format": _FORMAT, "version": _VERSION, "policy": policy, "step_s": makespan(plan, costs)}
-    return json.dumps({**head, "fingerprint": plan.fingerprint, "plan": str(plan).splitlines()})
+def _as_dict(plan: Plan) -> dict[str, Any]:
+    return {"fingerprint": plan.fingerprint, "plan": str(plan).splitlines()}
+
+
+def _from_dict(data: Any) -> Plan:
+    """Reads what `_as_dict` gave. Raises `ConfigError` for a plan that was cut or edited."""
+    plan = Plan.parse("\n".join(data["plan"]))
+    if plan.fingerprint != data["fingerprint"]:
+        raise ConfigError("a plan is not as it was written")
+    return plan
 
 
 def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
     if text is None:
         return None
-    try:
+    with suppress(KeyError, TypeError, ConfigError):
         data = json.loads(text)
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             return None
-        plan = Plan.parse("\n".join(data["plan"]))
-        # A file that was cut or edited gives another fingerprint, or another time.
-        sound = plan.fingerprint == data["fingerprint"] and makespan(plan, costs) == data["step_s"]
-    except (KeyError, TypeError, ConfigError):
-        return None
-    return plan if sound else None
+        plan = _from_dict(data)
+        # A plan of other layers takes another time.
+        if makespan(plan, costs) == data["step_s"]:
+            return plan
+    return None
 
 
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
-    """Returns the file of the fastest plan of a step on this machine. Collective over all ranks.
-
-    `facts`: of the step, in plain types; rank 0's count.
-    """
+    """Returns the file of the fastest plan of a step with these facts, in plain types. Collective over all ranks."""
     machine = machine_facts(topology, device, dtype)
     return cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _source(), **facts})}.json"
 
@@ -328,15 +322,7 @@ def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, fa
 def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], table: Sequence[Any]) -> str:
     """Returns the text of a choice's file, for `read_choice`: the chosen plan first, which takes so many seconds, then
     others to check it against. `line` and `table` are for who reads the file."""
-    plans = [
-        {
-            "family": one.family,
-            "whole": one.whole,
-            "fingerprint": one.plan.fingerprint,
-            "plan": str(one.plan).splitlines(),
-        }
-        for one in candidates
-    ]
+    plans = [{"family": each.family, "whole": each.whole, **_as_dict(each.plan)} for each in candidates]
     head = {"format": _CHOICE, "version": _VERSION, "line": line, "seconds": seconds}
     return json.dumps({**head, "table": table, "plans": plans})
 
@@ -348,10 +334,9 @@ def read_choice(
 
     A damaged file is a warning, and so is one whose plans are not of these layers.
 
-    `costs_of`: a step, by whether micro-batches go through whole layers.
+    `costs_of`: returns a step, by whether micro-batches go through whole layers.
     """
-    text = read_kept(path) if topology.is_first else None
-    text = all_gather_object(topology.world, text, "reading what was measured")[0]
+    text = _of_rank_0(topology, path, "reading what was measured")
     if text is None:
         return None
     try:
@@ -360,10 +345,7 @@ def read_choice(
             raise ConfigError("it is of something else")
         candidates = []
         for kept in data["plans"]:
-            plan = Plan.parse("\n".join(kept["plan"]))
-            if plan.fingerprint != kept["fingerprint"]:
-                raise ConfigError("a plan is not as it was written")
-            whole = bool(kept["whole"])
+            plan, whole = _from_dict(kept), bool(kept["whole"])
             costs = costs_of(whole)
             predicted_s = makespan(plan, costs) if len(plan) else makespan(sequential(costs), costs)
             candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s))

@@ -43,8 +43,8 @@ from fusedmoe.threads import LOOK_S, Helper
 
 Bodies = Mapping[str, Callable[[Task], None]]
 
-#: Whose plans a layer follows: those of its own schedule, that of a training step (`fusedmoe.training.plan_step`), or
-#: that of blocks in micro-batches (`fusedmoe.pipeline`).
+#: Whose plans a layer follows: its own schedule's, a training step's (`fusedmoe.training.plan_step`), or that of blocks
+#: in micro-batches (`fusedmoe.pipeline`).
 Follows = Literal["itself", "step", "blocks"]
 
 
@@ -62,8 +62,6 @@ def execute(
         bodies: the function that does the tasks of a kind, for each kind in the plan.
         stop: called with an exception in a body, so that other ranks learn of it, and with them the collectives that
             this rank is still waiting in. All waits are those of the bodies; nothing here waits longer than these.
-            After a `RankError` that the ranks have agreed on, tasks that do not follow from its task still run: the
-            same on all ranks, so that no rank waits for a task that another one left out.
         streams: a stream for each resource, on CUDA.
     Raises:
         ConfigError: a task of a kind without a body, or a fused operation: kernels run these, not a plan's tasks.
@@ -104,7 +102,11 @@ def _measured(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], Non
 
 
 def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseException], None]) -> None:
-    """Runs compute on the calling thread and each kind of link on a thread of its own; returns when all are done."""
+    """Runs compute on the calling thread and each kind of link on a thread of its own; returns when all are done.
+
+    After a `RankError` that the ranks have agreed on, tasks that do not follow from its task still run: the same on all
+    ranks, so that no rank waits for a task that another one left out.
+    """
     done = {task: threading.Event() for task in plan.tasks}
     errors: list[BaseException] = []
     agreed: list[BaseException] = []
@@ -207,8 +209,7 @@ class Capabilities:
         direct: nothing but kernels sees rows between the gate's choice and the experts' results: no hooks, no order by
             products, no experts that move.
         dtype, device: of the rows.
-        heap: tells whether all of the ranks have memory that kernels of the others address. Called last, and only where
-            all else allows it: it may be collective.
+        heap: tells whether all of the ranks have memory that kernels of the others address. It may be collective.
         copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
     """
 
@@ -223,32 +224,23 @@ class Capabilities:
 
 
 def runnable_kinds(layer: Capabilities, follows: Follows) -> tuple[str, ...]:
-    """Returns the kinds of tasks that plans may have.
-
-    Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
-    follows its own schedule; in a step's plan nothing runs them. Where experts are split over both axes, rows go from
-    every rank straight to all shards of their experts. Kinds that autograd runs beside a step's tasks are in its plan
-    for the time that they take.
-    """
+    """Returns the kinds of tasks that plans may have."""
+    # Dispatch and combine without peers are among them: hooks may act there.
     parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
+    after = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.LOSS, TaskKind.OPTIMIZER)
     if follows == "step":
-        return (
-            TaskKind.ATTENTION,
-            TaskKind.GATE,
-            TaskKind.OTHER,
-            COUNTS,
-            *parts,
-            TaskKind.GRADIENT_ALL_REDUCE,
-            TaskKind.LOSS,
-            TaskKind.OPTIMIZER,
-        )
+        # What autograd runs beside a step's tasks is in its plan for the time that it takes.
+        return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
     if follows == "blocks":
-        kinds = (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), TaskKind.GRADIENT_ALL_REDUCE)
-        return (*kinds, *((GATHER, REDUCE) if layer.copies else ()), TaskKind.LOSS, TaskKind.OPTIMIZER)
+        copied = (GATHER, REDUCE) if layer.copies else ()
+        return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
+    # Fused operations do all of a layer that follows its own schedule; in a step's plan nothing runs them.
     split = layer.ep > 1 or layer.esp > 1
     served = triton_serves(layer.device) and layer.dtype != torch.float64
+    # The heap is asked for last, and only where all else allows it: it may be collective.
     if not (split and layer.grouped and layer.direct and served and layer.heap()):
         return parts
+    # Where experts are split over both axes, rows go from every rank straight to all shards of their experts.
     over_experts, over_shards = FUSED
     return (*parts, over_experts if layer.ep > 1 else over_shards)
 

@@ -62,13 +62,12 @@ ROUNDS = 5
 _STEP_ROUNDS = 3
 
 # The paper's ladders: 1 to 24 (1 to 12) units of elements, of a collective's buffer in fp32 and of a product's left
-# factor.
+# factor. Copies are as large as what a layer keeps: memory that is new costs more than memory that is used again.
 _UNIT, _STEPS = 2**18, 24
 _GEMM_UNIT, _GEMM_STEPS = 2**19, 12
+_COPY_UNIT, _COPY_STEPS = 2**21, 12
 # The right factor is a square of this side; copies are of rows of so many elements.
 _SIDE = 1024
-# Of copies, as large as what a layer keeps: memory that is new costs more than memory that is used again.
-_COPY_UNIT, _COPY_STEPS = 2**21, 12
 # Until the ladder fits the time, steps are halved down to so many, then units down to this part of themselves: a line
 # through few sizes far apart is better than one through many that are all small.
 _LEAST_STEPS, _LEAST_PART = 6, 2**8
@@ -77,13 +76,14 @@ _PROBES = 3
 # Of the budget, for probes and for what the estimates are off.
 _RESERVE = 0.25
 
-_ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
-_TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
+# Two collectives, each alone, then at once: there the second waits for nothing.
+_APART_TOGETHER = [Plan.parse(text) for text in ("inter: D0", "intra: AG0", "intra: AG0\ninter: D0\nafter AG0:")]
 # Exchanges of one row, one after the other.
 _SIGNALS = 8
 _EMPTY, _EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
+Clock = Callable[[], float]
 T = TypeVar("T")
 
 Sample = tuple[str, int]  # a line and a size
@@ -91,12 +91,9 @@ Sample = tuple[str, int]  # a line and a size
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured machine.
+    """A measured machine: `costs` has lines through the points, (n, median seconds) with n in bytes or FLOP.
 
-    Attributes:
-        costs: the lines through the points, and the contention.
-        points: for each line (n, median seconds), n in bytes or FLOP.
-        seconds: how long measuring took.
+    `seconds`: how long measuring took.
     """
 
     costs: CostModel
@@ -110,18 +107,16 @@ class Profile:
         return {name: r2 for name, r2 in fits.items() if r2 is not None and r2 < FAIR_R2}
 
     def to_json(self) -> str:
-        """Indented JSON that `CostModel.from_json` reads as well."""
+        """Returns indented JSON that `CostModel.from_json` reads as well."""
         data = json.loads(self.costs.to_json()) | {"points": dict(self.points), "seconds": self.seconds}
         return json.dumps(data, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> Profile:
-        """The profile written by `to_json`. Raises `ConfigError` for anything else."""
+        """Reads the profile written by `to_json`. Raises `ConfigError` for anything else."""
         costs, data = CostModel.from_json(source), json.loads(source)
         try:
-            points = {
-                name: tuple((float(n), float(seconds)) for n, seconds in of) for name, of in data["points"].items()
-            }
+            points = {name: tuple((float(n), float(s)) for n, s in pairs) for name, pairs in data["points"].items()}
             return cls(costs, points, float(data["seconds"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"profile: the points are missing or not pairs of numbers: {error}") from error
@@ -140,14 +135,10 @@ def profile(
     """Measures and fits; the result is the same on every rank. Collective over all ranks.
 
     All-to-all over ep, all-gather and reduce-scatter over esp and all-reduce over dp, as far as these have more than
-    one rank, at 1 to 24 times 2¹⁸ fp32 elements, and matrix products of 1 to 12 times 2¹⁹ elements with a square of
-    1024, and copies of rows of 1024 numbers in another order, as a layer makes them whose two passes have different
-    chunks. n is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in
-    `schedule.workload`. Each time is the median of five rounds through all sizes (the paper's is their
-    mean, which one disturbance moves); in each the slowest rank counts.
-
-    No line starts in less than what the executor itself takes for a task: where products or links start for nothing,
-    more chunks still cost something.
+    one rank, at 1 to 24 times 2¹⁸ fp32 elements; matrix products of 1 to 12 times 2¹⁹ elements with a square of 1024;
+    and copies of rows of 1024 numbers in another order, as a layer makes them whose two passes have different chunks. n
+    is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in `schedule.workload`. Each
+    time is the median of five rounds through all sizes; in each the slowest rank counts.
 
     Args:
         device: where computation runs, on CUDA the current device.
@@ -167,11 +158,7 @@ def profile(
         return _Profiler(topology, device, dtype, budget_s, show or _nothing, clock).run(machine)
 
 
-def _nothing(done: int, total: int) -> None:
-    pass
-
-
-def _no_work(task: Task) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -189,10 +176,11 @@ def line_names(topology: Topology) -> tuple[str, ...]:
 def contention_of(inter_s: float, intra_s: float, together_s: float) -> float:
     """Returns the share of their speed that two collectives go on at while both run, in (0, 1].
 
-    Alone they take `inter_s` and `intra_s`; begun together, `together_s` until both are done. While both run each has
-    the share c, so the shorter one takes short / c, and the longer one then has long − short left.
+    Alone they take `inter_s` and `intra_s`; begun together, `together_s` until both are done.
     """
     short, long = sorted((inter_s, intra_s))
+    # While both run each has the share c: the shorter one takes short / c, and the longer one then has long − short
+    # left.
     return short / max(short, together_s - (long - short))
 
 
@@ -207,13 +195,7 @@ class _Work(NamedTuple):
 
 class _Profiler:
     def __init__(
-        self,
-        topology: Topology,
-        device: torch.device,
-        dtype: torch.dtype,
-        budget_s: float,
-        show: Show,
-        clock: Callable[[], float],
+        self, topology: Topology, device: torch.device, dtype: torch.dtype, budget_s: float, show: Show, clock: Clock
     ) -> None:
         self._topology, self._device, self._budget_s, self._show = topology, device, budget_s, show
         self._clock, self._began = clock, clock()
@@ -227,33 +209,32 @@ class _Profiler:
     def run(self, machine: str) -> Profile:
         ladder = self._ladder()
         contends = {"all-to-all/ep", "all-gather/esp"} <= self._works.keys()
-        total = ROUNDS * (len(ladder) + len(_ALONE) + 1) if contends else ROUNDS * len(ladder)
+        total = ROUNDS * (len(ladder) + len(_APART_TOGETHER) * contends)
         rounds: list[np.ndarray] = []
         round_s = 0.0
         while len(rounds) < ROUNDS and (not rounds or self._elapsed_s() + round_s < self._budget_s):
             before_s = self._elapsed_s()
             rounds.append(self._round(ladder, len(rounds) * len(ladder), total))
             round_s = self._elapsed_s() - before_s
-        # The median of the rounds: one disturbance does not move it.
+        # The paper takes the mean of the rounds, which one disturbance moves.
         medians = np.median(rounds, axis=0)
-        points: dict[str, list[tuple[float, float]]] = {name: [] for name in self._works}
+        points: dict[str, list[tuple[float, float]]] = {}
         for (name, size), seconds in zip(ladder, medians, strict=True):
-            points[name].append((float(self._works[name].n(size)), float(seconds)))
-        # No task is shorter than what the executor takes for an empty one.
+            points.setdefault(name, []).append((float(self._works[name].n(size)), float(seconds)))
+        # No line starts in less than the executor takes for an empty task: where products or links start for nothing,
+        # more chunks still cost something.
         task_s = float(self._slowest([self._task_s()])[0])
         fitted = {name: line_through(of) for name, of in points.items()}
-        lines = self._of_rank_0(
-            {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
-        )
+        fitted = {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
+        lines = self._of_rank_0(fitted)
         contention = self._contention(lines, points, total) if contends else 1.0
-        cpu = self._device.type == "cpu"
-        costs = CostModel(lines, contention, machine, self._fused(), tiled=cpu, task_s=task_s)
-        seconds = self._elapsed_s()
-        return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
+        tiled = self._device.type == "cpu"
+        costs = CostModel(lines, contention, machine, self._fused(), tiled=tiled, task_s=task_s)
+        return Profile(costs, {name: tuple(pairs) for name, pairs in points.items()}, self._elapsed_s())
 
     def _task_s(self) -> float:
         """Returns the seconds that the executor takes for a task that does nothing."""
-        bodies = dict.fromkeys(PIPELINE, _no_work)
+        bodies = dict.fromkeys(PIPELINE, _nothing)
         taken = []
         for _ in range(_EMPTY_ROUNDS):
             began = self._clock()
@@ -265,7 +246,8 @@ class _Profiler:
         """Returns the seconds of a signal between kernels, where all ranks have memory that others' kernels address."""
         if not triton_serves(self._device):
             return None
-        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+        # Imported here: both need Triton.
+        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
         from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 
         signal_s = {}
@@ -298,41 +280,30 @@ class _Profiler:
         ep, esp = topology.ep, topology.esp
         dp = topology.world if topology.dp.size == 1 < topology.size else topology.dp
 
-        def all_to_all(size: int) -> None:
-            each = [size // ep.size] * ep.size
-            all_to_all_rows(ep, buffer[: sum(each)], each, each)
-
-        def all_gather(size: int) -> None:
-            each = [size // esp.size] * esp.size
-            all_gather_rows(esp, buffer[: each[0]], each)
-
-        def reduce_scatter(size: int) -> None:
-            each = [size // esp.size] * esp.size
-            reduce_scatter_rows(esp, buffer[: sum(each)], each)
-
-        def reduce(size: int) -> None:
-            all_reduce(dp, buffer[:size])
-
-        width = buffer.element_size()
-
-        def even(ranks: int) -> Callable[[int], int]:
-            return lambda size: size // ranks * ranks * width
+        def work(ranks: int, run: Callable[[list[int]], Any]) -> _Work:
+            """Returns what runs with as many elements for each rank as a size has."""
+            return _Work(
+                _UNIT,
+                _STEPS,
+                lambda size: run([size // ranks] * ranks),
+                lambda size: size // ranks * ranks * buffer.element_size(),
+            )
 
         return {
-            "all-to-all/ep": _Work(_UNIT, _STEPS, all_to_all, even(ep.size)),
-            "all-gather/esp": _Work(_UNIT, _STEPS, all_gather, even(esp.size)),
-            "reduce-scatter/esp": _Work(_UNIT, _STEPS, reduce_scatter, even(esp.size)),
-            "all-reduce/dp": _Work(_UNIT, _STEPS, reduce, even(1)),
+            "all-to-all/ep": work(ep.size, lambda each: all_to_all_rows(ep, buffer[: sum(each)], each, each)),
+            "all-gather/esp": work(esp.size, lambda each: all_gather_rows(esp, buffer[: each[0]], each)),
+            "reduce-scatter/esp": work(esp.size, lambda each: reduce_scatter_rows(esp, buffer[: sum(each)], each)),
+            "all-reduce/dp": work(1, lambda each: all_reduce(dp, buffer[: each[0]])),
         }
 
     def _products(self, dtype: torch.dtype) -> _Work:
         # Zeros would take less power, and a GPU less time.
         chance = torch.Generator(self._device).manual_seed(0)
 
-        def random(rows: int) -> torch.Tensor:
-            return torch.rand(rows, _SIDE, generator=chance, device=self._device).to(dtype)
-
-        left, right = random(_GEMM_UNIT * _GEMM_STEPS // _SIDE), random(_SIDE)
+        left, right = (
+            torch.rand(rows, _SIDE, generator=chance, device=self._device).to(dtype)
+            for rows in (_GEMM_UNIT * _GEMM_STEPS // _SIDE, _SIDE)
+        )
         out = torch.empty_like(left)
 
         def product(size: int) -> None:
@@ -345,30 +316,28 @@ class _Profiler:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
         chance = torch.Generator().manual_seed(0)
         order = torch.randperm(len(rows), generator=chance).to(self._device)
-        width = rows.element_size()
-
-        def copy(size: int) -> None:
-            rows[order[: size // _SIDE]]
-
-        return _Work(_COPY_UNIT, _COPY_STEPS, copy, lambda size: size // _SIDE * _SIDE * width)
+        return _Work(
+            _COPY_UNIT,
+            _COPY_STEPS,
+            lambda size: rows[order[: size // _SIDE]],
+            lambda size: size // _SIDE * _SIDE * rows.element_size(),
+        )
 
     def _ladder(self) -> list[Sample]:
-        """Returns the sizes of each line that fit its share of the time. What short ones leave over goes to the longer
-        ones."""
+        """Returns the sizes of each line that fit its share of the time."""
         ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
         self._round(ends, 0, 0)  # the first time anything runs, it is set up
         # The least of some: one disturbance would halve a ladder.
         probed = np.min([self._round(ends, 0, 0) for _ in range(_PROBES)], axis=0)
-        guesses: dict[str, Line] = {}
-        for name in self._works:
-            of = [(size, seconds) for (other, size), seconds in zip(ends, probed, strict=True) if other == name]
-            guesses[name] = line_through(of)
+        both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._works)}
+        guesses = {name: line_through([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
 
         def takes_s(name: str, unit: int, steps: int) -> float:
             return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
 
         left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
         sizes: dict[str, list[int]] = {}
+        # The shortest first: what they leave over goes to the longer ones.
         for name, work in sorted(self._works.items(), key=lambda one: takes_s(one[0], one[1].unit, one[1].steps)):
             share_s = left_s / (len(self._works) - len(sizes) + 1)  # contention has one, too
             unit, steps = work.unit, work.steps
@@ -405,23 +374,23 @@ class _Profiler:
         all_reduce(self._topology.world, torch.zeros(1, device=self._wire), operation="profile")
 
     def _slowest(self, seconds: Sequence[float]) -> np.ndarray:
-        found = torch.tensor(seconds, dtype=torch.float64, device=self._wire)
-        return all_reduce(self._topology.world, found, "max", "profile").cpu().numpy()
+        taken = torch.tensor(seconds, dtype=torch.float64, device=self._wire)
+        return all_reduce(self._topology.world, taken, "max", "profile").cpu().numpy()
 
-    def _of_rank_0(self, found: T) -> T:
-        """Returns rank 0's value: processors of different kinds may round differently, but all must find the same."""
-        result: T = all_gather_object(self._topology.world, found, "profile")[0]
+    def _of_rank_0(self, value: T) -> T:
+        """Returns rank 0's value, on all ranks."""
+        # Processors of different kinds may round differently, but all must come to the same plans.
+        result: T = all_gather_object(self._topology.world, value, "profile")[0]
         return result
 
     def _elapsed_s(self) -> float:
-        """Returns the seconds since this profiler began, the same on every rank; collective."""
+        """Returns the seconds since this profiler began, the same on every rank. Collective."""
         return float(self._slowest([self._clock() - self._began])[0])
 
     def _contention(
         self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int
     ) -> float:
-        """Returns the share of their speed that both collectives keep: each alone, then at once, as a layer's plan has
-        them."""
+        """Returns the share of their speed that both collectives keep, begun as a layer's plan begins them."""
         names = ("all-to-all/ep", "all-gather/esp")
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
         # About as long as each other, within the sizes that were measured, and all of it within the time.
@@ -438,17 +407,14 @@ class _Profiler:
         rounds = []
         for number in range(ROUNDS):
             seconds = []
-            for plan in (*_ALONE, _TOGETHER):
-                seconds.append(self._execution_s(plan, bodies))
-                self._show(total - (ROUNDS - number) * len((*_ALONE, _TOGETHER)) + len(seconds), total)
+            for plan in _APART_TOGETHER:
+                self._ready()
+                self._together()
+                execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
+                seconds.append(self._recorder.timeline().duration_s)
+                self._show(total - (ROUNDS - number) * len(_APART_TOGETHER) + len(seconds), total)
             rounds.append(self._slowest(seconds))
         return contention_of(*(float(middle) for middle in np.median(rounds, axis=0)))
-
-    def _execution_s(self, plan: Plan, bodies: Mapping[str, Callable[[Task], None]]) -> float:
-        self._ready()
-        self._together()
-        execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
-        return self._recorder.timeline().duration_s
 
 
 def observe_steps(
@@ -463,13 +429,13 @@ def observe_steps(
 
     Args:
         costs: of the steps, before they are measured.
-        run: does a step by a plan, in the round of this number, on this rank, and returns its timeline. The first step
-            of each plan is not counted: it takes memory that the system has to hand out first.
+        run: does a step by a plan, in the round of this number, on this rank, and returns its timeline.
         budget_s: no step begins that would not end in so many seconds, but for the first two.
         clock: on this rank, in seconds.
     """
     steps: list[list[list[Timeline]]] = [[] for _ in plans]
     with WorkBar("measuring steps") as bar:
+        # The first step of each plan is not counted: it takes memory that the system has to hand out first.
         run(plans[0], 0)
         began_s, taken_s, longest_s = clock(), 0.0, 0.0
         for number in range(_STEP_ROUNDS * len(plans)):
@@ -486,7 +452,7 @@ def observe_steps(
             longest_s = max(longest_s, (taken_s - before_s) / in_turn)
             if topology.is_first:
                 bar.show(number + 1, _STEP_ROUNDS * len(plans))
-    found = Observed()
+    seen = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
-        found |= observe(plan, costs, timelines)
-    return found
+        seen |= observe(plan, costs, timelines)
+    return seen

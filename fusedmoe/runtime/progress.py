@@ -25,10 +25,10 @@ class WorkBar:
 
     def __init__(self, what: str) -> None:
         self._what, self._began = what, time.monotonic()
-        self._console = Console(stderr=True)
+        console = Console(stderr=True)
         parts = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self._terminal = self._console.is_terminal
-        self._progress = Progress(*parts, console=self._console, transient=True, disable=not self._terminal)
+        self._terminal = console.is_terminal
+        self._progress = Progress(*parts, console=console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(what, total=None)
         self._next_s = self._began + _AFTER_S
 
@@ -83,17 +83,13 @@ class Lines(Display):
         self._next_s = 0.0
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        now = time.monotonic()
-        left = ""
-        if self._began is None:
-            self._began = (done, now)
-        elif done > self._began[0]:
-            seconds = (now - self._began[1]) / (done - self._began[0]) * (self._total - done)
-            left = f", {_clock(seconds)} left"
+        now, left = time.monotonic(), ""
+        first, began_s = self._began = self._began or (done, now)
+        if done > first:
+            left = f", {_clock((now - began_s) / (done - first) * (self._total - done))} left"
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_EVERY_S
-            line = f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}"
-            self.say(line)
+            self.say(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
 
     def say(self, line: str) -> None:
         print(line, flush=True)

@@ -5,13 +5,13 @@
         ...
     timelines = all_gather_object(world, recorder.timeline())
 
-Whoever is measured holds a `Recorder | None` and calls the function `span`: with None it hands out one
-shared context that does nothing, which also passes through `torch.compile` without a graph break. While a profiler of
-PyTorch's is on, each span is a range of its, too (`torch.profiler.record_function`), recorder or not.
+Whoever is measured holds a `Recorder | None` and calls the function `span`: with None it hands out one shared context
+that does nothing, which also passes through `torch.compile` without a graph break. While a profiler of PyTorch's is on,
+each span is a range of its, too (`torch.profiler.record_function`), recorder or not.
 
-On a CPU the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the stream that
-is current where it opens and where it closes, so it shows when the device worked, and recording never waits
-for it; only `timeline()` does.
+On a CPU the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the stream that is current
+where it opens and where it closes, so it shows when the device worked, and recording never waits for it; only
+`timeline()` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,39 +65,23 @@ def profiling() -> bool:
 
 def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:
     """Returns the recorder that the parts of a layer report to, so that their spans carry its number; None where nobody
-    listens, and in a graph, which runs later than it is made: no clock of ours is in it."""
+    listens."""
+    # A graph runs later than it is made: no clock of ours is in it.
     if torch.compiler.is_compiling() or (recorder is None and not profiling()):
         return None
     return _LayerRecorder(recorder, number)
 
 
-def recorded(
-    recorder: Recorder | None,
-    operation: Callable[[Tensor], Tensor],
-    x: Tensor,
-    *,
-    kind: str,
-) -> Tensor:
-    """Returns `operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
-
-    Autograd runs the backward of a region on its own, so the region puts a mark where its input enters and one where
-    its result leaves; going backward, the second mark opens the span and the first one closes it.
-    """
+def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x: Tensor, *, kind: str) -> Tensor:
+    """Returns `operation(x)`, as a span of the forward and one of the backward pass when there is a recorder."""
     if recorder is None and not profiling():
         return operation(x)
-    # The span of the backward pass is made now, and opened and closed by the marks.
+    # Autograd runs the backward of a region on its own: going backward, the mark where the result leaves opens the
+    # span, and the one where the input enters closes it.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
-        y = operation(_Mark.apply(x, lambda: _close(back)))
-        return _Mark.apply(y, lambda: _open(back))
-
-
-def _open(span: AbstractContextManager[None]) -> None:
-    span.__enter__()
-
-
-def _close(span: AbstractContextManager[None]) -> None:
-    span.__exit__(None, None, None)
+        y = operation(_Mark.apply(x, lambda: back.__exit__(None, None, None)))
+        return _Mark.apply(y, lambda: back.__enter__())
 
 
 class _Mark(Function):
@@ -133,14 +117,34 @@ class Recorder:
     ) -> None:
         self.rank, self._now = rank, clock
         where = torch.device("cpu" if device is None else device)
-        self._clock: _Clock = _CudaClock(where, clock) if where.type == "cuda" else _HostClock(clock)
+        self._device = where if where.type == "cuda" else None
         self.clear()
 
     def clear(self) -> None:
         """Forgets all spans, open ones too, and starts again at zero. Waits for the device, if any."""
         self._records: list[_Record] = []
         self._added: list[Span] = []
-        self._anchor_s = self._clock.restart()
+        # An idle device passes the event at once, so host and device zero are a few microseconds apart.
+        self._wait()
+        self._zero = self._mark()
+        self._wait()
+        self._zero_s, self._anchor_s = _wall_anchor(self._now)
+
+    def _wait(self) -> None:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
+    def _mark(self) -> Any:
+        """Returns this moment: the clock's, or an event on the device's current stream."""
+        if self._device is None:
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        """Returns the seconds from zero to a mark that the device has passed."""
+        return mark - self._zero_s if self._device is None else float(self._zero.elapsed_time(mark)) * 1e-3
 
     def span(
         self,
@@ -158,15 +162,14 @@ class Recorder:
         Raises `ConfigError` for a kind, resource or phase that `fusedmoe.schedule.timeline` does not list.
         """
         check_word("kind", kind)
-        check_word("resource", resource)
         check_word("phase", phase)
-        for other in also:
-            check_word("resource", other)
-        return _Record(self._clock, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
+        for each in (resource, *also):
+            check_word("resource", each)
+        return _Record(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
     def now(self) -> float:
         """Returns the seconds since zero on the host's clock, for `add`."""
-        return self._now() - self._clock.zero_s
+        return self._now() - self._zero_s
 
     def add(self, span: Span) -> None:
         """Adds a span whose times are known: work that began on one thread and was seen to end on another."""
@@ -175,11 +178,9 @@ class Recorder:
     def timeline(self) -> Timeline:
         """Returns all that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
         records, added = tuple(self._records), tuple(self._added)  # before the wait: others may go on recording
-        self._clock.wait()
-        seconds = self._clock.seconds
-        measured = [
-            record.what._replace(start_s=seconds(record.start), end_s=seconds(record.end)) for record in records
-        ]
+        self._wait()
+        seconds = self._seconds
+        measured = [each.what._replace(start_s=seconds(each.start), end_s=seconds(each.end)) for each in records]
         return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
 
 
@@ -197,98 +198,41 @@ class _Range(AbstractContextManager[None]):
     """A range of PyTorch's profiler, and a span of a recorder's inside it, if there is one."""
 
     def __init__(self, label: str, record: AbstractContextManager[None] | None) -> None:
-        self._both = [profiler.record_function(label), *([] if record is None else [record])]
+        self._range, self._record = profiler.record_function(label), record or _NOTHING
 
     def __enter__(self) -> None:
-        for one in self._both:
-            one.__enter__()
+        self._range.__enter__()
+        self._record.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for one in reversed(self._both):
-            one.__exit__(*error)
+        self._record.__exit__(*error)
+        self._range.__exit__(*error)
 
 
 class _Record:
-    """A span that is being recorded: the times are marks of the recorder's clock."""
+    """A span that is being recorded; its times are marks of the recorder."""
 
-    __slots__ = ("_clock", "_records", "what", "start", "end")
+    __slots__ = ("_mark", "_records", "what", "start", "end")
 
-    def __init__(self, clock: _Clock, records: list[_Record], what: Span) -> None:
-        self._clock = clock
-        self._records = records
-        self.what = what
+    def __init__(self, mark: Callable[[], Any], records: list[_Record], what: Span) -> None:
+        # The list of now: a recorder that is cleared meanwhile has another one, and forgets this span.
+        self._mark, self._records, self.what = mark, records, what
 
     def __enter__(self) -> None:
-        self.start = self._clock.mark()
+        self.start = self._mark()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.end = self._clock.mark()
+            self.end = self._mark()
             self._records.append(self)
 
 
-class _Clock(Protocol):
-    zero_s: float  # perf_counter at zero
-
-    def restart(self) -> float: ...  # now is zero; gives the wall-clock time of it
-    def mark(self) -> Any: ...
-    def wait(self) -> None: ...  # until all marks can be read
-    def seconds(self, mark: Any) -> float: ...  # from zero to the mark
-
-
-class _HostClock:
-    zero_s = 0.0
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.mark = now
-
-    def restart(self) -> float:
-        self.zero_s, anchor_s = _wall_anchor(self.mark)
-        return anchor_s
-
-    def wait(self) -> None:
-        pass
-
-    def seconds(self, mark: float) -> float:
-        return mark - self.zero_s
-
-
-class _CudaClock:
-    zero_s = 0.0
-
-    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
-        self._device, self._now = device, now
-
-    def restart(self) -> float:
-        # An idle device passes the event at once, so host and device zero are a few microseconds apart.
-        torch.cuda.synchronize(self._device)
-        self._zero = self.mark()
-        torch.cuda.synchronize(self._device)
-        self.zero_s, anchor_s = _wall_anchor(self._now)
-        return anchor_s
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        return float(self._zero.elapsed_time(mark)) * 1e-3
-
-
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
-    """One instant on both clocks: (`now()`, `time.time()`); the tightest of a few readings."""
-    best = (float("inf"), 0.0, 0.0)
+    """Returns one instant on both clocks: (`now()`, `time.time()`)."""
+    readings = [(now(), time.time(), now()) for _ in range(8)]
     # The reading with the least time between both clocks is the most exact.
-    for _ in range(8):
-        before = now()
-        wall = time.time()
-        after = now()
-        best = min(best, (after - before, (before + after) / 2, wall))
-    return best[1], best[2]
+    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return (before + after) / 2, wall
 
 
 class Moment:

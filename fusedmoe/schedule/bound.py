@@ -46,9 +46,8 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
     """Returns the seconds that no plan of a step beats, in any order of its tasks, its gradients in whatever buckets.
 
     The lesser bound of two families of plans: layers that follow each other, their pipelines in up to `limit` equal
-    chunks; and where layers can be split (`LayerCosts.micro`), micro-batches through all of them, in which each layer's
-    dense part and its pipeline may have their own number of equal chunks in both passes, up to `limit`, with all weight
-    gradients by themselves, or none.
+    chunks; and where layers can be split (`LayerCosts.micro`), micro-batches through all of them, each dense part and
+    pipeline in its own number of equal chunks, up to `limit`, with all weight gradients by themselves, or none.
     """
     best = _by_layer_s(costs.by_layer(), limit)
     return min(best, _split_s(costs, limit)) if costs.can_split else best
@@ -60,29 +59,24 @@ def _waits(layer: LayerCosts) -> bool:
 
 
 class _Block(NamedTuple):
-    """A part of a layer's pass, its dense part or one of its pipeline: its resource, and the seconds of one chunk and
-    of all, [limit²] each, for all numbers of chunks of the dense part and of the pipeline."""
+    """A part of a layer's pass: its dense part, or one of its pipeline."""
 
-    on: str
+    on: str  # its resource
+    # Seconds of one chunk and of all, [limit²] each, for all numbers of chunks of the dense part and of the pipeline.
     one: Any
     all: Any
 
 
 class _Pass(NamedTuple):
-    """A layer's pass.
+    """A layer's pass."""
 
-    Attributes:
-        blocks: in the order in which rows go through them, without W tasks.   dense: the place of the dense part.
-        together: seconds of one chunk of the dense part and all chunks of the pipeline that have anything of it, which
-            all come after it (forward), or all before it.
-        dense_later, later: seconds of the dense part's W tasks, and of all.
-    """
-
-    blocks: tuple[_Block, ...]
-    dense: int
+    blocks: tuple[_Block, ...]  # in the order in which rows go through them, without W tasks
+    dense: int  # the place of the dense part
+    # Seconds of one chunk of the dense part and all chunks of the pipeline that have anything of it, which all come
+    # after it (forward), or all before it.
     together: Any
-    dense_later: Any
-    later: Any
+    dense_later: Any  # seconds of the dense part's W tasks
+    later: Any  # and of all W tasks
 
     def way(self, start: int = 0, stop: int | None = None) -> Any:
         """Returns the seconds of one chunk through some blocks."""
@@ -116,11 +110,8 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
     links = np.maximum(inter + share * intra, intra + share * inter)
     through = np.maximum(gathered + of_one * urgent + reduced, links)
-    blocks = [
-        _Block(LINKS.get(kind, "compute"), chunk_s[kind], rows_count * chunk_s[kind])
-        for kind in PIPELINE
-        if kind in chunk_s
-    ]
+    parts_s = ((kind, chunk_s[kind]) for kind in PIPELINE if kind in chunk_s)
+    blocks = [_Block(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
     place = 0 if phase == "forward" else len(blocks)
     blocks.insert(place, _Block("compute", dense_s, dense_count * dense_s))
     dense_later_s = dense_count * dense_later.alpha_s + dense_later.whole_s
@@ -136,12 +127,10 @@ _Place = tuple[int, int]  # a pass, and a block of it
 
 def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place, last: _Place) -> list[Any]:
     """Returns the work of all blocks from one to another, by the weights of their resources, and the ways to and from
-    it.
-
-    Chunks of a dense part run in order. So what ends with one forward ends with its last chunk, and all chunks of the
-    pipeline that have anything of this one follow; and what begins with one backward begins with its first.
-    """
+    it."""
     (p, b), (q, e) = first, last
+    # Chunks of a dense part run in order. So what ends with one forward ends with its last chunk, and all chunks of the
+    # pipeline that have anything of this one follow; and what begins with one backward begins with its first.
     forward = passes[0].dense == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense
     sums = []
@@ -161,8 +150,7 @@ def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place,
 
 
 def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], beside_s: float) -> Iterator[_Sum]:
-    """Yields the sums of one pass of all layers: on each machine, from a block of the first layers to one of the
-    last."""
+    """Yields the sums of a pass of all layers, each from a block of the first layers to one of the last."""
     count, dense = len(passes), passes[0].dense
     for weights in machines:
         on = [(p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.on)]
@@ -228,11 +216,8 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     count = len(fixed)
     scale = float((fixed + sum(layer_sums.min(1) for layer_sums in passes)).max()) or 1.0
     # Weights, and of each pass the least of its mean: as large as can be, and no larger than any choice's.
-    rows = [
-        np.concatenate([-layer_sums.T, np.tile(np.eye(len(passes))[place], (layer_sums.shape[1], 1))], 1)
-        for place, layer_sums in enumerate(passes)
-    ]
-    matrix = np.concatenate(rows)
+    which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in passes], axis=0)
+    matrix = np.concatenate([-np.concatenate(passes, 1).T, which], 1)
     solved = linprog(
         -np.concatenate([fixed, np.ones(len(passes))]) / scale,
         matrix / scale,
@@ -258,16 +243,12 @@ def _undominated(sums: Any) -> Any:
 
 
 def _by_layer_s(costs: StepCosts, limit: int) -> float:
-    """Returns the bound of layers that follow each other.
-
-    The step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And from the end of any layer's
-    backward pass on, the links between nodes have to carry the gradients that are ready only now, in one piece at best,
-    and all passes that follow. The largest of these sums counts, one for each layer.
-    """
+    """Returns the bound of layers that follow each other: at least the sum of their passes and dense parts."""
     layers = costs.layers
     head = sum(_layer_pass_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)
     head += sum(_layer_pass_s(costs, layer, "backward", limit) for layer in layers)
-    # From each layer's end on, links have to carry what only then is ready.
+    # From the end of any layer's backward pass on, links have to carry the gradients that are ready only then, in one
+    # piece at best, and all passes that follow.
     best, after = head, 0.0
     gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
     for layer in layers:
@@ -282,6 +263,5 @@ def _by_layer_s(costs: StepCosts, limit: int) -> float:
 
 
 def _layer_pass_s(costs: StepCosts, layer: LayerCosts, phase: str, limit: int) -> float:
-    chunks = layer.chunks[phase]
-    passes = (pass_bound_s(r, chunk_times(chunks, r), contention=costs.contention) for r in range(1, limit + 1))
-    return min(passes) + layer.dense_total_s(phase)
+    times = ((r, chunk_times(layer.chunks[phase], r)) for r in range(1, limit + 1))
+    return min(pass_bound_s(r, chunk, contention=costs.contention) for r, chunk in times) + layer.dense_total_s(phase)

@@ -19,8 +19,7 @@ from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, Task, TaskKind
 
-#: What a cost model has lines for: a collective and the group that it runs in, matrix products, or copies of rows in
-#: another order.
+#: Lines of a cost model: collectives and the groups that they run in, matrix products, copies of rows in another order.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
 
 #: Seconds for each byte or FLOP of a line that rises with neither: no schedule should believe that size is free.
@@ -69,9 +68,7 @@ class Line:
         return 1 / max(self.beta_s, LEAST_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Returns the bytes or FLOP of this time; 0 where it is too short to start (F14), infinite where size is
-        free."""
-        # Nothing is done before the start is over.
+        """Returns the bytes or FLOP of this time; 0 where it is too short to start (F14)."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -79,7 +76,7 @@ class Line:
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Line:
-    """The line of least squares through points (n, seconds), with its r².
+    """Returns the line of least squares through points (n, seconds), with its r².
 
     Raises `ConfigError` for points of fewer than two different n, or that are not finite.
     """
@@ -88,39 +85,35 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
         raise ConfigError("cost fit: needs finite points of at least two different sizes; measure more sizes")
     from_mean, above_mean = n - n.mean(), seconds - seconds.mean()
     beta = float(from_mean @ above_mean / (from_mean @ from_mean))
-    alpha = float(seconds.mean() - beta * n.mean())
-    spread = float(above_mean @ above_mean)
-    left = seconds - (alpha + beta * n)
-    return Line(alpha, beta, 1.0 - float(left @ left) / spread if spread else 1.0)
+    return _line(float(seconds.mean() - beta * n.mean()), beta, n, seconds)
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """Returns the line of least squares.
-
-    Where noise in the longest times makes it start or grow below zero, the one whose relative errors are least, among
-    those that do neither.
-    """
+    """Returns the line of least squares; where that starts or grows below zero, the best that does neither."""
     line = fit(points)
     if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
         return line
-    # Imported here: hardly any fit needs it, and it is slow to import.
+    # Noise in the longest times did that, so now relative errors count. Imported here: hardly any fit needs it, and it
+    # is slow to import.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
     (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-    alpha, beta = float(alpha), max(LEAST_BETA, float(beta / n.max()))
-    left, spread = seconds - (alpha + beta * n), seconds - seconds.mean()
-    return Line(alpha, beta, 1.0 - float(left @ left) / float(spread @ spread) if spread.any() else 1.0)
+    return _line(float(alpha), max(LEAST_BETA, float(beta / n.max())), n, seconds)
+
+
+def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
+    left, above_mean = seconds - (alpha + beta * n), seconds - seconds.mean()
+    return Line(alpha, beta, 1.0 - float(left @ left) / float(above_mean @ above_mean) if above_mean.any() else 1.0)
 
 
 @dataclass(frozen=True)
 class FusedCosts:
     """Costs of fused operations beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
 
-    `tile_rows`: rows that one signal stands for; a kernel computes a tile when so many rows are there, and sends them
-    on when they are computed. It follows from the kernels. `signal_s`: by link ("intra", "inter"), seconds from the end
-    of a tile's rows on the link to when the kernel that waits for them goes on, as a put of a row and a wait for it
-    measure it. A link without a signal has no fused operations.
+    `tile_rows`: rows that one signal stands for, which follows from the kernels. `signal_s`: by link ("intra",
+    "inter"), seconds from the end of a tile's rows on the link to when the kernel that waits for them goes on. A link
+    without a signal has no fused operations.
 
     Raises `ConfigError` for a link that is not there, and numbers that cannot be.
     """
@@ -139,16 +132,12 @@ class FusedCosts:
 
 
 class Sample(NamedTuple):
-    """A part of a layer or step that was measured.
-
-    `chunks`: the number of chunks that the part went in; of a gradient-all-reduce its bytes. `apart`: weight gradients
-    were W tasks.
-    """
+    """A part of a layer or step that was measured."""
 
     kind: str
     phase: str | None
-    chunks: int = 1
-    apart: bool = False
+    chunks: int = 1  # that the part went in; of a gradient-all-reduce its bytes
+    apart: bool = False  # weight gradients were W tasks
 
 
 @dataclass(frozen=True)
@@ -172,8 +161,7 @@ class Observed:
 
     def get(self, kind: str, phase: str | None, apart: bool = False) -> dict[int, float]:
         """Returns the seconds of a kind of tasks by the number of chunks."""
-        wanted = (kind, phase, apart)
-        return {of.chunks: s for of, s in self.seconds.items() if (of.kind, of.phase, of.apart) == wanted}
+        return {sample.chunks: s for sample, s in self.seconds.items() if sample == (kind, phase, sample.chunks, apart)}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain types, for JSON."""
@@ -184,26 +172,29 @@ class Observed:
         """Reads what `as_dict` gave. Raises `ConfigError` for anything else."""
         try:
             rows = None if data["rows"] is None else float(data["rows"])
-            found = {}
-            for kind, phase, chunks, apart, seconds in data["samples"]:
+            seconds = {}
+            for kind, phase, chunks, apart, took_s in data["samples"]:
                 kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # as older files call it
-                found[Sample(kind, phase, int(chunks), bool(apart))] = float(seconds)
+                seconds[Sample(kind, phase, int(chunks), bool(apart))] = float(took_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: a field is missing or no number: {error}") from error
-        return cls(found, rows)
+        return cls(seconds, rows)
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The lines of one machine, by the names in `LINES`, and the contention between its two kinds of links.
 
-    `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
-    share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
-    fused operations, or where nothing is known of them: then no layer chooses them by cost. `tiled`: experts' gradients
-    are computed tile by tile, in the cache, as on a CPU. Activations that wait for W tasks are
-    then written and read for these alone; where it is not so, both ways of computing them do it. `task_s`: what the
-    executor takes for a task, whatever it does. `observed`: what the parts of layers took where they ran, by
-    `Workload.shapes`; it goes before the lines.
+    Attributes:
+        contention: when a collective inside the node and one between nodes run at the same time, each goes on at this
+            share of its own speed.
+        machine: says what was measured, for whoever reads it.
+        fused: None for a machine without fused operations, or where nothing is known of them: then no layer chooses
+            them by cost.
+        tiled: experts' gradients are computed tile by tile, in the cache, as on a CPU. Activations that wait for W
+            tasks are then written and read for these alone; else both ways of computing them do it.
+        task_s: seconds that the executor takes for a task, whatever it does.
+        observed: what the parts of layers took where they ran, by `Workload.shapes`; it goes before the lines.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].
     """
@@ -223,31 +214,32 @@ class CostModel:
         check_contention(self.contention)
 
     def line(self, name: str) -> Line:
-        """The line of that name. Raises `ConfigError` where the model has none."""
-        try:
-            return self.lines[name]
-        except KeyError:
-            raise ConfigError(f"cost model: nothing is known of {name!r}; measure it") from None
+        """Returns the line of that name. Raises `ConfigError` where the model has none."""
+        if name not in self.lines:
+            raise ConfigError(f"cost model: nothing is known of {name!r}; measure it")
+        return self.lines[name]
 
     def to_json(self) -> str:
-        """Indented JSON; `from_json` gives an equal model back."""
-        lines = {name: vars(line) for name, line in self.lines.items()}
-        head = {"format": _FORMAT, "version": _VERSION, "machine": self.machine, "contention": self.contention}
-        fused = {} if self.fused is None else {"fused": asdict(self.fused)}
-        tiled = {"tiled": True} if self.tiled else {}
-        seen = {shapes: found.as_dict() for shapes, found in self.observed.items()}
-        more = {**fused, **tiled, "task_s": self.task_s, **({"observed": seen} if seen else {})}
-        return json.dumps({**head, "lines": lines, **more}, allow_nan=False, indent=2)
+        """Returns indented JSON; `from_json` makes an equal model of it."""
+        data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "machine": self.machine}
+        data |= {"contention": self.contention, "lines": {name: vars(line) for name, line in self.lines.items()}}
+        if self.fused is not None:
+            data["fused"] = asdict(self.fused)
+        if self.tiled:
+            data["tiled"] = True
+        data["task_s"] = self.task_s
+        if self.observed:
+            data["observed"] = {shapes: seen.as_dict() for shapes, seen in self.observed.items()}
+        return json.dumps(data, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> CostModel:
-        """The model written by `to_json`. Raises `ConfigError` for anything else."""
+        """Reads the model written by `to_json`. Raises `ConfigError` for anything else."""
         data: Any = parse_json(source, "cost model")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
-            fused = FusedCosts(**data["fused"]) if "fused" in data else None
             for name, line in lines.items():
                 if not (_is_time(line.alpha_s) and _is_time(line.beta_s)):
                     raise ConfigError(f"cost model: {name!r} cannot take {line.alpha_s!r} and {line.beta_s!r} s")
@@ -255,9 +247,10 @@ class CostModel:
                     raise ConfigError(f"cost model: r2 = {line.r2!r} of {name!r} cannot be")
             if not isinstance(data["machine"], str):
                 raise ConfigError(f"cost model: a machine is told in words, not {data['machine']!r}")
-            seen = {shapes: Observed.from_dict(of) for shapes, of in data.get("observed", {}).items()}
             if not _is_time(task_s := data.get("task_s", 0.0)):
                 raise ConfigError(f"cost model: a task cannot take {task_s!r} s")
+            fused = FusedCosts(**data["fused"]) if "fused" in data else None
+            seen = {shapes: Observed.from_dict(parts) for shapes, parts in data.get("observed", {}).items()}
             return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True, task_s, seen)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error

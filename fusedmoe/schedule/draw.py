@@ -2,23 +2,23 @@
 
     draw(timelines, "step.png", title="Step 200")
 
-Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be
-told apart with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground
-marks the backward pass. A task stands in the row of what it occupies, whichever queue it waited in: an all-gather
-in that of the links inside a node. A fused operation stands in both of its rows, as an expert with bands: above
-what it receives, below what it sends. At the right, each row says for how much of the time its resource was in use;
-at the left, each rank says how much communication was exposed, that is, had no computation beside it.
-
-matplotlib is imported where it draws, not with this module, and through its object interface: no window, no
-global state, any thread.
+Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be told apart
+with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground marks the backward
+pass. A task stands in the row of what it occupies, whichever queue it waited in: an all-gather in that of the links
+inside a node. A fused operation stands in both of its rows, as an expert with bands: above what it receives, below what
+it sends. At the right, each row says for how much of the time its resource was in use; at the left, each rank says how
+much communication was exposed, that is, had no computation beside it.
 """
+
+# matplotlib is imported where it draws, not with this module, which is imported to plan; and used through its object
+# interface: no window, no global state, any thread.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS, TaskKind
@@ -55,31 +55,25 @@ COLOURS: dict[str, str] = {
 # The height of a fused operation's bands, as a share of its bar's.
 _BAND = 0.12
 
-# Inches.
-_WIDTH = 15.0
-_LEFT = 1.75
-_RIGHT = 0.75
-_ROW = 0.34
-_ROW_GAP = 0.05
-_STRIP = 0.2
-_GROUP_GAP = 0.2
-_LANE_MIN = 0.17
+# Inches: across the page, then down.
+_WIDTH, _LEFT, _RIGHT = 15.0, 1.75, 0.75
+_ROW, _ROW_GAP, _STRIP, _GROUP_GAP, _LANE_MIN = 0.34, 0.05, 0.2, 0.2, 0.17
 _DPI = 130
 
 _INK, _FAINT, _RULE, _ROW_GROUND, _BACKWARD = "#1a1a1a", "#5c5c5c", "#d8d8d8", "#f4f4f4", "#e2dfd6"
 
 
 def draw(timelines: Timeline | Sequence[Timeline], path: str | Path, *, title: str = "Timeline") -> None:
-    """Write the picture of the timelines to `path`; its ending chooses the format (.png, .svg, .pdf).
+    """Writes the picture of the timelines to `path`; its ending chooses the format (.png, .svg, .pdf).
 
-    The timelines are aligned first (`timeline.align`). Several of one rank, say predicted and measured,
-    become groups of their own, in the order given. Raises `ConfigError` for more than `MAX_TIMELINES`.
+    The timelines are aligned first (`timeline.align`). Several of one rank, say predicted and measured, become groups
+    of their own, in the order given. Raises `ConfigError` for more than `MAX_TIMELINES`.
     """
     figure(timelines, title=title).savefig(path, dpi=_DPI)
 
 
 def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline") -> Figure:
-    """The picture as a matplotlib figure, bound to no window."""
+    """Returns the picture as a matplotlib figure, bound to no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,9 +86,9 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
 
     result = Figure(dpi=_DPI, facecolor="white")
-    # Widths of text are known only to a canvas, and decide how high the legend is.
-    measure = Measure(FigureCanvasAgg(result))
-    legend, legend_height = _flow(_legend_entries(kinds, has_backward), measure)
+    FigureCanvasAgg(result)
+    entries = [(str(kind), f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
+    legend, legend_height = _flow(entries + [("", "backward pass")] * has_backward)
     head, foot = 0.75 + legend_height, 0.55
     height = head + rows_height + foot
     result.set_size_inches(_WIDTH, height)
@@ -107,19 +101,26 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     _draw_heading(page, title, _summary(aligned, span_ms), legend)
     _style_chart(chart)
     inches_per_ms = plot_width / (span_ms or 1.0)
-    # Where one of the brackets has no room for whole words none has them.
-    brackets = [each for group in groups for each in group.brackets(brief=False)]
     # Brackets are abbreviated all or none, so that one picture has one language.
-    brief = not all(_fits(name, seconds * 1e3 * inches_per_ms, measure) for name, seconds in brackets if name)
+    runs = [(group.bracket(run, brief=False), run) for group in groups for run in group.runs]
+    brief = not all(_fits(name, 1e3 * (run.end_s - run.start_s) * inches_per_ms) for name, run in runs if name)
     for group in groups:
-        _draw_group(page, chart, group, head, span_ms, inches_per_ms, brief, measure)
+        _draw_group(page, chart, group, head, span_ms, inches_per_ms, brief)
     if not kinds:
         chart.text(0.5, 0.5, "no spans", transform=chart.transAxes, ha="center", va="center", color=_FAINT)
     return result
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Run(NamedTuple):
+    """A stretch of one pass and layer."""
+
+    start_s: float
+    end_s: float
+    phase: str
+    layer: int | None
+
+
+class _Row(NamedTuple):
     resource: str
     top: float
     height: float
@@ -127,28 +128,23 @@ class _Row:
     busy_s: float
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     label: str
     note: str
     top: float  # of the strip that names the passes
     rows: list[_Row]
-    runs: list[tuple[float, float, str, int | None]]  # start_s, end_s, phase, layer
+    runs: list[_Run]
 
     @property
     def bottom(self) -> float:
         return self.rows[-1].top + self.rows[-1].height
 
-    def bracket(self, phase: str, layer: int | None, brief: bool) -> str:
+    def bracket(self, run: _Run, brief: bool) -> str:
         """Returns the text above a stretch: the pass and the layer; nothing above the loss, which is in none."""
-        name = {"forward": "fwd", "backward": "bwd"}[phase] if brief else phase
-        if layer is not None:
-            return f"{name} {layer}" if brief else f"{name}, layer {layer}"
-        return "" if any(run[3] is not None for run in self.runs) else name
-
-    def brackets(self, brief: bool) -> list[tuple[str, float]]:
-        """Returns the text above each stretch, and its seconds."""
-        return [(self.bracket(phase, layer, brief), end_s - start_s) for start_s, end_s, phase, layer in self.runs]
+        name = {"forward": "fwd", "backward": "bwd"}[run.phase] if brief else run.phase
+        if run.layer is not None:
+            return f"{name} {run.layer}" if brief else f"{name}, layer {run.layer}"
+        return "" if any(other.layer is not None for other in self.runs) else name
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
@@ -175,19 +171,19 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
     return groups, max(y - _GROUP_GAP, _ROW) + 0.06
 
 
-def _runs(timeline: Timeline) -> list[tuple[float, float, str, int | None]]:
-    """The stretches of one pass and layer, as the compute row goes through them (or all rows, without it)."""
-    spans = [span for span in timeline.on("compute") or timeline.spans if span.phase]
-    result: list[tuple[float, float, str, int | None]] = []
-    for span in spans:
-        assert span.phase is not None
-        if result and result[-1][2:] == (span.phase, span.layer):
-            result[-1] = (result[-1][0], max(result[-1][1], span.end_s), span.phase, span.layer)
+def _runs(timeline: Timeline) -> list[_Run]:
+    """Returns the stretches as the compute row goes through them (or all rows, without it)."""
+    result: list[_Run] = []
+    for span in timeline.on("compute") or timeline.spans:
+        if span.phase is None:
+            continue
+        last = result[-1] if result else None
+        if last is not None and last[2:] == (span.phase, span.layer):
+            result[-1] = last._replace(end_s=max(last.end_s, span.end_s))
         else:
-            if result:  # a stretch ends at the latest where the next one starts
-                start_s, end_s, phase, layer = result[-1]
-                result[-1] = (start_s, min(end_s, span.start_s), phase, layer)
-            result.append((span.start_s, span.end_s, span.phase, span.layer))
+            if last is not None:  # a stretch ends at the latest where the next one starts
+                result[-1] = last._replace(end_s=min(last.end_s, span.start_s))
+            result.append(_Run(span.start_s, span.end_s, span.phase, span.layer))
     return result
 
 
@@ -203,16 +199,11 @@ def _summary(timelines: Sequence[Timeline], span_ms: float) -> str:
     return "   ·   ".join(parts)
 
 
-def _legend_entries(kinds: Sequence[str], has_backward: bool) -> list[tuple[str, str]]:
-    entries = [(kind, f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
-    return entries + ([("", "backward pass")] if has_backward else [])
-
-
-def _flow(entries: list[tuple[str, str]], measure: Measure) -> tuple[list[tuple[float, float, str, str]], float]:
-    """The legend set like text: (x, y, kind, label) for each entry, and the height. No kind is the backward pass."""
+def _flow(entries: list[tuple[str, str]]) -> tuple[list[tuple[float, float, str, str]], float]:
+    """Returns the legend set like text: (x, y, kind, label) of each entry, and the height."""
     x, y, result = 0.15, 0.0, []
     for kind, label in entries:
-        width = 0.22 + measure.width(label, 8.0) + 0.14
+        width = 0.22 + text_width(label, 8.0) + 0.14
         if x + width > _WIDTH:
             x, y = 0.15, y + 0.21
         result.append((x, y, kind, label))
@@ -226,6 +217,7 @@ def _draw_heading(page: Axes, title: str, summary: str, legend: list[tuple[float
     page.text(0.15, 0.22, title, size=13, weight="bold", color=_INK, va="center", parse_math=False)
     page.text(0.15, 0.46, summary, size=8.5, color=_FAINT, va="center")
     for x, y, kind, label in legend:
+        # The entry without a kind is the backward pass.
         for top, bottom, colour in stripes_of(kind) if kind else [Stripe(0.0, 1.0, _BACKWARD)]:
             where, height = (x, 0.625 + y + 0.13 * top), 0.13 * (bottom - top)
             page.add_patch(Rectangle(where, 0.17, height, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
@@ -248,14 +240,7 @@ def _style_chart(chart: Axes) -> None:
 
 
 def _draw_group(
-    page: Axes,
-    chart: Axes,
-    group: _Group,
-    head: float,
-    span_ms: float,
-    inches_per_ms: float,
-    brief: bool,
-    measure: Measure,
+    page: Axes, chart: Axes, group: _Group, head: float, span_ms: float, inches_per_ms: float, brief: bool
 ) -> None:
     from matplotlib.patches import Rectangle
 
@@ -270,27 +255,27 @@ def _draw_group(
         share = f"{100 * row.busy_s / (span_ms * 1e-3):.0f}%" if span_ms else ""
         page.text(_WIDTH - 0.1, y, share, size=8.5, color=_FAINT, ha="right", va="center")
         chart.add_patch(Rectangle((0, row.top), span_ms or 1.0, row.height, facecolor=_ROW_GROUND, zorder=0.1))
-    for start_s, end_s, phase, layer in group.runs:
-        left, width = start_s * 1e3, (end_s - start_s) * 1e3
-        if phase == "backward":
+    for run in group.runs:
+        left, width = run.start_s * 1e3, (run.end_s - run.start_s) * 1e3
+        if run.phase == "backward":
             height = group.bottom - group.rows[0].top
             chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=_BACKWARD, zorder=0.2))
-        name = group.bracket(phase, layer, brief)
+        name = group.bracket(run, brief)
         if not name:
             continue
         gap = min(0.02 / inches_per_ms, width / 4)
         y = group.top + _STRIP - 0.025
         chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT, linewidth=0.7, zorder=1)
-        if _fits(name, width * inches_per_ms, measure):
+        if _fits(name, width * inches_per_ms):
             chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
-    _draw_bars(chart, group, inches_per_ms, measure)
+    _draw_bars(chart, group, inches_per_ms)
 
 
-def _fits(name: str, inches: float, measure: Measure) -> bool:
-    return measure.width(name, 7.5) < inches - 0.06
+def _fits(name: str, inches: float) -> bool:
+    return text_width(name, 7.5) < inches - 0.06
 
 
-def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: Measure) -> None:
+def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
     from matplotlib.collections import PolyCollection
 
     corners, colours, edges = [], [], []
@@ -311,11 +296,11 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: Measur
                     colours.append(stripe.colour)
                     edges.append(0.5 if width * inches_per_ms > 0.03 and stripe is ground else 0.0)
                 y0, y1 = (top + share * (bottom - top) for share in free_of(bands))
-                for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0, measure):
-                    ink = "white" if is_dark(ground.colour) else _INK
-                    y = (y0 + y1) / 2 + dy
-                    where: dict[str, Any] = {"ha": "center", "va": "center_baseline", "parse_math": False}
-                    chart.text(left + width / 2, y, text, size=size, color=ink, **where)
+                ink = "white" if is_dark(ground.colour) else _INK
+                for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0):
+                    at = left + width / 2, (y0 + y1) / 2 + dy
+                    chart.text(*at, text, size=size, color=ink, ha="center", va="center_baseline", parse_math=False)
+    # One collection for all bars: a patch for each takes seconds where a step has thousands of tasks.
     bars = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges or [0.0], zorder=2)
     chart.add_collection(bars, autolim=False)
 
@@ -329,7 +314,7 @@ class Stripe(NamedTuple):
 
 
 def stripes_of(kind: str) -> list[Stripe]:
-    """Returns the stripes that a bar is painted with, one over the other: its ground, and a fused operation's bands."""
+    """Returns the stripes of a bar, painted one over the other: its ground, and a fused operation's bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
@@ -337,47 +322,38 @@ def stripes_of(kind: str) -> list[Stripe]:
 
 
 def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:
-    """Top and bottom of what bands leave of a bar."""
+    """Returns top and bottom of what bands leave of a bar."""
     top = max((band.bottom for band in bands if band.bottom < 0.5), default=0.0)
     return top, min((band.top for band in bands if band.top > 0.5), default=1.0)
 
 
-def label_of(span: Span, width: float, height: float, measure: Measure) -> list[tuple[float, str, float]]:
-    """Returns the text that fits into a bar of so many inches: lines of (offset from the middle, text, size in
-    points)."""
+def label_of(span: Span, width: float, height: float) -> list[tuple[float, str, float]]:
+    """Returns the text that fits into a bar of so many inches: lines of (offset from its middle, text, points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
     name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)
-    if height >= 0.28 and measure.width(time, 6.5) <= room:
+    if height >= 0.28 and text_width(time, 6.5) <= room:
         for text in filter(None, (name, short)):
-            if measure.width(text, 7.5) <= room:
+            if text_width(text, 7.5) <= room:
                 return [(-0.065, text, 7.5), (0.075, time, 6.5)]
     for text, size in ((f"{name} {time}", 7.0), (name, 7.0), (short, 7.0), (short, 5.5), (chunk, 5.5)):
-        if text and measure.width(text, size) <= room:
+        if text and text_width(text, size) <= room:
             return [(0.0, text, size)]
     return []
 
 
-class Measure:
-    """Widths of text in inches, at a font size in points."""
+@lru_cache(maxsize=4096)  # many labels are the same on all ranks
+def text_width(text: str, size: float) -> float:
+    """Returns the inches of a text at a font size in points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
-    def __init__(self, canvas: Any) -> None:
-        self._canvas = canvas
-        self._known: dict[tuple[str, float], float] = {}
-
-    def width(self, text: str, size: float) -> float:
-        key = (text, size)
-        if key not in self._known:
-            from matplotlib.font_manager import FontProperties
-
-            renderer = self._canvas.get_renderer()
-            wide, _, _ = renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
-            self._known[key] = wide / self._canvas.figure.dpi
-        return self._known[key]
+    points: float = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), False)[0]
+    return points / 72
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds with three digits that count: 123 ms, 12.3 ms, 1.23 ms, 0.123 ms."""
+    """Writes milliseconds with three digits that count: 123 ms, 12.3 ms, 1.23 ms, 0.123 ms."""
     value = seconds * 1e3
     decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
     return f"{value:.{decimals}f} ms"

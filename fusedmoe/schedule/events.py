@@ -31,7 +31,7 @@ def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
 def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
     """Returns all tasks, each after what it waits for: as they would start if each took the same time, and of those
     that start together the lower number first. Tasks that wait in a circle are left out, and all behind them."""
-    waits = [len(next_ready) for next_ready in before]
+    waits = list(map(len, before))
     ready = [place for place, count in enumerate(waits) if not count]
     order: list[int] = []
     while ready:
@@ -47,8 +47,8 @@ def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[in
 
 
 def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns starts and ends of tasks that are numbered in an order like `issue_order`'s, where nothing but what is in
-    `before` holds a task up: the same as the event loop's, without its events."""
+    """Returns starts and ends, as `run` does, of tasks that are numbered in an order like `issue_order`'s, where
+    nothing but what is in `before` holds a task up."""
     starts: list[float] = []
     ends: list[float] = []
     for took, found in zip(seconds, before, strict=True):
@@ -68,10 +68,6 @@ def run(
 ) -> tuple[list[float], list[float]]:
     """Returns starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
     priority starts, then the one with the lower number. A task that has started ends: nothing is interrupted.
-
-    Between two events nothing starts or ends, so all speeds are constant. Of a link's task three numbers are kept: the
-    work that was left when its speed last changed, when that was, and its end if the speed stays. A task that is never
-    slowed down ends at exactly start + duration.
 
     Args:
         on: the number of each task's resource in `RESOURCES`. With `SPARE` added the task starts only where nothing
@@ -95,6 +91,9 @@ def run(
     starts, ends = [0.0] * count, [0.0] * count
     end = [_NEVER] * _COUNT  # of what runs on each
     running, known = [-1] * _COUNT, [-1] * _COUNT
+    # Between two events nothing starts or ends, so all speeds are constant. Of a link's task three numbers are kept:
+    # the work that was left when its speed last changed, when that was, and its end if the speed stays. So a task that
+    # is never slowed down ends at exactly start + duration.
     left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, 1.0
     now, never = 0.0, _NEVER
     while True:

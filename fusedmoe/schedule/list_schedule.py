@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
@@ -28,44 +29,31 @@ from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_de
 _ROUNDS = 3
 
 
-def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS) -> Plan:
-    """Returns the plan of the tasks, in the orders in which they start when each takes its `seconds`.
-
-    Gradient all-reduces keep the order in which they are given: that of back-propagation.
-
-    Args:
-        seconds: of each task. Contention is not looked at: where it counts, the plan is the same and takes longer.
-        resources: the resource of each kind that only moves data.
-    """
-    return ListSchedule(tasks, seconds, resources).plan()
+def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float]) -> Plan:
+    """Returns the plan of the tasks, in the orders in which they start when each takes its `seconds`, without
+    contention. Gradient all-reduces keep the order in which they are given."""
+    return ListSchedule(tasks, seconds).plan()
 
 
 class ListSchedule:
     """A list schedule before it is a plan: its makespan is known at a fraction of the cost.
 
-    Tasks go by number here: places in a list are quicker than keys.
-
     `hopeless_s`: a first schedule that takes so long is not improved.
     """
 
-    def __init__(
-        self,
-        tasks: Iterable[Task],
-        seconds: Mapping[Task, float],
-        resources: Mapping[str, str] = LINKS,
-        hopeless_s: float = math.inf,
-    ) -> None:
+    def __init__(self, tasks: Iterable[Task], seconds: Mapping[Task, float], hopeless_s: float = math.inf) -> None:
+        # Tasks go by number: places in a list are quicker than keys.
         self._tasks = list(tasks)
         self._seconds = [seconds[task] for task in self._tasks]
-        on = {kind: RESOURCES.index(resources.get(kind, "compute")) for kind in {task.kind for task in self._tasks}}
+        on = {kind: RESOURCES.index(LINKS.get(kind, "compute")) for kind in {task.kind for task in self._tasks}}
         self._on = [on[task.kind] for task in self._tasks]
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
         # Buckets stay in back-propagation's order: each carries the bytes that follow the one before.
         buckets = [place for place, task in enumerate(self._tasks) if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
-        for one, other in zip(buckets, buckets[1:], strict=False):
-            self._before[other].append(one)
+        for earlier, bucket in pairwise(buckets):
+            self._before[bucket].append(earlier)
         self._followers = followers_of(self._before)
         self._order = issue_order(self._before, self._followers)
         self._starts, self._end_s = self._improved(hopeless_s)
@@ -75,12 +63,12 @@ class ListSchedule:
         both = {RESOURCES.index(link) for link in ("intra", "inter")}
         if contention == 1.0 or not both <= set(self._on):
             return self._end_s
-        before, followers = ([list(found) for found in of] for of in (self._before, self._followers))
+        before, followers = ([list(waited) for waited in each] for each in (self._before, self._followers))
         # With the orders fixed, contention only makes tasks longer; it changes no order.
         for order in self._orders():
-            for one, other in zip(order, order[1:], strict=False):
-                before[other].append(one)
-                followers[one].append(other)
+            for earlier, place in pairwise(order):
+                before[place].append(earlier)
+                followers[earlier].append(place)
         return max(run(before, followers, self._on, self._seconds, contention=contention)[1])
 
     def plan(self) -> Plan:
@@ -89,8 +77,8 @@ class ListSchedule:
         return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
 
     def _orders(self) -> list[list[int]]:
-        """Returns the order of each resource. Tasks that start together took no time, all but the last: a task that
-        waits for another one comes after it."""
+        """Returns the order of each resource."""
+        # Tasks that start together took no time, all but the last: a task that waits for another one comes after it.
         depth = [0] * len(self._tasks)
         for place in self._order:
             depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
@@ -115,24 +103,23 @@ class ListSchedule:
         return starts, end
 
     def _urgency(self) -> list[float]:
-        """Small where much hangs on a task: the seconds from its start to the end of all that waits for it. Gradients
-        come after all else."""
-        way = [0.0] * len(self._tasks)
+        """Returns a number for each task, small where much hangs on it."""
+        way = [0.0] * len(self._tasks)  # seconds from its start to the end of all that waits for it
         for place in reversed(self._order):
+            # Plain comparisons: thousands of schedules are made in a search, and `max` would build a list for each task.
             longest = 0.0
-            for one in self._followers[place]:
-                if way[one] > longest:
-                    longest = way[one]
+            for later in self._followers[place]:
+                if way[later] > longest:
+                    longest = way[later]
             way[place] = self._seconds[place] + longest
-        # Of gradients one at most is ready at a time.
+        # Gradients come after all else; of them one at most is ready at a time.
         return [
             math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
             for task, seconds in zip(self._tasks, way, strict=True)
         ]
 
     def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
-        """Starts of all tasks, and the end. Backwards, tasks wait for what follows them, and times count from the
-        end."""
+        """Returns starts of all tasks, and the end. Backwards, times count from the end."""
         before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
         starts, ends = run(before, followers, self._on, self._seconds, priority)
         return starts, max(ends, default=0.0)
@@ -144,7 +131,7 @@ def fill_idle_slots(
     """Returns the plan of these orders, with gradient buckets wherever `inter` would be idle (Lina, FlowMoE's pool).
 
     What else is on `inter` goes first, but a bucket that has started ends (no pre-emption): it can hold up what gets
-    ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.
+    ready meanwhile. Contention is not looked at.
     """
     bare, waiting = Plan.from_orders(orders), list(buckets)
     tasks = [*bare.sequence, *waiting]

@@ -33,13 +33,13 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.timeline import Timeline
 
 
@@ -55,22 +55,27 @@ class Testbed:
     seq_lens: tuple[int, ...]
 
 
-def _line(alpha_ms: float, beta_ms: float, units: float) -> Line:
-    """`units`: how many of the printed units are in one byte or FLOP."""
-    return Line(alpha_ms * 1e-3, beta_ms * 1e-3 * units)
-
-
-_ELEMENTS = 0.25  # of four bytes
-_BYTES = 1.0
-_FOUR_MAC = 2.0  # a MAC is two FLOP
-
-
 class Known(NamedTuple):
     """A figure, and who says so. `estimate`: nobody has measured or promised it."""
 
     value: float
     source: str
     estimate: bool = False
+
+
+_NCCL = "NCCL, src/graph/tuning.cc"
+_DEEPEP = "DeepEP README, normal kernels on H800"
+_HERE = "bench/results, H100 80GB HBM3"
+_H100_SHARE = "the share that an H100 reaches of its data sheet"
+
+# What NCCL's own model has for a ring of small messages.
+_START_S = Known(8.4e-6, f"{_NCCL}: a ring's base latency")
+_NVLINK_S = Known(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version")
+_NETWORK_S = Known(2.7e-6, f"{_NCCL}: a step over the network")
+_LAUNCH_S = Known(5e-6, "a kernel's launch and end", True)
+_CONTENTION = Known(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
+_SPREAD = Known(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
+_NETWORK_REACHED = Known(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes")
 
 
 @dataclass(frozen=True)
@@ -90,31 +95,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal ranks, every one a GPU.
-
-    Attributes:
-        dtype: that `flops` is for, as in the settings.
-        flops: FLOP/s of a matrix product.
-        product_start_s: what a product takes to start; also a copy.
-        copied_bytes_per_s: of rows in another order: these bytes are read and written in a second.
-        start_s: what a collective takes to start.
-        intra: of a rank, inside its node.   inter: of one network card, of which a node has `cards`.
-        contention: the share of its speed that each kind of link keeps while both are in use.
-        spread: standard deviation of what computes between ranks, as a share of the mean.
-    """
+    """Nodes of equal ranks, every one a GPU."""
 
     words: str
     ranks_per_node: int
-    dtype: str
-    flops: Known
-    product_start_s: Known
-    copied_bytes_per_s: Known
-    start_s: Known
-    intra: Link
-    inter: Link
-    cards: Known
-    contention: Known
-    spread: Known
+    dtype: str  # that `flops` is for, as in the settings
+    _: KW_ONLY
+    flops: Known  # FLOP/s of a matrix product
+    product_start_s: Known = _LAUNCH_S  # of a copy, too
+    copied_bytes_per_s: Known  # of rows in another order: these bytes are read and written in a second
+    start_s: Known = _START_S  # of a collective
+    intra: Link  # of a rank, inside its node
+    inter: Link  # of one network card
+    cards: Known  # of a node
+    contention: Known = _CONTENTION  # the share of its speed that each kind of link keeps while both are in use
+    spread: Known = _SPREAD  # standard deviation of what computes between ranks, as a share of the mean
 
     def figures(self) -> Iterator[tuple[str, Known]]:
         """Yields all figures by name."""
@@ -138,9 +133,8 @@ class Machine:
     def costs(self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1) -> CostModel:
         """Returns the lines of a job of so many ranks, by the axes of `Topology`.
 
-        Raises:
-            ConfigError: axes that do not divide the ranks, groups that are not spread evenly over nodes, experts that
-                are split over more than a node, or a spread that is no number from 0.
+        Raises `ConfigError` for axes that do not divide the ranks, groups that are not spread evenly over nodes,
+        experts that are split over more than a node, and a spread that is no number from 0.
         """
         node = self.node(ranks)
         for what, need in (("ep · esp", ep * esp), ("mp", mp)):
@@ -158,20 +152,23 @@ class Machine:
             "copy": Line(self.product_start_s.value * slowest, slowest / self.copied_bytes_per_s.value),
         }
         if ep > 1:
-            lines["all-to-all/ep"] = self._all_to_all(ep, self._in_node("ep", ep, esp, node), node)
+            p, q = ep, self._in_node("ep", ep, esp, node)
+            alpha_s = self.start_s.value + (q - 1) * self.intra.message_s.value + (p - q) * self.inter.message_s.value
+            beta_s = max((q - 1) / p / self.intra.speed, (p - q) / p / self._share(node))
+            lines["all-to-all/ep"] = Line(alpha_s, beta_s)
         if esp > 1:
             alpha_s = self.start_s.value + (esp - 1) * self.intra.message_s.value
             ring = Line(alpha_s, (esp - 1) / esp / self.intra.speed)
             lines |= {"all-gather/esp": ring, "reduce-scatter/esp": ring}
-        if ranks > 1:  # where no rank has a copy of what MP splits, what it does not split is still everybody's
+        # Where no rank has a copy of what MP splits, what it does not split is still everybody's.
+        if ranks > 1:
             lines["all-reduce/dp"] = self.all_reduce(ranks, *((ranks // mp, mp) if ranks > mp else (ranks, 1)))
-        return CostModel(lines, self.contention.value, f"{self.words}; a model, not measured", tiled=False)
+        return CostModel(lines, self.contention.value, f"{self.words}; a model, not measured")
 
     def all_reduce(self, ranks: int, size: int, stride: int) -> Line:
         """Returns the line of an all-reduce over groups of `size` ranks, each `stride` from the next, all at once.
 
-        Raises:
-            ConfigError: groups that are not spread evenly over nodes.
+        Raises `ConfigError` for groups that are not spread evenly over nodes.
         """
         node = self.node(ranks)
         q = self._in_node("data parallel", size, stride, node)
@@ -181,17 +178,13 @@ class Machine:
         inside_s = 2 * (q - 1) / q / self.intra.speed
         return Line(alpha_s, max(inside_s, 2 * (m - 1) / m / q / self._share(node)))
 
-    def _all_to_all(self, p: int, q: int, node: int) -> Line:
-        alpha_s = self.start_s.value + (q - 1) * self.intra.message_s.value + (p - q) * self.inter.message_s.value
-        return Line(alpha_s, max((q - 1) / p / self.intra.speed, (p - q) / p / self._share(node)))
-
     def _share(self, node: int) -> float:
-        """Bytes/s of the network for each rank."""
+        """Returns the network's bytes/s for each rank."""
         return self.cards.value * self.inter.speed / node
 
     @staticmethod
     def _in_node(group: str, size: int, stride: int, node: int) -> int:
-        """Returns the number of a group's ranks in each of its nodes. `group`: its name in an error."""
+        """Returns the number of a group's ranks in each of its nodes; an error calls it `group`."""
         if node % (size * stride) == 0:
             return size
         if stride % node == 0:
@@ -219,8 +212,8 @@ def slowest_of(ranks: int, spread: float) -> float:
 
 
 def spread_of(timelines: Sequence[Timeline]) -> float:
-    """Returns σ of computation, as measured: the standard deviation over ranks of each task's duration as a share of
-    its mean; of all tasks the root of the mean square, in which longer tasks count for more.
+    """Returns σ of computation, as measured: the standard deviation over ranks of a task's duration as a share of its
+    mean; of all tasks the root of the mean square, in which longer tasks count for more.
 
     `timelines`: of one step, a rank each. Raises `ConfigError` for fewer than two, or nothing that all of them compute.
     """
@@ -239,39 +232,39 @@ def spread_of(timelines: Sequence[Timeline]) -> float:
     return math.sqrt(sum(squares) / sum(means))
 
 
-# The two clusters of the FSMoE paper, by the coefficients of its Fig. 5. As printed they are in milliseconds; in n of
-# fp32 elements on testbed A and of bytes on B; for matrix products n is 4·MAC = 2·FLOP on both. The exponents of A's
-# all-to-all and all-gather are swapped in print: these units and this swap give the times of the paper's Table 2. The
-# contention is no number of the paper's: with it, simulation meets Table 5.
+def _costs_of(words: str, contention: float, units: float, printed: Sequence[tuple[float, float]]) -> CostModel:
+    """Returns the costs of a cluster of the FSMoE paper, by the coefficients (α, β) of its Fig. 5 in the order of
+    `LINES`. `units`: how many of the printed ones are in a byte."""
+    # As printed they are in milliseconds; in n of fp32 elements on testbed A and of bytes on B; for matrix products n
+    # is 4·MAC = 2·FLOP on both. The exponents of A's all-to-all and all-gather are swapped in print: these units and
+    # this swap give the times of the paper's Table 2. The contention is no number of the paper's: with it, simulation
+    # meets Table 5.
+    lines = {
+        name: Line(alpha_ms * 1e-3, beta_ms * 1e-3 * (2.0 if name == "gemm" else units))
+        for name, (alpha_ms, beta_ms) in zip(LINES, printed, strict=False)
+    }
+    return CostModel(lines, contention, words)
+
+
 #: Machines of the FSMoE paper by letter, their lines in seconds for each byte and FLOP.
 TESTBEDS = {
     "A": Testbed(
-        CostModel(
-            {
-                "all-to-all/ep": _line(2.87e-1, 2.21e-6, _ELEMENTS),
-                "all-gather/esp": _line(3.37e-1, 2.32e-7, _ELEMENTS),
-                "reduce-scatter/esp": _line(3.95e-1, 2.34e-7, _ELEMENTS),
-                "all-reduce/dp": _line(5.11e-1, 4.95e-6, _ELEMENTS),
-                "gemm": _line(4.26e-2, 2.29e-11, _FOUR_MAC),
-            },
-            contention=0.65,
-            machine="FSMoE testbed A: 6 nodes, RTX A6000, NVLink and PCIe 4.0, 200 Gb/s",
+        _costs_of(
+            "FSMoE testbed A: 6 nodes, RTX A6000, NVLink and PCIe 4.0, 200 Gb/s",
+            0.65,
+            0.25,
+            ((2.87e-1, 2.21e-6), (3.37e-1, 2.32e-7), (3.95e-1, 2.34e-7), (5.11e-1, 4.95e-6), (4.26e-2, 2.29e-11)),
         ),
         nodes=6,
         gpus=8,
         seq_lens=(512, 1024, 2048),
     ),
     "B": Testbed(
-        CostModel(
-            {
-                "all-to-all/ep": _line(1.75e-1, 3.06e-7, _BYTES),
-                "all-gather/esp": _line(3.20e-2, 1.68e-7, _BYTES),
-                "reduce-scatter/esp": _line(3.91e-2, 1.67e-7, _BYTES),
-                "all-reduce/dp": _line(8.37e-2, 5.99e-7, _BYTES),
-                "gemm": _line(9.24e-2, 4.42e-11, _FOUR_MAC),
-            },
-            contention=0.75,
-            machine="FSMoE testbed B: 8 nodes, RTX 2080 Ti, PCIe 3.0, 100 Gb/s",
+        _costs_of(
+            "FSMoE testbed B: 8 nodes, RTX 2080 Ti, PCIe 3.0, 100 Gb/s",
+            0.75,
+            1.0,
+            ((1.75e-1, 3.06e-7), (3.20e-2, 1.68e-7), (3.91e-2, 1.67e-7), (8.37e-2, 5.99e-7), (9.24e-2, 4.42e-11)),
         ),
         nodes=8,
         gpus=4,
@@ -279,52 +272,35 @@ TESTBEDS = {
     ),
 }
 
-_NCCL = "NCCL, src/graph/tuning.cc"
-_DEEPEP = "DeepEP README, normal kernels on H800"
-_HERE = "bench/results, H100 80GB HBM3"
-_H100_SHARE = "the share that an H100 reaches of its data sheet"
-
-# What NCCL's own model has for a ring of small messages.
-_START_S = Known(8.4e-6, f"{_NCCL}: a ring's base latency")
-_NVLINK_S = Known(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version")
-_NETWORK_S = Known(2.7e-6, f"{_NCCL}: a step over the network")
-_LAUNCH_S = Known(5e-6, "a kernel's launch and end", True)
-_CONTENTION = Known(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
-_SPREAD = Known(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
-_NETWORK_REACHED = Known(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes")
-
 
 def _published(name: str, words: str, rate: float, memory: float) -> Machine:
-    """A testbed of the FSMoE paper: links by which its own sizes give its lines of all-to-all and all-gather back.
-
-    `rate`, `memory`: of its one network card and of a GPU's memory, in bytes/s. All-reduce is left to the model, which
-    can be held against the paper's.
-    """
+    """Returns a testbed of the FSMoE paper: links by which its own sizes give its lines of all-to-all and all-gather
+    back. `rate`, `memory`: of its one network card and of a GPU's memory, in bytes/s."""
+    # All-reduce is left to the model, which can be held against the paper's.
     testbed, paper = TESTBEDS[name], f"FSMoE Fig. 5, testbed {name}"
     line, (nodes, gpus) = testbed.costs.line, (testbed.nodes, testbed.gpus)
     across, inside = line("all-to-all/ep"), line("all-gather/esp")
-    carried = (nodes - 1) / nodes / across.beta_s * gpus
+    carried, sheet = (nodes - 1) / nodes / across.beta_s * gpus, "NVIDIA's data sheet of the GPU"
     return Machine(
         words,
         gpus,
         "fp32",
-        Known(line("gemm").per_s, f"{paper}: products"),
-        Known(line("gemm").alpha_s, f"{paper}: products"),
-        Known(0.9 * memory / 2, f"NVIDIA's data sheet of the GPU: {memory / 1e9:g} GB/s; {_H100_SHARE}, 90%", True),
-        Known(0.0, "no part of the paper's lines by itself: all of it is in the messages", True),
-        Link(
+        flops=Known(line("gemm").per_s, f"{paper}: products"),
+        product_start_s=Known(line("gemm").alpha_s, f"{paper}: products"),
+        copied_bytes_per_s=Known(0.9 * memory / 2, f"{sheet}: {memory / 1e9:g} GB/s; {_H100_SHARE}, 90%", True),
+        start_s=Known(0.0, "no part of the paper's lines by itself: all of it is in the messages", True),
+        intra=Link(
             Known(inside.alpha_s / (gpus - 1), f"{paper}: all-gather"),
             Known((gpus - 1) / gpus / inside.beta_s, f"{paper}: all-gather"),
             Known(1.0, f"{paper}: what was reached"),
         ),
-        Link(
+        inter=Link(
             Known(across.alpha_s / (nodes - 1), f"{paper}: all-to-all"),
             Known(rate, "FSMoE Table 3"),
             Known(carried / rate, f"{paper}: all-to-all"),
         ),
-        Known(1, "FSMoE Table 3"),
-        Known(testbed.costs.contention, "by it simulation meets the paper's Table 5", True),
-        _SPREAD,
+        cards=Known(1, "FSMoE Table 3"),
+        contention=Known(testbed.costs.contention, "by it simulation meets the paper's Table 5", True),
     )
 
 
@@ -334,60 +310,50 @@ MACHINES = {
         "DGX H100, 8 GPUs a node, InfiniBand NDR",
         8,
         "bf16",
-        Known(7.94e14, f"{_HERE}: 8192³ product"),
-        _LAUNCH_S,
-        Known(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
-        _START_S,
-        Link(
+        flops=Known(7.94e14, f"{_HERE}: 8192³ product"),
+        copied_bytes_per_s=Known(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
+        intra=Link(
             _NVLINK_S,
             Known(450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"),
             Known(0.77, f"{_DEEPEP}: 153 GB/s of the 200 that its NVLink has one way; not measured on an H100", True),
         ),
-        Link(_NETWORK_S, Known(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
-        Known(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),
-        _CONTENTION,
-        _SPREAD,
+        inter=Link(_NETWORK_S, Known(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
+        cards=Known(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),
     ),
     "gb200-nvl72": Machine(
         "GB200 NVL72, 64 of a rack's 72 GPUs, InfiniBand NDR",  # experts come in powers of two
         64,
         "bf16",
-        Known(0.8 * 2.5e15, f"NVIDIA GB200 data sheet: 2.5 PFLOP/s dense; {_H100_SHARE}, 80%", True),
-        _LAUNCH_S,
-        Known(0.9 * 8e12 / 2, f"NVIDIA GB200 data sheet: 8 TB/s; {_H100_SHARE}, 90%", True),
-        _START_S,
-        Link(
+        flops=Known(0.8 * 2.5e15, f"NVIDIA GB200 data sheet: 2.5 PFLOP/s dense; {_H100_SHARE}, 80%", True),
+        copied_bytes_per_s=Known(0.9 * 8e12 / 2, f"NVIDIA GB200 data sheet: 8 TB/s; {_H100_SHARE}, 90%", True),
+        intra=Link(
             _NVLINK_S,
             Known(900e9, "NVIDIA GB200 NVL72 data sheet: NVLink 1.8 TB/s both ways"),
             Known(0.77, f"{_DEEPEP}; not measured on a GB200", True),
         ),
-        Link(_NETWORK_S, Known(50e9, "NVIDIA DGX GB200 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
+        inter=Link(_NETWORK_S, Known(50e9, "NVIDIA DGX GB200 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
         # Of four GPUs a tray; its two BlueField-3 are for storage and management.
-        Known(64, "NVIDIA DGX GB200 user guide, compute trays: 4 ConnectX-7 single port 400G for the cluster network"),
-        _CONTENTION,
-        _SPREAD,
+        cards=Known(
+            64, "NVIDIA DGX GB200 user guide, compute trays: 4 ConnectX-7 single port 400G for the cluster network"
+        ),
     ),
     "p4d-a100": Machine(
         "EC2 p4d.24xlarge, 8 A100 (40 GB) a node, Ethernet (EFA)",
         8,
         "bf16",
-        Known(0.8 * 3.12e14, f"NVIDIA A100 data sheet: 312 TFLOP/s dense; {_H100_SHARE}, 80%", True),
-        _LAUNCH_S,
-        Known(0.9 * 1.555e12 / 2, f"NVIDIA A100 data sheet: 1,555 GB/s; {_H100_SHARE}, 90%", True),
-        _START_S,
-        Link(
+        flops=Known(0.8 * 3.12e14, f"NVIDIA A100 data sheet: 312 TFLOP/s dense; {_H100_SHARE}, 80%", True),
+        copied_bytes_per_s=Known(0.9 * 1.555e12 / 2, f"NVIDIA A100 data sheet: 1,555 GB/s; {_H100_SHARE}, 90%", True),
+        intra=Link(
             _NVLINK_S,
             Known(300e9, "NVIDIA A100 data sheet: NVLink 600 GB/s both ways"),
             Known(0.78, f"{_NCCL}: 235 GB/s at most on GPUs of this generation"),
         ),
-        Link(
+        inter=Link(
             Known(5.4e-6, "twice what NCCL has for InfiniBand", True),
             Known(12.5e9, "AWS, P4d instances: 400 Gb/s, over four cards"),
             Known(0.86, f"{_DEEPEP}; not measured over EFA", True),
         ),
-        Known(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
-        _CONTENTION,
-        _SPREAD,
+        cards=Known(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
     ),
     "fsmoe-a": _published("A", "FSMoE testbed A: 8 RTX A6000 a node, 200 Gb/s", 25e9, 768e9),
     "fsmoe-b": _published("B", "FSMoE testbed B: 4 RTX 2080 Ti a node, 100 Gb/s", 12.5e9, 616e9),

@@ -15,7 +15,7 @@ chunk's dispatch, all-gather, expert, reduce-scatter and combine, gar those of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,11 +44,9 @@ def three_queues(
 def alternating(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Orders chunks like `three_queues`, but a chunk is reduced as soon as the one after it is gathered.
-
-    Where the links inside the node are the busiest ones, the last all-gather holds up no chunk that is ready.
-    """
+    """Orders chunks like `three_queues`, but a chunk is reduced as soon as the one after it is gathered."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    # Where the links inside the node are the busiest ones, the last all-gather then holds up no chunk that is ready.
     intra = [*gathered[:1], *_in_turn(gathered[1:], reduced[:-1]), *reduced[-1:]]
     return {"compute": experts, "intra": intra, "inter": [*there, *buckets, *back]}
 
@@ -62,7 +60,6 @@ def one_queue(
 
 
 def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
-    """Returns the tasks of each part."""
     return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
 
 
@@ -73,12 +70,10 @@ def _in_turn(first: list[Task], second: list[Task]) -> list[Task]:
 
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Returns T(r) of `three_queues` without contention: exact for any times (F11).
-
-    The pass takes as long as the longest path through its tasks, along chunks and along resources. A path has r − 1
-    steps from a chunk to the next, all on the resource whose task is longest; only the path through gar, and the one
-    that goes from the last all-gather to the first reduce-scatter, walk through the chunks twice.
-    """
+    """Returns T(r) of `three_queues` without contention: exact for any times (F11)."""
+    # The longest path through the tasks, along chunks and along resources, has r − 1 steps from a chunk to the next,
+    # all on the resource whose task is longest; only the path through gar, and the one that goes from the last
+    # all-gather to the first reduce-scatter, walk through the chunks twice.
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(
@@ -109,36 +104,32 @@ def choose_degree(
     order: Order = three_queues,
     contention: float = 1.0,
     limit: int = MAX_DEGREE,
+    least: int = 1,
 ) -> DegreeChoice:
-    """Returns the degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: times of
-    the parts that the layer has.
+    """Returns the degree from `least` to `limit` with the shortest pass (F12); of several the smallest.
 
-    By the closed form where there is one, for every degree. Otherwise by simulation, in the order of what a degree
-    takes at least, up to the first where this is longer than the best one found: no later one can win.
-
-    Raises `ConfigError` for a limit below 1.
+    `chunks`: times of the parts that the layer has. Raises `ConfigError` for a limit below 1.
     """
     if limit < 1:
         raise ConfigError(f"choose_degree: the limit must be at least 1, not {limit}")
-    degrees = range(1, limit + 1)
-    if order is one_queue or (order is three_queues and contention == 1.0):
-        closed = one_queue_s if order is one_queue else three_queues_s
-        return _smallest_of_best([DegreeChoice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
-    least = [DegreeChoice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
-    if order is three_queues:  # contention makes no pass shorter
-        least = [DegreeChoice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
-    found: list[DegreeChoice] = []
+
+    def bound_s(degree: int) -> float:
+        times = chunk_times(chunks, degree)
+        least_s = pass_bound_s(degree, times, gar, contention)
+        # Contention makes no pass shorter.
+        return max(least_s, three_queues_s(degree, times, gar)) if order is three_queues else least_s
+
+    # In the order of what a degree takes at least, up to the first where this is longer than the best one found: no
+    # later one can win. Where there is a closed form the bound would cost as much as the pass.
+    closed = order is one_queue or (order is three_queues and contention == 1.0)
+    bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
+    choices: list[DegreeChoice] = []
     best_s = math.inf
-    for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
-        if seconds > best_s * (1 + ROUNDING):
+    for degree in sorted(bounds_s, key=bounds_s.__getitem__):
+        if bounds_s[degree] > best_s * (1 + ROUNDING):
             break
-        found.append(DegreeChoice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
-        best_s = min(best_s, found[-1].seconds)
-    return _smallest_of_best(found)
-
-
-def _smallest_of_best(choices: Sequence[DegreeChoice]) -> DegreeChoice:
-    best_s = min(choice.seconds for choice in choices)
+        choices.append(DegreeChoice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
+        best_s = min(best_s, choices[-1].seconds)
     return min(choice for choice in choices if choice.seconds <= best_s * (1 + ROUNDING))
 
 

@@ -36,6 +36,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.events import followers_of, issue_order
@@ -63,28 +64,25 @@ _WORD = re.compile(
 )
 
 # The layer and phase of a word without a prefix.
-_PLACE = (0, "forward")
+_PLACE: tuple[int | None, str | None] = (0, "forward")
 
 Orders = dict[str, tuple[Task, ...]]
 
 
 def name(task: Task) -> str:
     """Returns a task in a word, with its prefix and without its size: b3.D0."""
-    return f"{_LETTERS[task.phase]}{_number(task.layer)}.{_short(task)}"
+    return f"{_LETTERS[task.phase]}{'' if task.layer is None else task.layer}.{_short(task)}"
 
 
 def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
-    """Returns the text of a plan, ending without a line break. The same plan gives the same text everywhere."""
+    """Returns the text of a plan, the same everywhere."""
     # A plan of one layer and pass is written without prefixes, which would say the same on every word.
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
+    (layer, phase), word = places.pop() if len(places) == 1 else (None, None), name
     lines = []
-    common = places.pop() if len(places) == 1 else None
-    if common is not None and None not in common:
-        layer, phase = common
-        lines += [f"phase: {phase}"] * (phase != _PLACE[1]) + [f"layer: {layer}"] * (layer != _PLACE[0])
+    if layer is not None and phase is not None:
+        lines = [f"phase: {phase}"] * (phase != _PLACE[1]) + [f"layer: {layer}"] * (layer != _PLACE[0])
         word = _short
-    else:
-        word = name
     for resource, order in orders.items():
         words = [word(task) + ("" if task.size is None else f"({task.size})") for task in order]
         if words:
@@ -95,14 +93,8 @@ def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[T
 
 
 def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
-    """Returns the orders and the unusual dependencies that a text gives.
-
-    Raises:
-        ConfigError: a line or a word that the grammar does not know, a resource twice, or `after` with a task that no
-            order has.
-    """
-    layer: int | None = _PLACE[0]
-    phase: str | None = _PLACE[1]
+    """Returns the orders and the unusual dependencies that a text gives."""
+    layer, phase = _PLACE
     orders: Orders = {}
     waits: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(source.splitlines(), start=1):
@@ -150,11 +142,7 @@ def _task(word: str, layer: int | None, phase: str | None, line: int) -> Task:
 
 
 def _short(task: Task) -> str:
-    return f"{_SYMBOLS[task.kind]}{_number(task.chunk)}"
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
+    return f"{_SYMBOLS[task.kind]}{'' if task.chunk is None else task.chunk}"
 
 
 def _integer(digits: str | None) -> int | None:
@@ -188,16 +176,15 @@ class Plan:
         compute, intra, inter: the order of each resource.
         after: the tasks that a task waits for, where these are not what `standard_dependencies` says.
         dependencies: for each task the tasks that it waits for, apart from the ones before it on its resources.
-        sequence: all tasks in an order in which one thread can issue them: each after all that it waits for. They would
-            start in this order if each took the same time; of those that start together, first inter, then intra, then
-            compute.
+        sequence: all tasks in an order in which one thread can issue them: each after all that it waits for, and of
+            those that could start together, first inter, then intra, then compute.
         before: for each place in `sequence` the places of all that its task waits for, the ones before it on its
             resources too.
     Raises:
         ConfigError: a task of an unknown kind or on a resource that cannot run it, a fused operation that is not on
             both of its resources, a task that occurs twice, chunks that do not fit together, a dependency on a task
-            that the plan lacks, and tasks that wait in a circle, the orders included: such a plan would never
-            end. The message names the task and the cure.
+            that the plan lacks, and tasks that wait in a circle, the orders included. The message names the task and
+            the cure.
     """
 
     compute: tuple[Task, ...] = ()
@@ -213,9 +200,8 @@ class Plan:
             object.__setattr__(self, resource, tuple(getattr(self, resource)))
         _check_tasks(self.orders)
         standard = standard_dependencies(self.tasks)
-        changed = _changed(standard, self.after)
-        object.__setattr__(self, "after", changed)
-        object.__setattr__(self, "dependencies", {**standard, **changed})
+        object.__setattr__(self, "after", _changed(standard, self.after))
+        object.__setattr__(self, "dependencies", {**standard, **self.after})
         sequence, before = _sequence(self)
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "before", before)
@@ -254,16 +240,15 @@ class Plan:
         """The resources that each task is on: one, and of a fused operation compute and its link."""
         resources: dict[Task, tuple[str, ...]] = {}
         for resource, order in self.orders.items():
-            for task in order:
-                resources[task] = (*resources.get(task, ()), resource)
+            resources |= {task: (*resources.get(task, ()), resource) for task in order}
         return resources
 
     @cached_property
     def graph(self) -> tuple[list[list[int]], list[int]]:
         """Numbers that the event loop goes by, beside `before`: for each place in `sequence` the places of what waits
         for its task, and the number of its resource (of a fused operation, of compute) in `RESOURCES`."""
-        number = {resource: place for place, resource in enumerate(RESOURCES)}
-        return followers_of(self.before), [number[self.resources[task][0]] for task in self.sequence]
+        on = (self.resources[task][0] for task in self.sequence)
+        return followers_of(self.before), [RESOURCES.index(resource) for resource in on]
 
     @cached_property
     def waits(self) -> dict[Task, tuple[Task, ...]]:
@@ -296,7 +281,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        """Returns one line a resource; `parse` reads it back. The grammar stands at the top of this module."""
+        """Returns one line a resource, by the grammar at the top of this module; `parse` reads it back."""
         return _write(self.orders, self.after)
 
     @classmethod
@@ -310,8 +295,7 @@ class Plan:
     @classmethod
     def parse(cls, source: str) -> Plan:
         """Returns the plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
-        orders, after = _read(source)
-        return cls.from_orders(orders, after)
+        return cls.from_orders(*_read(source))
 
 
 def _changed(
@@ -323,35 +307,29 @@ def _changed(
         tasks = tuple(given)
         for named in (task, *tasks):
             if named not in standard:
-                raise ConfigError(
-                    f"plan: after {name(task)}: there is no {name(named)} in the plan; add it to a resource"
-                )
+                missing = f"there is no {name(named)} in the plan"
+                raise ConfigError(f"plan: after {name(task)}: {missing}; add it to a resource")
         if set(tasks) != set(standard[task]):
             changed[task] = tuple(sorted(set(tasks), key=name))
     return dict(sorted(changed.items(), key=lambda item: name(item[0])))
 
 
 def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
-    """Returns `Plan.sequence` and `Plan.before`. A task that never gets ready is part of a circle, or behind one."""
+    """Returns `Plan.sequence` and `Plan.before`."""
     # Tasks go by number: inter first, so that of tasks that start together collectives are issued first.
-    number = {task: 0 for order in (plan.inter, plan.intra, plan.compute) for task in order}
-    tasks = tuple(number)
-    for index, task in enumerate(tasks):
-        number[task] = index
+    tasks = tuple(dict.fromkeys((*plan.inter, *plan.intra, *plan.compute)))
+    number = {task: index for index, task in enumerate(tasks)}
     before = [[number[waited] for waited in plan.dependencies[task]] for task in tasks]
     for order in (plan.inter, plan.intra, plan.compute):
-        numbers = [number[task] for task in order]
-        for earlier, index in zip(numbers, numbers[1:], strict=False):
+        for earlier, index in pairwise(number[task] for task in order):
             if earlier not in before[index]:
                 before[index].append(earlier)
-    # Tasks of a circle never get ready, so they are missing from the order.
+    # Tasks of a circle, and those behind it, never get ready: they are missing from the order.
     places = issue_order(before, followers_of(before))
     if len(places) != len(tasks):
         stuck = set(tasks) - {tasks[index] for index in places}
         raise ConfigError(_circle(plan.orders, plan.dependencies, stuck))
-    place = [0] * len(tasks)
-    for position, index in enumerate(places):
-        place[index] = position
+    place = {index: position for position, index in enumerate(places)}
     sequence = tuple(tasks[index] for index in places)
     return sequence, tuple(tuple(place[waited] for waited in before[index]) for index in places)
 
@@ -359,7 +337,6 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
 def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
     """Raises `ConfigError` unless each task is one, stands where it can run, and has all chunks beside it."""
     places: dict[tuple[str, int | None, int | None, str | None], list[str]] = {}
-    fused: list[Task] = []
     chunks: dict[tuple[str | None, int | None], dict[str, set[int | None]]] = {}
     for resource, tasks in orders.items():
         for task in tasks:
@@ -380,24 +357,21 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
             if on and (resource in on or kind not in FUSED):
                 where = f"{on[0]} and {resource}" if resource not in on else f"{resource} twice"
                 raise ConfigError(f"plan: {name(task)} is on {where}; take one of them away")
-            if not on:
-                if kind in FUSED:
-                    fused.append(task)
-                if kind in PIPELINE or kind in FUSED:
-                    chunks.setdefault((phase, layer), {}).setdefault(kind, set()).add(chunk)
+            if kind in PIPELINE or kind in FUSED:
+                chunks.setdefault((phase, layer), {}).setdefault(kind, set()).add(chunk)
             on.append(resource)
-    for task in fused:
-        _check_places(task, places[task[:4]])
+    for named, on in places.items():
+        usual = resources_of(named[0])
+        if named[0] in FUSED and set(on) != set(usual):
+            where = f"plan: {name(Task(*named))} ({named[0]}) is on {' and '.join(on)}"
+            raise ConfigError(f"{where}, but computes and sends at once; put it on {' and '.join(usual)}")
     for place, by_kind in chunks.items():
         _check_chunks(place, by_kind)
 
 
 def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Sequence[Task]], stuck: set[Task]) -> str:
     """Returns which of the stuck tasks wait for each other: a circle, each link with its reason."""
-    behind: dict[Task, list[tuple[Task, str]]] = {}
-    for resource, tasks in orders.items():
-        for earlier, task in zip(tasks, tasks[1:], strict=False):
-            behind.setdefault(task, []).append((earlier, resource))
+    links = [(earlier, task, resource) for resource, tasks in orders.items() for earlier, task in pairwise(tasks)]
     seen: dict[Task, int] = {}
     path: list[tuple[str, str]] = []
     task = next(task for tasks in orders.values() for task in tasks if task in stuck)
@@ -406,47 +380,31 @@ def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Se
         needed = next((waited for waited in dependencies[task] if waited in stuck), None)
         if needed is not None:
             path.append((f"{name(task)} needs {name(needed)}", ""))
-            task = needed
         else:
             # It needs no stuck task, so one stands ahead of it on a resource.
-            earlier, resource = next(link for link in behind[task] if link[0] in stuck)
+            needed, resource = next((e, on) for e, later, on in links if later == task and e in stuck)
             cure = f"move {name(task)} forward on {resource}"
-            path.append((f"{name(task)} stands behind {name(earlier)} on {resource}", cure))
-            task = earlier
+            path.append((f"{name(task)} stands behind {name(needed)} on {resource}", cure))
+        task = needed
     reasons = path[seen[task] :]
     cure = next((cure for _, cure in reasons if cure), "change what they need")
     return f"plan: it would never end: {', '.join(reason for reason, _ in reasons)}; {cure}"
 
 
-def _check_places(task: Task, on: Sequence[str]) -> None:
-    """Raises `ConfigError` unless a fused operation is on compute and on its link."""
-    usual = resources_of(task.kind)
-    if set(on) != set(usual):
-        where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(on)}"
-        raise ConfigError(f"{where}, but computes and sends at once; put it on {' and '.join(usual)}")
-
-
 def _check_chunks(place: tuple[str | None, int | None], chunks: Mapping[str, set[int | None]]) -> None:
-    """Raises `ConfigError` unless the pipeline of one layer and phase has chunks 0, 1, … r − 1 of each of its kinds.
-
-    `chunks`: those that the plan has, by kind.
-    """
+    """Raises `ConfigError` unless the pipeline of one layer and phase has chunks 0, 1, … r − 1 of each of its kinds."""
     phase, layer = place
     fused = next((kind for kind in chunks if kind in FUSED), None)
     extra_kind = next((kind for kind in chunks if kind != fused), None)
     if fused is not None and extra_kind is not None:
         whole, part = (name(Task(kind, min(chunks[kind], key=str), layer, phase)) for kind in (fused, extra_kind))
-        raise ConfigError(
-            f"plan: {part} ({extra_kind}) is beside {whole} ({fused}), which does all of a chunk's way; take one of "
-            "them away"
-        )
+        where = f"plan: {part} ({extra_kind}) is beside {whole} ({fused})"
+        raise ConfigError(f"{where}, which does all of a chunk's way; take one of them away")
     degree = max(map(len, chunks.values()))
     for kind, numbers in chunks.items():
         missing = next((chunk for chunk in range(degree) if chunk not in numbers), None)
         if missing is not None:
             extra = [name(Task(kind, chunk, layer, phase)) for chunk in numbers - set(range(degree))]
             cure = f"number {extra[0]} from 0 on" if extra else "add it, or take that chunk away everywhere"
-            raise ConfigError(
-                f"plan: {name(Task(kind, missing, layer, phase))} is missing: the layer has {degree} "
-                f"chunk{'s' * (degree > 1)}; {cure}"
-            )
+            has = f"the layer has {degree} chunk{'s' * (degree > 1)}"
+            raise ConfigError(f"plan: {name(Task(kind, missing, layer, phase))} is missing: {has}; {cure}")

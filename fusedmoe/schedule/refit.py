@@ -22,7 +22,7 @@ from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # No clock is finer.
@@ -32,11 +32,8 @@ _PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the
-    steps.
-
-    A task begins when the last rank begins it, and ends when the last one has ended it. So what ranks wait for each
-    other is part of a step once, where a rank is late, and the tasks of a step without a schedule add up to it.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and of several steps the
+    median.
 
     Args:
         costs: of the step, before: it says what each all-reduce carries.
@@ -66,8 +63,7 @@ class Row(NamedTuple):
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
     """Compares a step with its prediction: each part, and the whole step last.
 
-    Args:
-        timelines: of all ranks, from where the step began; what ranks make of a part is as in `observe`.
+    `timelines`: of all ranks, from where the step began.
     """
     predicted: dict[str, float] = {}
     for task, seconds in costs.seconds(plan).items():
@@ -86,34 +82,25 @@ def _part_name(kind: str, phase: str | None) -> str:
     return kind if phase is None else f"{kind} {phase}"
 
 
-def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
-    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
-    found: dict[Sample, list[float]] = {}
-    for sample, seconds in _tasks(plan, costs, _last(timelines)).values():
-        found.setdefault(sample, []).append(seconds)
-    return found
-
-
 def _last(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the spans from when the last rank began them to when the last one had ended them.
-
-    A rank that is early waits in the next collective for one that is late. Here that counts once, in what made the
-    other late.
-    """
+    """Returns the spans from when the last rank began them to when the last one had ended them."""
+    # A rank that is early waits in the next collective for one that is late. So that counts once, in what made the
+    # other late, and the tasks of a step without a schedule add up to it.
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
         times: Counter[tuple[object, ...]] = Counter()
         for span in timeline.spans:
             task = (span.kind, span.chunk, span.layer, span.phase)
-            number, times[task] = times[task], times[task] + 1
-            other = last.get((*task, number), span)
+            other = last.get((*task, times[task]), span)
             start_s, end_s = max(span.start_s, other.start_s), max(span.end_s, other.end_s)
-            last[*task, number] = other._replace(start_s=start_s, end_s=end_s)
+            last[*task, times[task]] = other._replace(start_s=start_s, end_s=end_s)
+            times[task] += 1
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple[Sample, float]]:
-    """Returns for each task of one step what it is a sample of, and its seconds."""
+def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
+    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
+    timeline = _last(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
@@ -126,7 +113,7 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    samples: dict[Task, tuple[Sample, float]] = {}
+    tasks: dict[Task, tuple[Sample, float]] = {}
     shared = _surrounding(timeline, runs)
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
@@ -141,18 +128,20 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple
             there, back = (degrees.get((one, layer)) for one in PHASES)
             if (kind, phase) == (TaskKind.EXPERT, "backward") and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
-            apart = (weight_gradient(kind), layer, phase) in counts
+            apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
-        samples[task] = sample, seconds
+        tasks[task] = sample, seconds
     after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
-        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in samples)
+        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in tasks)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
-        of = [None] if sample.phase is None else range(layers)
-        for layer in of:
-            samples[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
+        each = [None] if sample.phase is None else range(layers)
+        tasks |= {Task(sample.kind, None, layer, sample.phase): (sample, seconds / len(each)) for layer in each}
+    samples: dict[Sample, list[float]] = {}
+    for sample, seconds in tasks.values():
+        samples.setdefault(sample, []).append(seconds)
     return samples
 
 
@@ -169,38 +158,30 @@ def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sampl
     passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
     reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
     counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
-    work = [
-        *counts,
-        *(span for span in timeline.spans if span.kind not in (TaskKind.GRADIENT_ALL_REDUCE, COUNTS) and runs(span)),
-    ]
-    return {
-        **({Sample(COUNTS, "forward"): sum(span.duration_s for span in counts)} if counts else {}),
+    beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
+    work = counts + [span for span in timeline.spans if span.kind not in beside and runs(span)]
+    around = {
         Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
         Sample(TaskKind.LOSS, None): ends_s - begins_s,
         Sample(TaskKind.OTHER, "backward"): idle_s(work, ends_s, passed_s),
         Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
+    return {Sample(COUNTS, "forward"): sum(span.duration_s for span in counts), **around} if counts else around
 
 
 def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     """Returns the costs of a step by what was seen of steps of these layers.
 
-    No task takes less than the executor itself (`StepCosts.task_s`). Where micro-batches go through all of the layers,
-    what surrounds them is before and after: with the loss, and with the optimizer. What surrounded a layer by itself
-    goes with attention there.
-
-    Args:
-        share: the rows that were seen as a share of those that are costed, where these are others.
+    `share`: the rows that were seen as a share of those that are costed, where these are others.
     """
-    layers: dict[int, LayerCosts] = {}  # often one object many times
-    for layer in costs.layers:
-        if id(layer) not in layers:
-            layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
+    distinct = {id(layer): layer for layer in costs.layers}  # often one object many times
+    layers = {key: _refit_layer(layer, seen, share, costs.task_s) for key, layer in distinct.items()}
     # Times between the passes and after them are measured as wholes, so they replace what was predicted.
     between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_around_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
     optimizer_s = costs.optimizer_s if after is None else after
+    # What surrounds micro-batches that go through all layers is before them and after: with the loss and the optimizer.
     if costs.can_split and between is not None and before is not None and back is not None:
         loss_s = (loss_s or 0.0) + len(costs.layers) * before / share
         optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / share
@@ -215,13 +196,14 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
 
 def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float) -> LayerCosts:
     def fitted(part: StageTime, kind: str, phase: str, apart: bool = False) -> StageTime:
-        found = _refit_stage(part, seen.get(kind, phase, apart), share)
-        return found if found is part else replace(found, alpha_s=max(found.alpha_s, task_s))
+        time = _refit_stage(part, seen.get(kind, phase, apart), share)
+        # No task takes less than the executor itself.
+        return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 
-    chunks = {
-        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
-        for phase, part_s in layer.chunks.items()
-    }
+    def all_fitted(parts: Mapping[str, Mapping[str, StageTime]]) -> dict[str, dict[str, StageTime]]:
+        return {phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in parts.items()}
+
+    chunks = all_fitted(layer.chunks)
     dense_s = {phase: dict(part_s) for phase, part_s in layer.dense_s.items()}
     for phase, part_s in dense_s.items():
         part_s |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in part_s.items()}
@@ -232,10 +214,8 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
                 if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
-    dense = {
-        phase: {kind: fitted(part, kind, phase) for kind, part in part_s.items()}
-        for phase, part_s in micro.dense.items()
-    }
+    dense = all_fitted(micro.dense)
+    # What surrounded a layer by itself goes with attention.
     for phase, of_phase in dense.items():
         around_s = _around_s(seen, phase)
         if around_s is not None and TaskKind.ATTENTION in of_phase and Sample(TaskKind.LOSS, None) not in seen.seconds:

@@ -6,8 +6,7 @@ Three resources, each one task at a time in the plan's order; a task starts as s
 resource and all that it waits for have ended. While a task on `intra` and one on `inter` run at the same time, both go
 on at the contention's share of their speed; computation is not slowed down.
 
-A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends. It does
-all that a layer's pipeline does, over one kind of links: nothing is on the other kind that could disturb it.
+A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends.
 
 Why a step takes as long as it does: its critical path goes back from the task that ends last, at each step to the one
 that its start waited for. Nothing on it could have started earlier, so only what is on it can make the step shorter.
@@ -34,12 +33,12 @@ _BESIDE = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
-    """Returns the predicted timeline of a plan; it starts at 0. A task is where its kind works: an all-gather on the
-    links inside a node, also where the plan has one queue for all links.
+    """Returns the predicted timeline of a plan, from 0 on.
 
     Raises `ConfigError`, naming the task, for a task without a duration or with one that is negative or not finite.
     """
     starts, ends = _times(plan, costs)
+    # A task is where its kind works: an all-gather on the links inside a node, also in a plan with one queue for both.
     occupied = (resources_of(task.kind) for task in plan.sequence)
     spans = tuple(
         Span(kind, kind, on[0], start, end, chunk, layer, phase, on[1:])
@@ -54,10 +53,10 @@ def makespan(plan: Plan, costs: Costs) -> float:
 
 
 def best_of(plans: Sequence[Plan], costs: Costs) -> Plan:
-    """Returns the shortest plan in simulation. Of equally short ones it is the one with the fewest tasks: each task
-    takes some time that the costs do not know of."""
+    """Returns the shortest plan in simulation, of equally short ones the one with the fewest tasks."""
     seconds = [makespan(plan, costs) for plan in plans]
     enough_s = min(seconds) * (1 + ROUNDING)
+    # Each task takes some time that the costs do not know of.
     return min((plan for plan, took_s in zip(plans, seconds, strict=True) if took_s <= enough_s), key=len)
 
 
@@ -69,10 +68,9 @@ class Stretch:
     there. W tasks belong to no pass, and count where they run.
 
     Attributes:
-        degree: its chunks.
-        waits_s: seconds of the critical path during the pass by what is at work (`at_work`). Together they are the
-            whole pass.
-        gradient_s: of the gradient all-reduces that run meanwhile, hidden or not.
+        degree: the number of chunks.
+        waits_s: seconds of the critical path during the pass by what is at work (`at_work`); their sum is the pass.
+        gradient_s: seconds of the gradient all-reduces that run meanwhile, hidden or not.
     """
 
     layer: int
@@ -96,16 +94,17 @@ class Stretch:
 def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
     """Returns the spans that the end of the step waits for, in order of time, without a gap from the start to the end.
 
-    `timeline`: the plan's, as `simulate` gives it. Of several tasks that end together the one on the plan's sequence
-    last stands for all.
+    `timeline`: the plan's, as `simulate` gives it.
     """
-    spans = _spans(plan, timeline)
+    by_name = {_name(span): span for span in timeline.spans}
+    spans = [by_name[_name(task)] for task in plan.sequence]
     if not spans:
         return ()
-    place = max(range(len(spans)), key=lambda one: spans[one].end_s)
+    place = max(range(len(spans)), key=lambda number: spans[number].end_s)
     path = [spans[place]]
+    # Of several tasks that end together the last one in the plan's sequence stands for all.
     while plan.before[place]:
-        place = max(plan.before[place], key=lambda one: (spans[one].end_s, one))
+        place = max(plan.before[place], key=lambda number: (spans[number].end_s, number))
         path.append(spans[place])
     return tuple(reversed(path))
 
@@ -118,24 +117,23 @@ def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
     for span in timeline.spans:
         if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:
             own.setdefault((span.phase, span.layer), []).append(span)
-    found: list[Stretch] = []
+    passes: list[Stretch] = []
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
         waits_s = {at: _within_s(path[at], start_s, end_s) for at in RESOURCES}
         degree = plan.degrees.get((phase, layer), 1)
-        found.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
+        passes.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
         start_s = end_s
-    return found
+    return passes
 
 
 def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
-    """Returns the times of each resource along a path, by "compute", "intra" and "inter": a task is where its kind
-    works, also where a plan has one queue for both links. A fused operation counts as computation."""
-    found: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
+    """Returns the times of each resource along a path; a fused operation counts as computation."""
+    times: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
     for span in path:
-        found[resources_of(span.kind)[0]].append((span.start_s, span.end_s))
-    return found
+        times[resources_of(span.kind)[0]].append((span.start_s, span.end_s))
+    return times
 
 
 def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
@@ -153,12 +151,6 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     if contention < 1 and plan.intra and plan.inter:
         return run(plan.before, *plan.graph, durations, contention=contention)
     return run_in_order(plan.before, durations)
-
-
-def _spans(plan: Plan, timeline: Timeline) -> list[Span]:
-    """Returns the span of each task in the plan's sequence."""
-    by_name = {_name(span): span for span in timeline.spans}
-    return [by_name[_name(task)] for task in plan.sequence]
 
 
 def _name(one: Task | Span) -> tuple[str, int | None, int | None, str | None]:

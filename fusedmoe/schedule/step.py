@@ -1,8 +1,5 @@
 """The tasks of a training step: layers forward, then backward, with the gradient all-reduces between them.
 
-In orders by resource (`step_plan`), one after the other in micro-batches (`StepSplit.tasks`), and of one layer's pass
-by itself, by number of chunks or as a plan of more has it.
-
 In micro-batches attention is split as well, and chunks go on from layer to layer (FlowMoE): chunk i of a layer waits
 for chunk i of the layer before and for no other. Each part of each layer may be in chunks of its own. The backward pass
 may be split, too, into gradients of inputs and W tasks for those of weights (Lancet): what waits for a pass waits for
@@ -11,23 +8,15 @@ the gradients of its input only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.passes import Order, Partition
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
-from fusedmoe.schedule.task import (
-    LINKS,
-    PIPELINE,
-    RESOURCES,
-    STAGES,
-    Task,
-    TaskKind,
-    resources_of,
-    weight_gradient,
-)
+from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, STAGES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
 
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
@@ -50,9 +39,10 @@ def step_plan(
 ) -> Plan:
     """Returns the plan of a step of the layers that `costs` has, with the parts that it has of each.
 
-    `forward`, `backward`: one for each layer. `partition`: gradients that are reduced on the way; what is left over
-    follows the last combine, in one piece. `exposed`: all gradients wait for the end of the backward pass, and go one
-    layer at a time.
+    Args:
+        forward, backward: of each layer.
+        partition: gradients that are reduced on the way; the rest follows the last combine, in one piece.
+        exposed: all gradients wait for the end of the backward pass, and go one layer at a time.
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
 
@@ -89,15 +79,10 @@ def step_plan(
 def idle_slot_plan(
     costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], bucket_bytes: int
 ) -> Plan:
-    """Returns the plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
-
-    A bucket never reaches over the end of a layer's gradient.
-    """
+    """Returns the plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do."""
     bare = step_plan(costs, forward, backward)
-    orders = {
-        resource: [task for task in bare.on(resource) if task.kind != TaskKind.GRADIENT_ALL_REDUCE]
-        for resource in RESOURCES
-    }
+    orders = {on: [t for t in tasks if t.kind != TaskKind.GRADIENT_ALL_REDUCE] for on, tasks in bare.orders.items()}
+    # A bucket never reaches over the end of a layer's gradient.
     buckets = gradient_buckets(costs.gradient_bytes, bucket_bytes)
     return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
@@ -119,7 +104,7 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
         if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
-            apart = weight_gradient(kind) if weights else None
+            apart = WEIGHT_GRADIENTS.get(kind) if weights else None
             for chunk in range(degrees.rows if kind in chunks else degrees.dense):
                 yield Task(kind, chunk, layer, phase)
                 if apart is not None:
@@ -137,8 +122,7 @@ def optimizer_tasks(costs: StepCosts) -> list[Task]:
 
 
 def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
-    """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), as back-propagation
-    goes."""
+    """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), the last layer's first."""
     return [
         Task(TaskKind.GRADIENT_ALL_REDUCE, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
@@ -147,10 +131,7 @@ def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) ->
 
 
 class BucketCutter:
-    """Cuts buckets off the gradients of a stack of layers, last layer first.
-
-    `gradient_bytes[l]`: of layer l.
-    """
+    """Cuts buckets off the gradients of a stack of layers, given in bytes by layer, last layer first."""
 
     def __init__(self, gradient_bytes: Sequence[int]) -> None:
         self.start = 0
@@ -163,8 +144,7 @@ class BucketCutter:
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
-        """Returns the next bucket of about `size` bytes, from what is ready after `layer`; none where that is
-        nothing."""
+        """Returns the next bucket of about `size` bytes, from what is ready after `layer`, if anything is."""
         ready = self.available(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
@@ -180,47 +160,37 @@ class BucketCutter:
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     """Returns one layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
 
-    def own(task: Task) -> bool:
-        return _is_chunk(task, layer, phase)
-
     orders = {}
-    for resource in RESOURCES:
-        tasks = plan.on(resource)
-        places = [place for place, task in enumerate(tasks) if own(task)]
+    for resource, tasks in plan.orders.items():
+        places = [place for place, task in enumerate(tasks) if _is_chunk(task, layer, phase)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
-        orders[resource] = [task for task in between if own(task) or task.kind == TaskKind.GRADIENT_ALL_REDUCE]
+        orders[resource] = [
+            task for task in between if _is_chunk(task, layer, phase) or task.kind == TaskKind.GRADIENT_ALL_REDUCE
+        ]
     return Plan.from_orders(orders)
 
 
 def one_pass(plan: Plan, phase: str) -> Plan:
     """Returns one pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
-    orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
-    after = {
-        task: tuple(one for one in before if one.phase == phase)
-        for task, before in plan.after.items()
-        if task.phase == phase
-    }
-    return Plan.from_orders(orders, after)
+
+    def own(tasks: Iterable[Task]) -> tuple[Task, ...]:
+        return tuple(task for task in tasks if task.phase == phase)
+
+    orders = {resource: own(tasks) for resource, tasks in plan.orders.items()}
+    return Plan.from_orders(orders, {task: own(before) for task, before in plan.after.items() if task.phase == phase})
 
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     """Returns the gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
-    found: list[Task] = []
-    for task in plan.inter[places[-1] + 1 :] if places else ():
-        if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
-            break
-        # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
-        if task.layer is not None and task.layer > layer and task not in plan.after:
-            found.append(task)
-    return tuple(found)
+    behind = plan.inter[places[-1] + 1 :] if places else ()
+    buckets = takewhile(lambda task: task.kind == TaskKind.GRADIENT_ALL_REDUCE, behind)
+    # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
+    return tuple(task for task in buckets if task.layer is not None and task.layer > layer and task not in plan.after)
 
 
 def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str) -> Plan:
-    """Returns one layer's pass with that many chunks, in an order of chunks.
-
-    `kinds`: those of the layer, of which its parts count.
-    """
+    """Returns one layer's pass with that many chunks, in an order of the chunks of its kinds."""
     return Plan.from_orders(order(kinds, degree, phase, 0, ()))
 
 

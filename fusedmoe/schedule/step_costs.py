@@ -1,7 +1,7 @@
 """The step cost model: what a training step of a stack of layers takes, task by task.
 
-What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out, and
-what its work takes at least.
+It is made of what each part of a layer takes in chunks and in one piece, and gives the durations of the tasks of any
+plan, and what their work takes at least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, weight_gradient
+from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: The largest degree that is tried, unless the caller says otherwise.
 MAX_DEGREE = 16
@@ -44,10 +44,10 @@ class StageTime:
 
 def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
     """Returns the seconds that each resource has to work for all chunks of parts by kind."""
-    found = dict.fromkeys(RESOURCES, 0.0)
+    work = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in parts.items():
-        found[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
-    return found
+        work[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
+    return work
 
 
 class ChunkTimes(NamedTuple):
@@ -69,38 +69,26 @@ def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
 class MicroBatches:
     """Costs of a layer where micro-batches go through all of it, and where weight gradients are W tasks.
 
-    `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
-    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
-    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; a
-    "permute" for all of them then stands between, which takes no time. `apart_s`: what the experts' backward pass takes
-    longer where weight gradients are W tasks, for which it then keeps activations and their gradients.
+    `waits`: forward, all micro-batches are routed before the first is sent, as where second choices compete for an
+    expert's places; a "permute" for all of them then stands between, which takes no time.
     """
 
-    dense: Mapping[str, Mapping[str, StageTime]]
-    weights: Mapping[str, StageTime]
+    dense: Mapping[str, Mapping[str, StageTime]]  # by phase and kind
+    weights: Mapping[str, StageTime]  # how much of the backward pass of "expert" and "attention" is weight gradients
     waits: bool = False
-    apart_s: float = 0.0
+    apart_s: float = 0.0  # that the experts' backward pass takes longer with W tasks, for which it keeps activations
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one layer: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
+    """Costs of one layer; a plan for it has the parts that are here."""
 
-    A plan for the layer has the parts that are here.
-
-    Attributes:
-        chunks[phase][kind]: the parts of its pipeline.
-        dense_s[phase][kind]: seconds of the parts outside the pipeline, each in one piece.
-        gradient_bytes: bytes of its dense gradient, as far as it is reduced.
-        micro: None where dense parts cannot be split.
-        regroup_s: seconds that the experts' backward pass takes longer where it has other chunks than the forward pass,
-            whose rows it then copies.
-    """
-
-    chunks: Mapping[str, Mapping[str, StageTime]]
-    dense_s: Mapping[str, Mapping[str, float]]
-    gradient_bytes: int = 0
-    micro: MicroBatches | None = None
+    chunks: Mapping[str, Mapping[str, StageTime]]  # the parts of its pipeline, by phase and kind
+    dense_s: Mapping[str, Mapping[str, float]]  # of the parts outside the pipeline, each in one piece
+    gradient_bytes: int = 0  # of its dense gradient, as far as it is reduced
+    micro: MicroBatches | None = None  # None where dense parts cannot be split
+    # Seconds that the experts' backward pass takes longer where it has other chunks than the forward pass: it copies
+    # the rows.
     regroup_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
@@ -110,10 +98,7 @@ class LayerCosts:
         return replace(self, chunks=chunks)
 
     def dense_total_s(self, phase: str, degree: int | None = None) -> float:
-        """Returns the seconds of all dense parts of a pass, each in one piece or in so many micro-batches.
-
-        Raises `ConfigError` for micro-batches that cannot go through all of the layer.
-        """
+        """Returns the seconds of all dense parts of a pass, each in one piece or in so many micro-batches."""
         if degree is None:
             return sum(self.dense_s[phase].values())
         return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
@@ -134,7 +119,6 @@ class StepCosts:
     Attributes:
         layers: often one object many times.
         all_reduce: the line of gradient all-reduces.
-        contention: see `CostModel`.
         loss_s, optimizer_s: None for a step without them.
         task_s: seconds that the executor takes for a task, whatever it does.
         workload: the `Workload` of one of the layers; None where it is not known.
@@ -167,15 +151,13 @@ class StepCosts:
         return tuple(layer.gradient_bytes for layer in self.layers)
 
     def seconds(self, plan: Plan) -> dict[Task, float]:
-        """Returns the duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in
-        the costs."""
+        """Returns the duration of each task of a plan. Raises `ConfigError` for a part that is not in the costs."""
         # A bucket without a size carries what is left of its layer's gradient: only the whole plan says how much.
         carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
         return self.durations(plan.sequence, carried)
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """Returns the duration of each of some tasks that have all chunks of their stages among them. Where both passes
-        of a layer are, and in other chunks, the experts' backward pass takes what a copy takes longer.
+        """Returns the duration of each of some tasks that have all chunks of their stages among them.
 
         `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
         """
@@ -191,37 +173,29 @@ class StepCosts:
             # All chunks of a part are equal, so one number serves them all.
             where = (kind, layer, phase)
             if where not in known:
-                without = (weight_gradient(kind), layer, phase) in counts
+                without = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
+                # Where the two passes have other chunks, the experts' backward pass first copies their rows.
                 if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
                     known[where] += self.layers[layer].regroup_s / counts[where]
             result[task] = known[where]
         return result
 
     def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
-        """Returns the duration of a task, apart from gradient-all-reduces.
-
-        `count`: how many chunks its stage has. `without_weights`: weight gradients of this part are W tasks.
-        """
+        """Returns the duration of a task, apart from gradient-all-reduces, whose stage has `count` chunks."""
         kind, chunk, layer, phase, _ = task
         if layer is None:
-            duration_s = (
-                self.loss_s if kind == TaskKind.LOSS else self.optimizer_s if kind == TaskKind.OPTIMIZER else None
-            )
-            duration_s = None if duration_s is None else duration_s / count
-        elif layer >= len(self.layers) or phase is None:
-            duration_s = None
-        elif chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
-            duration_s = self.layers[layer].dense_s[phase][kind]
-        else:
+            wholes_s: dict[str, float | None] = {TaskKind.LOSS: self.loss_s, TaskKind.OPTIMIZER: self.optimizer_s}
+            if (whole_s := wholes_s.get(kind)) is not None:
+                return whole_s / count
+        elif layer < len(self.layers) and phase is not None:
+            if chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
+                return self.layers[layer].dense_s[phase][kind]
             part = _part(self.layers[layer], phase, kind, without_weights)
-            duration_s = None if part is None else part.seconds(count)
-        if duration_s is None:
-            raise ConfigError(
-                f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers"
-            )
-        return duration_s
+            if part is not None:
+                return part.seconds(count)
+        raise ConfigError(f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers")
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
@@ -246,8 +220,7 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
-    """Returns the end of each layer's gradient among the bytes of all (see `task.Task`), which have the last layer
-    first."""
+    """Returns the end of each layer's gradient among the bytes of all (see `task.Task`), the last layer's first."""
     return list(accumulate(reversed(gradient_bytes)))[::-1]
 
 
@@ -281,12 +254,10 @@ def resource_bound_s(
 ) -> float:
     """Returns the seconds that no order of a step beats: the busiest resource's tasks.
 
-    Args:
-        degrees: by phase, for each layer the chunks of its dense part (None: it is in one piece) and of its pipeline.
-        buckets: bytes of each gradient all-reduce; None: one for all.
+    `degrees`: by phase, for each layer the chunks of its dense part (None: it is in one piece) and of its pipeline.
+    `buckets`: bytes of each gradient all-reduce; None: one for all.
     """
     compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
-    # Sums over layers that are one object are made once.
     known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # layers are often one object many times
     for phase in PHASES:
         for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
@@ -302,11 +273,9 @@ def resource_bound_s(
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
-    """Returns the seconds that no order beats: what each resource has to do, with what must come before and after it.
-
-    Before the first dispatch has ended and after the last reduce-scatter the links inside the node have nothing to do.
-    """
+    """Returns the seconds that no order beats: what each resource has to do, with what must come before and after."""
     d, ag, x, rs, c = times
+    # Before the first dispatch has ended and after the last reduce-scatter links inside the node have nothing to do.
     return max(
         d + ag + r * x + rs + c,
         d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
@@ -314,11 +283,8 @@ def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float 
 
 
 def links_bound_s(inter: float, intra: float, contention: float) -> float:
-    """Returns the least time for the work of both links. While they work together, each goes on at `contention` of its
-    speed.
-
-    Below a contention of one half they had better take turns.
-    """
-    # The longer link works all the time; beside it the shorter one costs what contention takes from it.
+    """Returns the least time for the work of both links, which disturb each other by `contention` (`CostModel`)."""
+    # The longer link works all the time; beside it the shorter one costs what contention takes from it. Below a
+    # contention of one half they had better take turns.
     less, more = sorted((inter, intra))
     return more + less * min(1.0, (1 - contention) / contention)

@@ -19,7 +19,7 @@ chunks of a layer's pass have the same kinds; the backward pass may have another
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -129,11 +129,10 @@ SYMBOLS: dict[str, str] = {
     _K.OTHER: "",
 }
 
-_OCCUPIED = {kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()} | {
-    kind: (link,) for kind, link in LINKS.items()
+_OCCUPIED = {
+    **{kind: (link,) for kind, link in LINKS.items()},
+    **{kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()},
 }
-
-_WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
 class Task(NamedTuple):
@@ -145,8 +144,8 @@ class Task(NamedTuple):
     `size`: of a gradient-all-reduce, its bytes; None elsewhere, and for all that is left of its layer's gradient.
 
     The gradients of the dense parts form one array of bytes, in the order of back-propagation (last layer first).
-    Buckets are cut off it in the order in which the plan runs them. A bucket belongs to the last layer that it
-    carries anything of: it has to wait for that layer's dense part, and for no other.
+    Buckets are cut off it in the order in which the plan runs them. A bucket belongs to the last layer that it carries
+    anything of: it has to wait for that layer's dense part, and for no other.
     """
 
     kind: str
@@ -161,16 +160,11 @@ def resources_of(kind: str) -> tuple[str, ...]:
     return _OCCUPIED.get(kind, ("compute",))
 
 
-def weight_gradient(kind: str) -> str | None:
-    """Returns the W task of a kind; None: it has no weight gradients."""
-    return WEIGHT_GRADIENTS.get(kind)
-
-
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
     """Returns the tasks that each task waits for, by the rules of a model of MoE layers; a key for every task.
 
-    * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all
-      chunks of the one before, and all chunks after it wait for it.
+    * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all chunks of the
+      one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i. One part may
       then be in other chunks than the next: a chunk waits for those that it has anything of.
@@ -191,12 +185,17 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
         after[task] = ()
         stages.setdefault((task.phase, task.layer), {}).setdefault(task.kind, []).append(task)
 
-    forward = sorted(layer for phase, layer in stages if phase == "forward" and layer is not None)
-    backward = sorted((layer for phase, layer in stages if phase == "backward" and layer is not None), reverse=True)
-    passes = [_stages("forward", stages["forward", layer]) for layer in forward]
+    forward, backward = (
+        sorted(layer for phase, layer in stages if phase == wanted and layer is not None) for wanted in PHASES
+    )
+
+    def pass_of(phase: str, layer: int) -> list[list[Task]]:
+        return [stages[phase, layer][kind] for kind in STAGES[phase] if kind in stages[phase, layer]]
+
     # The loss stands between the passes as a pass of its own, so that all of the backward pass waits for it.
-    passes.append([kinds[_K.LOSS] for kinds in stages.values() if _K.LOSS in kinds])
-    passes.extend(_stages("backward", stages["backward", layer]) for layer in backward)
+    loss = [kinds[_K.LOSS] for kinds in stages.values() if _K.LOSS in kinds]
+    back = [pass_of("backward", layer) for layer in reversed(backward)]
+    passes = [*(pass_of("forward", layer) for layer in forward), loss, *back]
 
     before: list[Task] = []
     earlier: list[list[Task]] = []
@@ -209,54 +208,39 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
         earlier = stages_of_pass or earlier
     for (phase, layer), kinds in stages.items():
         if phase is not None and layer is not None:
-            _in_order(after, kinds.get(_K.ATTENTION, ()))
+            chunks = {task.chunk: task for task in kinds.get(_K.ATTENTION, ()) if task.chunk is not None}
+            for chunk, task in chunks.items():
+                if chunk - 1 in chunks:
+                    after[task] = (*after[task], chunks[chunk - 1])
         # W tasks are on no row's way: they wait for the part that they are cut off from, and no row waits for them.
-        for kind in [kind for kind in kinds if kind in _WEIGHTS]:
-            sources = [task for source in kinds if weight_gradient(source) == kind for task in kinds[source]]
-            for task in kinds[kind]:
-                after[task] = tuple(source for source in sources if source.chunk == task.chunk) or tuple(sources)
+        for source, kind in WEIGHT_GRADIENTS.items():
+            sources = kinds.get(source, ())
+            for task in kinds.get(kind, ()):
+                after[task] = tuple(whole for whole in sources if whole.chunk == task.chunk) or tuple(sources)
         # Copies of experts must have come before any row is computed with them.
         for task in kinds.get(_K.EXPERT, ()):
             after[task] = (*after[task], *kinds.get(GATHER, ()))
         for task in kinds.get(REDUCE, ()):
             after[task] = tuple(kinds.get(WEIGHT_GRADIENTS[_K.EXPERT], ()) or kinds.get(_K.EXPERT, ()))
         # Gradients of the dense part are complete when autograd has been through all of it.
-        reduced = [
-            task
-            for kind in (_K.OTHER, _K.GATE, _K.ATTENTION, _K.ATTENTION_WEIGHT_GRADIENT)
-            for task in kinds.get(kind, ())
-        ]
+        dense = (_K.OTHER, _K.GATE, _K.ATTENTION, _K.ATTENTION_WEIGHT_GRADIENT) if phase == "backward" else ()
+        complete = tuple(task for kind in dense for task in kinds.get(kind, ()))
         for task in kinds.get(_K.GRADIENT_ALL_REDUCE, ()):
-            after[task] = tuple(reduced) if phase == "backward" else ()
+            after[task] = complete
         for task in kinds.get(_K.OPTIMIZER, ()):
             after[task] = tuple(t for t in after if t.phase == "backward" and task.layer in (None, t.layer))
     return after
-
-
-def _stages(phase: str, kinds: Mapping[str, list[Task]]) -> list[list[Task]]:
-    return [kinds[kind] for kind in STAGES[phase] if kind in kinds]
 
 
 def _in_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
     return any(stage[0].kind == _K.ATTENTION and stage[0].chunk is not None for stage in stages)
 
 
-def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> None:
-    """Makes each chunk of a stage wait for the one before it."""
-    chunks = {task.chunk: task for task in stage if task.chunk is not None}
-    for chunk, task in chunks.items():
-        if chunk - 1 in chunks:
-            after[task] = (*after[task], chunks[chunk - 1])
-
-
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
-    """Makes `stage` wait for `before`: chunk by chunk where both are in chunks, else for all of it.
-
-    Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end. From one
-    pass to the other nothing does.
-    """
-    # The chunks before, by number: chunk i waits for chunk i where both parts have equally many.
+    """Makes `stage` wait for `before`: chunk by chunk where both are in chunks, else for all of it."""
     together = {task.chunk: task for task in before}
+    # Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end. From
+    # one pass to the other nothing does.
     micro = within or any(tasks and tasks[0].kind == _K.ATTENTION for tasks in (before, stage))
     micro = micro and bool(before) and before[0].phase == stage[0].phase
     chunks, count, count_before = {task.chunk for task in stage}, len(stage), len(before)

@@ -1,7 +1,7 @@
 """Timelines: which task ran when, on which resource of one rank; predicted and measured alike.
 
-A `Timeline` is a value: a rank, its `Span`s, and the wall-clock time of its zero. The runtime's `Recorder`
-makes measured ones; `draw.py` turns timelines into a picture, `trace` into trace-event JSON, the format that Perfetto
+A `Timeline` is a value: a rank, its `Span`s, and the wall-clock time of its zero. The runtime's `Recorder` makes
+measured ones; `draw.py` turns timelines into a picture, `trace` into trace-event JSON, the format that Perfetto
 (ui.perfetto.dev) and chrome://tracing open.
 
 Example, two chunks in a pipeline (times in seconds):
@@ -33,7 +33,6 @@ SOURCES = ("measured", "predicted")
 
 _FORMAT = "fusedmoe-timeline"
 _VERSION = 2
-_KINDS, _RESOURCES, _PHASES = frozenset(KINDS), frozenset(RESOURCES), frozenset((None, *PHASES))
 
 
 class Span(NamedTuple):
@@ -66,12 +65,11 @@ class Span(NamedTuple):
 class Timeline:
     """The spans of one rank, sorted by start (of two that start together, the longer one first).
 
-    `anchor_s` is the wall-clock time (`time.time()`) of the timeline's zero: `align` uses it to put the
-    ranks on one clock. None says that the timelines at hand share their zero already, as predicted ones do.
+    `anchor_s` is the wall-clock time (`time.time()`) of the timeline's zero: `align` uses it to put the ranks on one
+    clock. None says that the timelines at hand share their zero already, as predicted ones do.
 
-    Raises `ConfigError`, naming the rank and the span, for an unknown kind, resource or phase, a time that
-    is not finite, and a span that ends before it starts. Spans of one resource may overlap (`lanes` tells
-    them apart).
+    Raises `ConfigError`, naming the rank and the span, for an unknown kind, resource or phase, a time that is not
+    finite, and a span that ends before it starts. Spans of one resource may overlap (`lanes` tells them apart).
     """
 
     rank: int = 0
@@ -125,20 +123,17 @@ class Timeline:
     def exposed_s(self) -> float:
         """Returns the seconds that a link was in use while `compute` was idle: the communication that nothing hides.
 
-        A fused operation occupies both, so nothing of it counts, also where its tiles wait for rows: from outside, the
-        two cannot be told apart.
+        A fused operation occupies both, so nothing of it counts.
         """
-        compute = _union(self.on("compute"))
-        links = _union(span for span in self.spans if span.resource != "compute" or span.also)
-        return sum(end - start for start, end in links) - _common_s(compute, links)
+        # All busy time but that of compute: where a fused operation's tiles wait for rows cannot be told from outside.
+        return sum(end - start for start, end in _union(self.spans)) - self.busy_s("compute")
 
     def totals_s(self) -> dict[str, float]:
         """Returns the summed durations of each kind that occurs, in the order of `KINDS`."""
-        totals = dict.fromkeys(KINDS, 0.0)
+        totals: dict[str, float] = {}
         for span in self.spans:
-            totals[span.kind] += span.duration_s
-        found = {span.kind for span in self.spans}
-        return {kind: total for kind, total in totals.items() if kind in found}
+            totals[span.kind] = totals.get(span.kind, 0.0) + span.duration_s
+        return {kind: totals[kind] for kind in KINDS if kind in totals}
 
     def shifted(self, by_s: float) -> Timeline:
         """Returns the spans `by_s` later; the anchor stays. It corrects a clock that is known to be off."""
@@ -179,13 +174,12 @@ class Timeline:
 def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     """Returns the timelines on one clock whose zero is the earliest start, in their order.
 
-    Timelines with an anchor are placed by it; those without one are taken to share their zero. The two
-    groups each start at zero, so a prediction stands beside a measurement. Worked example: rank 0 with
-    anchor 100.0 and a first span at 0.5, rank 1 with anchor 100.2 and a first span at 0.4: they start at
-    0.0 and 0.1.
+    Timelines with an anchor are placed by it; those without one are taken to share their zero. The two groups each
+    start at zero, so a prediction stands beside a measurement. Worked example: rank 0 with anchor 100.0 and a first
+    span at 0.5, rank 1 with anchor 100.2 and a first span at 0.4: they start at 0.0 and 0.1.
 
-    One machine has one wall clock. Between machines the anchors are as good as their time synchronisation;
-    where that is too coarse, correct with `Timeline.shifted` first.
+    Between machines anchors are as good as their time synchronisation; where that is too coarse, correct with
+    `Timeline.shifted` first.
     """
     # Anchors are wall-clock times; the earliest one is the common zero.
     first_anchor = min((t.anchor_s for t in timelines if t.anchor_s is not None), default=0.0)
@@ -206,8 +200,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """Returns the spans in as few lists as possible such that no two of one list overlap; first come, first lane.
 
-    A resource that runs one task at a time has one lane. Asynchronous collectives timed on the host from
-    issue to completion, or spans inside spans, need more.
+    A resource that runs one task at a time has one lane. Asynchronous collectives, and spans inside spans, need more.
     """
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
@@ -223,14 +216,10 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     """Returns the trace of the timelines, aligned (`timeline.align`), as an object ready for `json.dump`.
 
-    pid is the rank; when a rank comes with several timelines (predicted beside measured), the further ones
-    get pids past the last rank and stand next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their
-    second lanes, and so on. Names come first, then the spans in order of time.
-
-    Times are in microseconds. A span that occupies several resources is an
-    event on the thread of each. Format: "Trace Event Format", the Chromium project. Complete events ("ph": "X") of one
-    thread must not overlap, or Perfetto loses some of them: spans that do overlap go to further threads of the same
-    resource.
+    pid is the rank; when a rank comes with several timelines (predicted beside measured), the further ones get pids
+    past the last rank and stand next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so
+    on. Names come first, then the spans in order of time, in microseconds; a span that occupies several resources is an
+    event on the thread of each. Format: "Trace Event Format", the Chromium project.
     """
     # Ranks share one clock in the viewer.
     aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
@@ -245,6 +234,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         names.append(_metadata("process_name", pid, 0, name=f"rank {timeline.rank} ({timeline.source})"))
         names.append(_metadata("process_sort_index", pid, 0, sort_index=timeline.rank * len(aligned) + turn))
         for index, resource in enumerate(RESOURCES):
+            # Perfetto loses complete events ("ph": "X") of one thread that overlap, so each lane is a thread.
             for lane, spans in enumerate(lanes(timeline.on(resource))):
                 # From 1: the viewer keeps thread 0 for the idle task.
                 tid = 1 + index + lane * len(RESOURCES)
@@ -265,8 +255,8 @@ def save_trace(timelines: Timeline | Sequence[Timeline], path: str | Path) -> No
 
 def check_word(field: str, word: str | None) -> None:
     """Raises `ConfigError` unless `word` is a known kind, resource or phase (`field` says which)."""
-    if word not in {"kind": _KINDS, "resource": _RESOURCES, "phase": _PHASES}[field]:
-        known = {"kind": KINDS, "resource": RESOURCES, "phase": (None, *PHASES)}[field]
+    known = {"kind": KINDS, "resource": RESOURCES, "phase": (None, *PHASES)}[field]
+    if word not in known:
         raise ConfigError(f"timeline: {field} {word!r} is not one of {', '.join(map(str, known))}")
 
 
@@ -274,7 +264,7 @@ def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     """Returns the seconds between two moments in which none of these spans is."""
     inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
     found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
-    return max(0.0, end_s - start_s) - sum(end - start for start, end in found)
+    return max(0.0, end_s - start_s - sum(end - start for start, end in found))
 
 
 def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
@@ -297,18 +287,6 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return result
 
 
-def _common_s(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """Returns the length of the intersection of two sets of disjoint intervals, each in order."""
-    total, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -318,25 +296,20 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
-def _are_further(also: object, resource: str) -> bool:
-    """Returns True for resources beside the first one."""
-    if not isinstance(also, tuple) or not all(one in RESOURCES for one in also):
-        return False
-    return len({resource, *also}) == 1 + len(also)
-
-
 def _fault(span: Span) -> str | None:
-    """Returns what is wrong with a span, or None. Words may be of any type here: they can come from a file."""
+    """Returns what is wrong with a span, or None."""
+    # Words may be of any type here: they can come from a file, so membership is asked of tuples, which hash nothing.
     name, kind, resource, start_s, end_s, chunk, layer, phase, also = span
     if not isinstance(name, str) or not name:
         return "a name that is empty or no text"
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if kind not in KINDS:
         return f"kind {kind!r} (known: {', '.join(KINDS)})"
-    if not isinstance(resource, str) or resource not in _RESOURCES:
+    if resource not in RESOURCES:
         return f"resource {resource!r} (known: {', '.join(RESOURCES)})"
-    if also != () and not _are_further(also, resource):
+    others = [each for each in RESOURCES if each != resource]
+    if also != () and not (isinstance(also, tuple) and sum(map(also.count, others)) == len(also) == len(set(also))):
         return f"further resources {also!r} (known: {', '.join(RESOURCES)}, each once)"
-    if phase is not None and (not isinstance(phase, str) or phase not in _PHASES):
+    if phase not in (None, *PHASES):
         return f"phase {phase!r} (known: {', '.join(PHASES)}, or None)"
     if not _is_time(start_s) or not _is_time(end_s):
         return "a time that is not a finite number"
@@ -352,8 +325,8 @@ def _metadata(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any
 
 
 def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
-    # Both ends are rounded to whole nanoseconds, the viewers' resolution: rounding the duration instead
-    # could make two spans that touch overlap.
+    # Both ends are rounded to whole nanoseconds, the viewers' resolution: rounding the duration instead could make two
+    # spans that touch overlap.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     args = {"kind": span.kind, "chunk": span.chunk, "layer": span.layer, "phase": span.phase}
     return {

@@ -86,8 +86,7 @@ class Workload:
     def volumes(self) -> dict[str, float]:
         """Returns the bytes that each part of the layer handles in one pass, and for "expert" the FLOP forward (F9).
 
-        A part that has no peers is left out: dispatch and combine without expert parallelism, all-gather and
-        reduce-scatter without expert sharding.
+        A part that has no peers is left out.
         """
         gathered = self.share * self.rows * self.model_dim * self.itemsize
         flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
@@ -112,52 +111,47 @@ class Workload:
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
 
     def attention_flop(self) -> float:
-        """Returns the FLOP of attention forward: the projections, scores and their product with the values."""
+        """Returns the FLOP of attention forward."""
+        # Beside the projections there are the scores, and their product with the values.
         return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:
-        """Returns the bytes of attention's projections, split over MP, and the gate: what is summed over data
-        parallelism."""
+        """Returns the bytes that are summed over data parallelism: attention's projections, split over MP, and the
+        gate."""
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
     def layer_costs(self, model: CostModel) -> LayerCosts:
-        """Returns the layer's costs on a machine. Backward, experts and attention take twice their time (F13).
+        """Returns the layer's costs on a machine.
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
-        around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
-
-        In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
-        experts and of attention's projections is a weight gradient. Where it is known what copies take, copies between
-        the chunks of one pass and those of the other cost something, and so does what W tasks
-        must keep (`CostModel.tiled`).
+        around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2. In
+        micro-batches each part of it starts anew for every one.
         """
-        chunks: dict[str, dict[str, StageTime]] = {}
-        dense_s: dict[str, dict[str, float]] = {}
-        gemm = model.line("gemm")
-        # Each product starts by itself; all of their FLOP run at one rate.
-        attention = StageTime(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
+
+        def stage(name: str, volume: float, starts: int = 1) -> StageTime:
+            # Each product starts by itself; all of their FLOP run at one rate.
+            line = model.line(name)
+            return StageTime(starts * line.alpha_s, line.beta_s * volume)
+
+        attention = stage("gemm", self.attention_flop(), _ATTENTION_GEMMS)
         shared = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            for name in ("all-gather/esp", "reduce-scatter/esp"):
-                line = model.line(name)
-                shared += StageTime(line.alpha_s, line.beta_s * rows_bytes)
+            shared = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
+        chunks: dict[str, dict[str, StageTime]] = {}
         dense: dict[str, dict[str, StageTime]] = {}
-        for phase in PHASES:
-            chunks[phase] = {}
-            twice = 2 if phase == "backward" else 1
-            for kind, volume in self.volumes().items():
-                line = model.line(_LINES[kind])
-                times = twice if kind == TaskKind.EXPERT else 1
-                starts = GEMMS[self.expert] if kind == TaskKind.EXPERT else 1
-                chunks[phase][kind] = StageTime(times * starts * line.alpha_s, times * line.beta_s * volume)
-            dense[phase] = {TaskKind.ATTENTION: attention * twice + shared}
-            dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
-        projections = StageTime(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
+        for phase, times in zip(PHASES, (1, 2), strict=True):
+            # Backward, experts and attention take twice their time (F13).
+            chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
+            chunks[phase][TaskKind.EXPERT] = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert]) * times
+            dense[phase] = {TaskKind.ATTENTION: attention * times + shared}
         # Of two products of the backward pass of a weight one is its gradient.
+        projections = stage("gemm", self.projection_flop(), _PROJECTIONS)
         expert = chunks["backward"][TaskKind.EXPERT]
         weights: dict[str, StageTime] = {TaskKind.EXPERT: expert * 0.5, TaskKind.ATTENTION: projections}
-        # A model of a machine without this line knows nothing of copies, and charges nothing.
+        dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
+        # A model of a machine without this line knows nothing of copies, and charges nothing: neither for those between
+        # the chunks of one pass and those of the other, nor for what W tasks must keep.
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
@@ -173,8 +167,7 @@ class Workload:
         whole: bool = False,
         waits: bool = False,
     ) -> StepCosts:
-        """Returns the costs of a training step of layers like this, one after the other; as they ran where that was
-        seen.
+        """Returns the costs of a training step of layers like this, as they ran where that was seen.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
@@ -209,29 +202,22 @@ def uniform_share(experts: int, k: int, ranks: int) -> float:
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:
     """Returns the seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs
-    know nothing of it. More chunks cost starts, and results of one may travel while the next is computed: what they
-    take is known only where they ran (`CostModel.observed`).
+    know nothing of it. What more chunks take is known only where they ran (`CostModel.observed`).
 
     A part's bytes travel as fast as its collective takes them by its line (β·n), and no collective has to start: a
-    signal for each takes the place of α. Products take what their line says, and FLOP of products are equal.
-
-    Its kernels work tile by tile: the product that takes rows computes a tile when its rows have come, and the one that
-    gives results sends a tile's on when they are computed. So link and products are stages that equal tiles go through,
-    and take together the longest stage, and one tile of the other. Nothing overlaps but the product that takes the
-    rows, and the one that gives them:
+    signal for each takes the place of α. Kernels work tile by tile: the product that takes rows computes a tile when
+    its rows have come, and the one that gives results sends a tile's on when they are computed. So these two overlap
+    with the link (`overlapped_s`), and nothing else does:
 
         forward     signal + [there | up] + signal + [down | back]
         backward    signal + [there | down] + signal + [up | back] + weight gradients
-
-    With shards, the rows of an expert go to each of them, and their results come from each, between nodes as well.
-
-    What stands in | takes max(…) + a tile of the shorter one (`overlapped_s`). Nothing else is in the layer.
     """
     first, _, last = FUSED[kind]
     link = LINKS[first]
     if model.fused is None or link not in model.fused.signal_s:
         return None
     layer = workload.step_costs(model, [0], workload.volumes()).layers[0]
+    # With shards, the rows of an expert go to each of them, and results come from each, between nodes as well.
     shards = workload.esp if link == "inter" else 1
     tile = min(1.0, model.fused.tile_rows / workload.rows)
     seconds = {}
@@ -249,10 +235,9 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
 
 
 def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
-    """Returns the overlapped time of stages that take so many seconds for all rows: one tile after the other goes
-    through them.
+    """Returns the time of stages that one tile after the other goes through: the longest, and one tile of the others.
 
-    `tile`: rows of a tile as a share of all.
+    `stages_s`: of all rows. `tile`: rows of a tile as a share of all.
     """
     longest = max(stages_s)
     return longest + tile * (sum(stages_s) - longest)

@@ -2,7 +2,7 @@
 
 from fusedmoe.placement.hecate import LayerLoads
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import saved_at
 from fusedmoe.training.copies import broadcast_parameters, replicas

@@ -32,12 +32,11 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import choice_text, write
-from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, with_bucket_bytes
-from fusedmoe.schedule.contest import WINDOW, Contest, Entry
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import TaskKind
+from fusedmoe.schedule.tuning import OFF, WINDOW, Contest, Entry, PlanCandidate, candidates_beside, with_bucket_bytes
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets

@@ -35,7 +35,7 @@ from fusedmoe.placement.hecate import (
     reshard,
 )
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 

@@ -17,7 +17,6 @@ from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import WorkBar
-from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, own_plans
@@ -26,6 +25,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.tuning import PlanCandidate, distinct, family_candidates
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers

@@ -22,9 +22,8 @@ from bench.placement.baselines import (
 from bench.placement.made_loads import make_loads
 from fusedmoe.placement.hecate import materialise, predict, reshard, slots
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import layer_s, load, transfers_s
 from fusedmoe.placement.replica_search import improve
-from fusedmoe.placement.transfers import gather, traffic
+from fusedmoe.placement.traffic import gather, layer_s, load, traffic, transfers_s
 
 NODES = Nodes(8, 4)
 

@@ -22,7 +22,7 @@ from bench.placement.replay import Outcome, draw, figure, replay
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import layer_s, load
+from fusedmoe.placement.traffic import layer_s, load
 
 NODES = Nodes(16, 4)
 

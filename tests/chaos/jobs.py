@@ -20,7 +20,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.graph import GraphBackend
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.runtime.cache import CACHE, cached_profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.workload import Workload

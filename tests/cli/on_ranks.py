@@ -5,14 +5,10 @@ from __future__ import annotations
 import io
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from fusedmoe.cli import plan_command, profile, trace
 from fusedmoe.cli.main import main
-
-_COMMANDS: dict[str, ModuleType] = {"profile": profile, "plan": plan_command, "trace": trace}
 
 
 def command(rank: int, world: int, folder: str, *arguments: str) -> tuple[int, str, str]:
@@ -23,7 +19,7 @@ def command(rank: int, world: int, folder: str, *arguments: str) -> tuple[int, s
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
         # The ranks of a cluster have their process group already.
-        patch.setattr(_COMMANDS[arguments[0]], "process_group", lambda *given: nullcontext())
+        patch.setattr("fusedmoe.cli.job.process_group", lambda *given: nullcontext())
         with redirect_stdout(out), redirect_stderr(error):
             code = main(arguments)
     return code, out.getvalue(), error.getvalue()

@@ -19,8 +19,8 @@ from fusedmoe.cli.plan_command import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings
 from fusedmoe.cli.step_plans import policy_of, why_not_split
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig, named_model
+from fusedmoe.models.transformer import block_workload
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts

@@ -15,7 +15,7 @@ from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import gather, reduce, traffic
+from fusedmoe.placement.traffic import gather, reduce, traffic
 from tests.cluster import Cluster
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 2), (5,), ())

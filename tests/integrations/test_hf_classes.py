@@ -15,7 +15,7 @@ import transformers
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import experts_forward
+from fusedmoe.hf import experts_forward
 
 MODELS = Path(transformers.__file__).parent / "models"
 

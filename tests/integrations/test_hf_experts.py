@@ -22,7 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import NAME, experts_forward, fused_activation, is_clamped_swiglu
+from fusedmoe.hf import NAME, experts_forward, fused_activation, is_clamped_swiglu
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
 

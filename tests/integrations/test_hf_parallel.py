@@ -15,8 +15,8 @@ from transformers.distributed import DistributedConfig
 
 import fusedmoe.hf
 from fusedmoe.errors import RankError
-from fusedmoe.integrations.hf import ExpertParallel, compute
-from fusedmoe.integrations.hf_metrics import RouterMetrics
+from fusedmoe.hf import ExpertParallel, compute
+from fusedmoe.hf_metrics import RouterMetrics
 from fusedmoe.training import clip_grad_norm
 from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
@@ -48,7 +48,7 @@ def step(
         return compute(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.integrations.hf.compute", counted)
+        patch.setattr("fusedmoe.hf.compute", counted)
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
     told = metrics.collect()["moe/rank_rows"]

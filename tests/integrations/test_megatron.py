@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import fusedmoe.megatron
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.integrations.megatron import chosen
+from fusedmoe.megatron import chosen
 from tests.cluster import Cluster
 
 DIM, HIDDEN, EXPERTS, K = 16, 24, 4, 2

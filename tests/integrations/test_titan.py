@@ -42,7 +42,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 import fusedmoe.titan
 from fusedmoe.comm.collectives import all_to_all_rows, begin
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.integrations.titan import SelectiveAC
+from fusedmoe.titan import SelectiveAC
 from fusedmoe.training import KEPT_OPERATORS
 from tests.cluster import Cluster
 

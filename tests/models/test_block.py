@@ -13,9 +13,8 @@ from torch import Tensor
 from fusedmoe.blocks.pipeline import Along
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.transformer import Transformer
+from fusedmoe.models.transformer import Transformer, block_workload
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.training import plan_step, sync_gradients

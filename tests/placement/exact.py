@@ -7,7 +7,7 @@ from itertools import chain, combinations
 import numpy as np
 
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import EXCHANGES, PlacementCosts, dispatch
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, dispatch
 from fusedmoe.schedule.policies.lancet_plans import solved
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import Transfer
+from fusedmoe.placement.traffic import Transfer
 
 # A worked example beside Hecate's Figures 5 and 6. Of these the paper's text says only what they are of: the workflow
 # of an iteration, in which shards are gathered, used, and gradients are reduced to them (Figure 5), and "two symmetric

@@ -17,8 +17,8 @@ from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import materialise, overlap_degree, predict, reshard, slots
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import PlacementCosts, layer_s, load
 from fusedmoe.placement.replica_search import improve, worth
+from fusedmoe.placement.traffic import PlacementCosts, layer_s, load
 from tests.placement.exact import best_placement
 from tests.placement.placements import nodes as any_nodes
 from tests.placement.placements import situations

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import calibrate, gathered_s, materialise
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import (
+from fusedmoe.placement.traffic import (
     PlacementCosts,
+    Transfer,
     dispatch,
     exchange_s,
     layer_s,
     load,
     transfers_s,
 )
-from fusedmoe.placement.transfers import Transfer
 from tests.placement.placements import MATERIALISED, NODES, situations
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.transfers import gather, reduce, traffic
+from fusedmoe.placement.traffic import gather, reduce, traffic
 from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.candidates import OFF, PlanCandidate
-from fusedmoe.schedule.contest import WINDOW, Contest, Entry
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.tuning import OFF, WINDOW, Contest, Entry, PlanCandidate
 
 SHARE, STEPS = 0.02, 500
 

@@ -11,7 +11,7 @@ from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
-from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, Task, weight_gradient
+from fusedmoe.schedule.task import PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task
 from tests.schedule.plans import ORDERS, random_costs
 
 GRADIENT = "gradient-all-reduce"
@@ -28,7 +28,7 @@ def random_tasks(rng: random.Random) -> list[Task]:
             for kind in ("attention", *parts):
                 chunks = [None] if whole and kind == "attention" else range(degree)
                 tasks += [Task(kind, chunk, layer, phase) for chunk in chunks]
-                if phase == "backward" and weight_gradient(kind) == "weight-gradient" and rng.random() < 0.5:
+                if phase == "backward" and WEIGHT_GRADIENTS.get(kind) == "weight-gradient" and rng.random() < 0.5:
                     tasks += [Task("weight-gradient", chunk, layer, phase) for chunk in range(degree)]
             if phase == "backward":
                 tasks += [Task(GRADIENT, n, layer, phase, 256) for n in range(rng.randint(0, 3))]
@@ -93,11 +93,9 @@ def test_what_most_hangs_on_goes_first():
     assert list_plan(tasks, seconds).compute == (tasks[1], tasks[0])
 
 
-def test_resources_can_be_shared():
+def test_each_kind_goes_to_its_resource():
     tasks = [Task(kind, 0) for kind in PIPELINE]
     seconds = dict.fromkeys(tasks, 1.0)
-    shared = list_plan(tasks, seconds, dict.fromkeys(LINKS, "inter"))
-    assert shared.intra == () and len(shared.inter) == 4
     assert [len(list_plan(tasks, seconds).on(resource)) for resource in RESOURCES] == [1, 2, 2]
 
 

@@ -15,7 +15,7 @@ from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, ablation, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.policies.lancet_plans import forward_ranges, lancet_plan
 from fusedmoe.schedule.simulate import makespan, simulate
@@ -179,7 +179,7 @@ def test_no_policy_beats_the_bound_and_joint_is_never_worse():
     for _ in range(3):
         costs = random_stack(rng)
         seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in whole_policies()}
-        seconds |= {name: makespan(plan, costs) for name, plan in ablation(costs, 4).items()}
+        seconds |= {name: makespan(plan, costs) for name, plan in PlanSearch(costs, 4).ablation.items()}
         assert min(seconds.values()) >= bound_s(costs) * (1 - 1e-12)
         assert seconds["joint"] <= min(seconds.values()) * (1 + 1e-12)
         assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in whole_policies())
@@ -192,7 +192,7 @@ def test_policies_asked_for_together_are_those_asked_for_one_by_one():
     for name in ("joint", "lancet", "flowmoe", "fsmoe"):  # in another order
         alone = POLICIES[name].plan(costs, 4)
         assert model.plan(name) == alone
-    assert model.ablation == ablation(costs, 4)
+    assert model.ablation == PlanSearch(costs, 4).ablation
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
 

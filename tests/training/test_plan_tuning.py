@@ -19,14 +19,13 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates
-from fusedmoe.schedule.contest import WINDOW
 from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.tuning import OFF, WINDOW, PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
 from fusedmoe.training import PlanTuning, plan_step, sync_gradients
 from fusedmoe.training.step_plan import PlannedStep

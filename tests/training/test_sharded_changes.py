@@ -19,7 +19,7 @@ from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (

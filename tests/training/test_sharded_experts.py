@@ -19,7 +19,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
 from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step

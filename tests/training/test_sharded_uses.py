@@ -16,7 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster

@@ -4,7 +4,7 @@
 
 A policy is pure: the same costs give the same plan, on every rank. All policies order the same tasks; they differ in
 which tasks run at the same time, in how many chunks, and in where gradients are reduced. The longer ones have a file
-each in this folder; the table `POLICIES` names them all. A policy of your own is a function from a layer and its costs:
+each in this folder. A policy of your own is a function from a layer and its costs:
 
     def halves(workload: Workload, costs: StepCosts) -> Plan:
         two = [ChunkedPass(three_queues, 2)] * len(costs.layers)
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
@@ -59,51 +59,111 @@ PolicyFunction = Callable[[Workload, StepCosts], Plan]
 #: chunks and beside its dense part; wherever the links between nodes would be idle.
 Gradients = Literal["exposed", "partitioned", "idle slots"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Plan])
 
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy and its traits. What else depends on a policy looks at these, and never at its name.
+
+    `plan(costs, limit)` returns the plan of a training step, with degrees up to `limit`; a policy of whole layers takes
+    `samples` as well (see `PlanSearch`).
+    """
+
+    name: str
+    # Functions are left out of the repr, which ranks compare: their addresses differ from rank to rank.
+    plan: Callable[..., Plan] = field(repr=False)
+    description: str
+    by_layer: bool = True  # it plans layers of which nothing but the pipelines is in chunks
+    whole: bool = False  # micro-batches may go through whole layers, where these can be split (`StepCosts.can_split`)
+    order: Order = field(default=one_queue, repr=False)  # of chunks whose number is given (`step.pass_by_degree`)
+    gradients: Gradients = "partitioned"
+    varies: bool = True  # plans beside its own may be faster, and are worth measuring (`candidates_beside`)
+    own: bool = False  # a user registered or gave it
+
+
+#: Every policy by its name; `register_policy` adds to them.
+POLICIES: dict[str, Policy] = {}
+
+
+def _described(function: Callable[..., Plan], **traits: Any) -> Policy:
+    return Policy(function.__name__, function, (function.__doc__ or "").rstrip("."), **traits)
+
+
+def _policy(**traits: Any) -> Callable[[_Function], _Function]:
+    """Puts the function below into `POLICIES` by its name, with these traits and its docstring."""
+
+    def put(function: _Function) -> _Function:
+        POLICIES[function.__name__] = _described(function, **traits)
+        return function
+
+    return put
+
+
+@_policy(gradients="exposed", varies=False)
 def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One chunk, one thing after the other; every layer's gradient at the end (DeepSpeed-MoE)."""
     one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
     return step_plan(costs, one, one, exposed=True)
 
 
+@_policy(gradients="exposed")
 def tutel(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One communication queue; the better one of Tutel's degrees, for both passes; gradients at the end."""
-    degrees = [degree for degree in TUTEL_DEGREES if degree <= limit]
-
-    def both_passes_s(layer: LayerCosts, degree: int) -> float:
-        return sum(one_queue_s(degree, chunk_times(layer.chunks[phase], degree)) for phase in PHASES)
-
-    both = [ChunkedPass(one_queue, min(degrees, key=lambda r: both_passes_s(layer, r))) for layer in costs.layers]
+    both = _one_queue_passes(costs, [degree for degree in TUTEL_DEGREES if degree <= limit])
     return step_plan(costs, both, both, exposed=True)
 
 
+@_policy(gradients="exposed")
 def pipemoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """Tutel's plan with one degree for both passes, the best one by a model of all-to-all and experts (PipeMoE)."""
     both = _pipemoe_passes(costs, limit)
     return step_plan(costs, both, both, exposed=True)
 
 
+@_policy()
 def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; each layer's gradient is reduced beside the dense part of the layer that follows backward."""
     both = _pipemoe_passes(costs, limit)
-    none = (0.0,) * len(costs.layers)
-    return step_plan(costs, both, both, Partition(none, (*map(float, costs.gradient_bytes[1:]), 0.0)))
+    beside = (*map(float, costs.gradient_bytes[1:]), 0.0)
+    return step_plan(costs, both, both, Partition((0.0,) * len(costs.layers), beside))
 
 
+@_policy(gradients="idle slots")
 def lina(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; gradients in buckets of 30 MB, whenever the communication queue would be idle (Lina)."""
     both = _pipemoe_passes(costs, limit)
     return idle_slot_plan(costs, both, both, LINA_BYTES)
 
 
+@_policy()
 def fsmoe_no_iio(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """FSMoE with one communication queue: own degrees forward and backward, gradients partitioned."""
     return partitioned_plan(costs, [one_queue], limit)
 
 
+@_policy(order=three_queues)
 def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """Links in a node and between nodes at once, own degrees for both passes, gradients partitioned."""
     return partitioned_plan(costs, [three_queues], limit)
+
+
+@_policy(by_layer=False, whole=True, gradients="idle slots")
+def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """Micro-batches through all layers, one degree for both passes; gradients in buckets below all-to-all (FlowMoE)."""
+    return PlanSearch(costs, limit, samples).plan("flowmoe")
+
+
+@_policy(by_layer=False, whole=True, gradients="idle slots", varies=False)
+def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
+    return PlanSearch(costs, limit, samples).plan("lancet")
+
+
+@_policy(whole=True, order=three_queues)
+def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """The best in simulation of all policies, orders, degrees, gradient buckets and weight gradients."""
+    return PlanSearch(costs, limit, samples).plan("joint")
 
 
 def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
@@ -111,93 +171,23 @@ def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     return partitioned_plan(costs, (three_queues, alternating, one_queue), limit)
 
 
-def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """Micro-batches through all layers, one degree for both passes; gradients in buckets below all-to-all (FlowMoE)."""
-    return PlanSearch(costs, limit, samples).plan("flowmoe")
-
-
-def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
-    return PlanSearch(costs, limit, samples).plan("lancet")
-
-
-def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The best in simulation of all policies, orders, degrees, gradient buckets and weight gradients."""
-    return PlanSearch(costs, limit, samples).plan("joint")
-
-
-def ablation(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
-    """Returns FlowMoE part by part (Table 5), each plan with all before it: pipelined experts, attention in
-    micro-batches as well, all-reduces in buckets of 1 MiB, buckets of the best size."""
-    return PlanSearch(costs, limit).ablation
-
-
-def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
-    """Returns each layer's degree by PipeMoE, which models neither all-gather nor reduce-scatter: it knows no expert
-    sharding."""
-
-    def modelled_s(layer: LayerCosts, degree: int) -> float:
-        times = (chunk_times(layer.chunks[phase], degree) for phase in PHASES)
-        return sum(one_queue_s(degree, t._replace(all_gather=0.0, reduce_scatter=0.0)) for t in times)
-
-    return [
-        ChunkedPass(one_queue, min(range(1, limit + 1), key=lambda degree: modelled_s(layer, degree)))
-        for layer in costs.layers
-    ]
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A policy and its traits. What else depends on a policy looks at these, and never at its name.
-
-    Attributes:
-        plan: `plan(costs, limit)` returns the plan of a training step, with degrees up to `limit`; a policy of whole
-            layers takes `samples` as well (see `PlanSearch`).
-        by_layer: it plans layers of which nothing but the pipelines is in chunks.
-        whole: it lets micro-batches go through whole layers, where these can be split (`StepCosts.can_split`).
-        order: the order of chunks whose number is given, and not planned (`step.pass_by_degree`).
-        gradients: where gradient all-reduces run.
-        varies: other numbers of chunks, or other buckets, beside those of its plans may be faster, and are worth
-            measuring (`candidates.candidates_beside`).
-        own: a user registered or gave it.
-    """
-
-    name: str
-    # Functions are left out of the repr, which ranks compare: their addresses differ from rank to rank.
-    plan: Callable[..., Plan] = field(repr=False)
-    description: str
-    by_layer: bool = True
-    whole: bool = False
-    order: Order = field(default=one_queue, repr=False)
-    gradients: Gradients = "partitioned"
-    varies: bool = True
-    own: bool = False
-
-
-def _described(function: Callable[..., Plan], **traits: Any) -> Policy:
-    """Returns the policy of a function of this module, which has its name and its docstring."""
-    return Policy(function.__name__, function, " ".join((function.__doc__ or "").split()).rstrip("."), **traits)
-
-
 #: The family of the best orders: no policy that users choose, but `joint` compares its plans with those of the others.
 ANY_ORDER = _described(any_order, order=three_queues)
 
-#: Every policy by its name; `register_policy` adds to them.
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        _described(sequential, gradients="exposed", varies=False),
-        _described(tutel, gradients="exposed"),
-        _described(pipemoe, gradients="exposed"),
-        _described(tutel_improved),
-        _described(lina, gradients="idle slots"),
-        _described(fsmoe_no_iio),
-        _described(fsmoe, order=three_queues),
-        _described(flowmoe, by_layer=False, whole=True, gradients="idle slots"),
-        _described(lancet, by_layer=False, whole=True, gradients="idle slots", varies=False),
-        _described(joint, whole=True, order=three_queues),
-    )
-}
+
+def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
+    # PipeMoE knows no expert sharding: its model has neither all-gather nor reduce-scatter.
+    return _one_queue_passes(costs, range(1, limit + 1), all_gather=0.0, reduce_scatter=0.0)
+
+
+def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: float) -> list[ChunkedPass]:
+    """Returns for each layer the best degree for both passes, where some parts take what a model says."""
+
+    def both_s(layer: LayerCosts, degree: int) -> float:
+        times = (chunk_times(layer.chunks[phase], degree)._replace(**modelled_s) for phase in PHASES)
+        return sum(one_queue_s(degree, chunk) for chunk in times)
+
+    return [ChunkedPass(one_queue, min(degrees, key=lambda r: both_s(layer, r))) for layer in costs.layers]
 
 
 def layer_policies() -> tuple[str, ...]:
@@ -213,12 +203,12 @@ def whole_policies() -> tuple[str, ...]:
 class PlanSearch:
     """The plans of one step by all policies, each made when it is first asked for: what they share is searched once.
 
+    FlowMoE, Lancet and the ablation raise `ConfigError` for layers that cannot be split.
+
     Args:
         limit: the most chunks, and the most micro-batches.
         samples: the samples of a batch; micro-batches then have equally many. None: any number of micro-batches.
         progress: called with how many parts of the search of `joint` are done, and how many it has.
-    Raises:
-        ConfigError: FlowMoE, Lancet and the ablation for layers that cannot be split.
     """
 
     def __init__(
@@ -246,14 +236,12 @@ class PlanSearch:
         return self._plan(name)
 
     def _plan(self, name: str) -> Plan:
-        if name not in self._made:
-            if name in self._shared:
-                self._made[name] = self._shared[name]()
-            else:
-                policy = POLICIES[name]
-                limits = (self._limit, self._samples) if policy.whole else (self._limit,)
-                self._made[name] = policy.plan(self._costs, *limits)
-                self._step()
+        if name not in self._made and name in self._shared:
+            self._made[name] = self._shared[name]()
+        elif name not in self._made:
+            limits = (self._limit, self._samples) if POLICIES[name].whole else (self._limit,)
+            self._made[name] = POLICIES[name].plan(self._costs, *limits)
+            self._step()
         return self._made[name]
 
     @cached_property
@@ -268,16 +256,12 @@ class PlanSearch:
 
     @cached_property
     def ablation(self) -> dict[str, Plan]:
-        """The plans of the function of that name."""
+        """FlowMoE part by part (Table 5), each plan with all before it: pipelined experts, attention in micro-batches
+        as well, all-reduces in buckets of 1 MiB, buckets of the best size."""
         attention, all_reduce = exposed_by_part(self._costs, self._degrees, self._step)
-        plans = {
-            "pipelined experts": self._plan("pipemoe"),
-            "attention": attention,
-            "all-reduce": all_reduce,
-            "tuned": self._plan("flowmoe"),
-        }
         self._step()
-        return plans
+        experts, tuned = self._plan("pipemoe"), self._plan("flowmoe")
+        return {"pipelined experts": experts, "attention": attention, "all-reduce": all_reduce, "tuned": tuned}
 
     @cached_property
     def _tuned(self) -> SplitSearch:
@@ -321,8 +305,7 @@ def register_policy(
         varies: its plans have an order of `fusedmoe.schedule.passes`, and plans with other numbers of chunks in that
             order may be faster: "auto" then measures these, too.
     Raises:
-        ConfigError: the name is taken or no identifier, or what is given cannot be called. A plan that lacks a part of
-            the step is refused where it is made.
+        ConfigError: the name is taken or no identifier, or what is given cannot be called.
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise ConfigError(f"register_policy: {name!r} is no name; give an identifier, such as 'mine'")
@@ -336,18 +319,15 @@ def register_policy(
 
 
 def own_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
-    """Returns the policy of a user's function, by default for layers whose pipelines alone are in chunks.
-
-    Its `plan` raises a `ConfigError` for anything but a plan with all parts of the step.
-    """
+    """Returns the policy of a user's function; its `plan` raises `ConfigError` for a plan that lacks a part of the
+    step."""
     called = called or str(getattr(function, "__qualname__", type(function).__qualname__))
     words = ((getattr(function, "__doc__", None) or "").strip().splitlines() or ["your own"])[0].rstrip(".")
     return Policy(called, partial(_own_plan, function, called), words, **{"varies": False, **traits}, own=True)
 
 
 def own_plans(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, str]:
-    """Returns the fingerprints of the plans by all policies that are registered: what is searched or measured among all
-    policies depends on them."""
+    """Returns the fingerprints of the plans by all registered policies, on which what `joint` finds depends."""
     return {
         name: policy.plan(costs, limit).fingerprint
         for name, policy in POLICIES.items()
@@ -371,9 +351,9 @@ def _own_plan(
 
 
 def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
-    """Raises `ConfigError` for a plan that is not of the whole step. `Plan` itself has checked that chunks are complete
-    and that nothing waits for ever."""
-    costs.seconds(plan)
+    """Raises `ConfigError` for a plan that is not of the whole step."""
+    costs.seconds(plan)  # raises for tasks that these layers do not have
+    # `Plan` itself has checked that chunks are complete, so any chunk stands for its part.
     has = {task._replace(chunk=None, size=None) for task in plan}
     for task in sequential(costs):
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE and task._replace(chunk=None) not in has:
@@ -381,9 +361,7 @@ def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
     for (phase, layer), degree in plan.degrees.items():
         if degree > limit:
             raise ConfigError(f"the {phase} pass of layer {layer} goes in {degree} chunks, more than limit = {limit}")
-    reduced = sum(map(len, gradient_ranges(plan, costs.gradient_bytes).values()))
-    if reduced < (whole := sum(costs.gradient_bytes)):
-        raise ConfigError(
-            f"the plan reduces {reduced} of {whole} bytes of gradients; end it with a gradient-all-reduce without a "
-            "size for each layer that has some left"
-        )
+    reduced, whole = sum(map(len, gradient_ranges(plan, costs.gradient_bytes).values())), sum(costs.gradient_bytes)
+    if reduced < whole:
+        cure = "end it with a gradient-all-reduce without a size for each layer that has some left"
+        raise ConfigError(f"the plan reduces {reduced} of {whole} bytes of gradients; {cure}")

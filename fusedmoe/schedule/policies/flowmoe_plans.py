@@ -83,10 +83,7 @@ class StepSplit(NamedTuple):
         return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
 
     def tasks(self, costs: StepCosts) -> Iterator[Task]:
-        """Yields all tasks of a step that is split so, in an order in which they could run.
-
-        Raises `ConfigError` for layers that cannot be split (`LayerCosts.micro`).
-        """
+        """Yields all tasks of a step that is split so, in an order in which they could run."""
         forward, backward = self.degrees(len(costs.layers)).values()
         for layer, degrees in enumerate(forward):
             yield from pass_tasks(costs, layer, "forward", degrees)
@@ -103,21 +100,14 @@ class StepSplit(NamedTuple):
 def micro_schedule(costs: StepCosts, split: StepSplit, hopeless_s: float = math.inf) -> ListSchedule:
     """Returns the list schedule of a step that is split so: its plan, and its makespan at a fraction of the cost.
 
-    `hopeless_s`: see `ListSchedule`.
-
-    Raises:
-        ConfigError: layers that cannot be split (`LayerCosts.micro`).
+    `hopeless_s`: see `ListSchedule`. Raises `ConfigError` for layers that cannot be split (`LayerCosts.micro`).
     """
     tasks = list(split.tasks(costs))
     return ListSchedule(tasks, costs.durations(tasks), hopeless_s=hopeless_s)
 
 
 def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
-    """Returns the plan of a step that is split so, where all gradients wait for the end of the backward pass.
-
-    Raises:
-        ConfigError: layers that cannot be split.
-    """
+    """Returns the plan of a step that is split so, where all gradients wait for the end of the backward pass."""
     late = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.OPTIMIZER)
     every = list(split.tasks(costs))
     tasks = [task for task in every if task.kind not in late]
@@ -134,7 +124,8 @@ Evaluation = tuple[float, Callable[[], Plan]]
 def _listed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
     """Evaluates a split step by list scheduling. Where it is no better than the best, its seconds may be wrong."""
     schedule = micro_schedule(costs, split, best_s * _HOPELESS)
-    seconds = schedule.makespan_s()  # contention makes nothing shorter
+    seconds = schedule.makespan_s()
+    # Contention makes nothing shorter, and takes the event loop: a split that is no better without it is not looked at.
     return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
 
 
@@ -181,9 +172,7 @@ class SplitSearch:
 def tuned_split(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> SplitSearch:
     """Returns the search of FlowMoE's split: the best degree for buckets of one size, then the best size.
 
-    Args:
-        degrees: numbers of micro-batches that may be tried.
-        step: called after each split.
+    `degrees`: numbers of micro-batches that may be tried. `step`: called after each split.
     """
     search = SplitSearch(costs, step=step)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
@@ -192,8 +181,7 @@ def tuned_split(costs: StepCosts, degrees: Sequence[int], step: Callable[[], Non
 
 
 def exposed_by_part(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> tuple[Plan, Plan]:
-    """Returns two plans of FlowMoE's ablation: attention in micro-batches with all gradients at the end, and with
-    untuned buckets."""
+    """Returns FlowMoE's plans with attention in micro-batches: all gradients at the end, and untuned buckets."""
     search = SplitSearch(costs, _exposed, step)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
@@ -217,12 +205,10 @@ def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], st
 
 
 def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> StepSplit:
-    """Returns a split with the degrees of each layer's dense part and pipeline changed for as long as that is better.
-
-    In a stack of many layers only those at its ends are searched, as if no others lay between them; the inner layers
-    then have the degrees of their neighbour at the first end.
-    """
+    """Returns a split with the degrees of each layer's dense part and pipeline changed while that is better."""
     count = len(costs.layers)
+    # Of many layers only those at the ends are searched, as if no others lay between them; the inner ones then have the
+    # degrees of their neighbour at the first end.
     ends = [*range(count)] if count <= 2 * _ENDS else [*range(_ENDS), *range(count - _ENDS, count)]
     search = SplitSearch(replace(costs, layers=tuple(costs.layers[layer] for layer in ends)))
     search.try_all([best.with_degrees(best.degrees(len(ends)))])
@@ -241,11 +227,11 @@ def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], s
 
 
 def _changed(split: StepSplit, phase: str, layers: Sequence[int], degrees: Sequence[int]) -> Iterator[StepSplit]:
-    """Yields splits in which some layers' degrees are the next smaller or larger one, twice or half as many, or those
-    of the other part: of the dense part and the pipeline together, and of either alone."""
+    """Yields splits with some layers' degrees changed, of the dense part and the pipeline together and of either."""
     now, last = split.degrees(0), len(degrees) - 1
 
     def near(degree: int, other: int) -> tuple[int, ...]:
+        """Returns the next smaller and larger degree, twice and half as many, and the one of the other part."""
         place = degrees.index(degree)
         beside = degrees[max(0, place - 1)], degrees[min(last, place + 1)]
         return (*beside, *(new if new in degrees else degree for new in (2 * degree, degree // 2, other)))

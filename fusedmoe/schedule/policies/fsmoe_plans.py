@@ -8,7 +8,7 @@ how many bytes go to each place; what a layer's pass hides is a `PassOption`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,73 +28,55 @@ def partitioned_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> P
     Where chunks of the forward pass that are none of the backward pass cost something, one degree for both may be
     better: the shorter of the two plans is returned, of equally short ones the one with fewer tasks.
     """
-    own = _own_degrees(costs, orders, limit)
+    own = _plan_with(costs, orders, lambda layer: (1, limit))
     if not any(layer.regroup_s for layer in costs.layers):
         return own
-    return best_of([own, _one_degree(costs, orders, limit)], costs)
+
+    def one_degree(layer: LayerCosts) -> tuple[int, int]:
+        def both_s(degree: int) -> float:
+            passes = (layer.chunks[phase] for phase in PHASES)
+            return sum(min(pass_s(of, degree, order=o, contention=costs.contention) for o in orders) for of in passes)
+
+        best = min(range(1, limit + 1), key=both_s)
+        return best, best
+
+    return best_of([own, _plan_with(costs, orders, one_degree)], costs)
 
 
-def _own_degrees(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
-    """Returns the plan in which each pass of a layer has a degree of its own."""
+def _plan_with(costs: StepCosts, orders: Sequence[Order], ends_of: Callable[[LayerCosts], tuple[int, int]]) -> Plan:
+    """Returns the plan whose passes have the best of each layer's degrees, from a least to a most."""
 
-    def best_pass(chunks: Mapping[str, StageTime], gar_s: float) -> ChunkedPass:
+    def best_pass(layer: LayerCosts, phase: str, gar_s: float) -> ChunkedPass:
         """Returns the shortest pass with all-reduces of `gar_s` seconds; of equally short ones the first order's."""
-        choices = [
-            choose_degree(chunks, gar_s, order=order, contention=costs.contention, limit=limit) for order in orders
-        ]
-        best = min(range(len(orders)), key=lambda number: choices[number].seconds)
-        return ChunkedPass(orders[best], choices[best].degree)
+        key = id(layer), phase, gar_s
+        if key not in passes:
+            least, limit = ends[id(layer)]
+            choices = [
+                choose_degree(
+                    layer.chunks[phase], gar_s, order=o, contention=costs.contention, limit=limit, least=least
+                )
+                for o in orders
+            ]
+            best = min(range(len(orders)), key=lambda number: choices[number].seconds)
+            passes[key] = ChunkedPass(orders[best], choices[best].degree)
+        return passes[key]
 
-    known: dict[int, tuple[ChunkedPass, list[PassOption]]] = {}  # layers are often one object many times
-    for layer in costs.layers:
-        if id(layer) not in known:
-            there, back = (layer.chunks[phase] for phase in PHASES)
-            options = [option for order in orders for option in pass_options(back, order, costs.contention, limit)]
-            known[id(layer)] = (best_pass(there, 0.0), _useful(options))
-    forward = [known[id(layer)][0] for layer in costs.layers]
-    partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
-    # What is in the middle of a pass may make another degree the best.
-    chosen: dict[tuple[int, float], ChunkedPass] = {}
-    backward = []
-    for layer, middle in zip(costs.layers, partition.middle, strict=True):
-        if (id(layer), middle) not in chosen:
-            chosen[id(layer), middle] = best_pass(layer.chunks["backward"], bucket_s(costs.all_reduce, middle))
-        backward.append(chosen[id(layer), middle])
-    return step_plan(costs, forward, backward, partition)
-
-
-def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
-    """Returns the plan in which each layer has the degree that is best for both passes together, without gradients
-    between their chunks."""
-    degrees: dict[int, int] = {}  # layers are often one object many times
-    chosen: dict[tuple[int, str, float], ChunkedPass] = {}
-
-    def seconds(layer: LayerCosts, phase: str, order: Order, degree: int, gar_s: float = 0.0) -> float:
-        return pass_s(layer.chunks[phase], degree, gar_s, order=order, contention=costs.contention)
-
-    def best_pass(layer: LayerCosts, phase: str, gar_s: float = 0.0) -> ChunkedPass:
-        key, degree = (id(layer), phase, gar_s), degrees[id(layer)]
-        if key not in chosen:
-            order = min(orders, key=lambda order: seconds(layer, phase, order, degree, gar_s))
-            chosen[key] = ChunkedPass(order, degree)
-        return chosen[key]
-
+    # Layers are often one object many times: what is found for one of them holds for all.
+    passes: dict[tuple[int, str, float], ChunkedPass] = {}
+    ends: dict[int, tuple[int, int]] = {}
     options: dict[int, list[PassOption]] = {}
     for layer in costs.layers:
-        if id(layer) not in degrees:
-            taken_s = {
-                degree: sum(min(seconds(layer, phase, order, degree) for order in orders) for phase in PHASES)
-                for degree in range(1, limit + 1)
-            }
-            degrees[id(layer)] = degree = min(taken_s, key=taken_s.__getitem__)
+        if id(layer) not in options:
+            least, limit = ends[id(layer)] = ends_of(layer)
             back = layer.chunks["backward"]
             options[id(layer)] = _useful(
-                [PassOption.from_stages(back, order, degree, costs.contention) for order in orders]
+                option for o in orders for option in pass_options(back, o, costs.contention, limit, least)
             )
+    forward = [best_pass(layer, "forward", 0.0) for layer in costs.layers]
     partition = search(costs, [options[id(layer)] for layer in costs.layers])
-    forward = [best_pass(layer, "forward") for layer in costs.layers]
-    gars = [bucket_s(costs.all_reduce, middle) for middle in partition.middle]
-    backward = [best_pass(layer, "backward", gar_s) for layer, gar_s in zip(costs.layers, gars, strict=True)]
+    # What is in the middle of a pass may make another degree the best.
+    gars_s = [bucket_s(costs.all_reduce, middle) for middle in partition.middle]
+    backward = [best_pass(layer, "backward", gar_s) for layer, gar_s in zip(costs.layers, gars_s, strict=True)]
     return step_plan(costs, forward, backward, partition)
 
 
@@ -108,11 +90,8 @@ class PassOption(NamedTuple):
 
     @classmethod
     def from_stages(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> PassOption:
-        """Returns the option of this order and degree, exact without contention.
-
-        With contention all-reduces slow down what they hide behind, so that a pass can take a little longer than its
-        option says.
-        """
+        """Returns the option of this order and degree, exact without contention."""
+        # With contention all-reduces slow down what they hide behind: a pass can take a little longer than this says.
         free_s = pass_s(chunks, degree, order=order, contention=contention)
         # All-reduces so long that some of them must stay exposed: then the pass takes busy_s beside them.
         exposed_s = 2 * free_s + 1.0
@@ -126,22 +105,22 @@ class PassOption(NamedTuple):
 
 
 def pass_options(
-    chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE
+    chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE, least: int = 1
 ) -> list[PassOption]:
     """Returns the degrees of a backward pass that can be best for some g: the first one for g = 0, each further one
     slower and less busy."""
-    best = choose_degree(chunks, order=order, contention=contention, limit=limit)
+    best = choose_degree(chunks, order=order, contention=contention, limit=limit, least=least)
     options: list[PassOption] = []
-    for degree in range(best.degree, 0, -1):
+    # More chunks than are best without all-reduces only start more often: they are slower, and busier.
+    for degree in range(best.degree, least - 1, -1):
         option = PassOption.from_stages(chunks, order, degree, contention)
         if not options or option.busy_s < options[-1].busy_s:
             options.append(option)
     return options
 
 
-def _useful(options: Sequence[PassOption]) -> list[PassOption]:
-    """Returns the options that are the best for some all-reduce, the first for none; each hides more than the one
-    before."""
+def _useful(options: Iterable[PassOption]) -> list[PassOption]:
+    """Returns the options that are the best for some all-reduce, the first for none; each hides more than the last."""
     kept: list[PassOption] = []
     for option in sorted(options, key=lambda option: (option.free_s, option.busy_s)):
         if not kept or option.busy_s < kept[-1].busy_s:
@@ -150,27 +129,23 @@ def _useful(options: Sequence[PassOption]) -> list[PassOption]:
 
 
 def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partition:
-    """Returns the best partition, where passes take what their options say: exact, by a dynamic programme over the
-    layers. The paper fills what is free and spreads the rest by differential evolution; tests compare with that.
-
-    Only all, nothing, and as much as an option hides can be best for a place: between these a byte costs the same as at
-    the end. Of two states the one with less time and less left over wins.
-
-    Args:
-        options: of each layer's backward pass, as `PassOption`.
-    """
+    """Returns the best partition, where the passes of each layer take what their options say: exact, by a dynamic
+    programme over the layers."""
+    # The paper fills what is free and spreads the rest by differential evolution; tests compare with that.
     line = costs.all_reduce
     seconds, ready = np.zeros(1), np.zeros(1)  # of each state: so far, and the bytes that wait for a place
     steps = []
     for layer in reversed(range(len(options))):
         dense_s = costs.layers[layer].dense_total_s("backward")
+        # All, nothing, and as much as an option hides: between these a byte costs the same as at the end.
         amounts = np.array([0.0, np.inf, *(line.amount(option.slack_s) for option in options[layer])])
         middle = np.minimum(ready[:, None], amounts)
         busy_s = _all_reduce_s(line, middle)
         pass_s = np.minimum.reduce([np.maximum(option.busy_s + busy_s, option.free_s) for option in options[layer]])
         left = ready[:, None] - middle
         beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
-        # [3, states, amounts], then one row of all that is not beaten: by time, each with less left over.
+        # [3, states, amounts], then one row of all that is not beaten: of two states the one with less time and less
+        # left over wins.
         seconds = (seconds[:, None] + pass_s + np.maximum(dense_s, _all_reduce_s(line, beside))).ravel()
         ready = (left - beside + costs.layers[layer].gradient_bytes).ravel()
         order = np.lexsort((ready, seconds))

@@ -11,7 +11,6 @@ and no more than it lasts itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
@@ -19,14 +18,14 @@ from fusedmoe.schedule.list_schedule import fill_idle_slots, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
-from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import LINKS, RESOURCES, WEIGHT_GRADIENTS, Task, standard_dependencies
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
+#: For each weight gradient its gap; None: in none.
 Placement = tuple[int | None, ...]
-"""For each weight gradient its gap; None: in none."""
 
 # Of the longest gap, for the exact programme, which counts in whole numbers: finer ones cost it much time.
 _TICKS = 2**12
@@ -57,12 +56,9 @@ def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement
 
 
 def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: float = 10.0) -> Placement:
-    """Returns the placement that hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy
-    one.
+    """Returns the placement that hides most, by an integer programme; never worse than the greedy one.
 
-    `limit`: bound of the solver's work, see `solved`.
-
-    Raises `ConfigError` where OR-Tools is not installed.
+    `limit`: of the solver's work, see `solved`. Raises `ConfigError` where OR-Tools is not installed.
     """
     try:
         from ortools.sat.python import cp_model
@@ -87,20 +83,16 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: flo
     solver = solved(model, limit)
     if solver is None:
         return greedy
-    found: list[int | None] = [None] * len(weights_s)
-    for (weight, number), variable in chosen.items():
-        if solver.value(variable):
-            found[weight] = number
-    return max((tuple(found), greedy), key=lambda placed: placement_hides_s(gaps, weights_s, placed))
+    gap_of = {weight: number for (weight, number), variable in chosen.items() if solver.value(variable)}
+    exact = tuple(gap_of.get(weight) for weight in range(len(weights_s)))
+    # Whole ticks are rounded: the greedy placement may hide more.
+    return max((exact, greedy), key=lambda placed: placement_hides_s(gaps, weights_s, placed))
 
 
 def placement_hides_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: Placement) -> float:
     """Returns the seconds that a placement hides."""
-    inside = [0.0] * len(gaps)
-    for seconds, number in zip(weights_s, placed, strict=True):
-        if number is not None:
-            inside[number] += seconds
-    return sum(min(gap.seconds, filled) for gap, filled in zip(gaps, inside, strict=True))
+    filled_s = [sum(s for s, at in zip(weights_s, placed, strict=True) if at == number) for number in range(len(gaps))]
+    return sum(min(gap.seconds, filled) for gap, filled in zip(gaps, filled_s, strict=True))
 
 
 def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
@@ -112,16 +104,16 @@ def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
 
 
 def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
-    """Returns the solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found; None where
-    there is none. The result is the same on every rank.
+    """Returns the solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found, the same on
+    every rank; None where there is none.
 
-    `limit`: of its work, in units of about a second that are the same on every machine. One worker with one seed then
-    stops at the same solution everywhere.
+    `limit`: of its work, in units of about a second that are the same on every machine.
     """
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = limit
+    # One worker with one seed stops at the same solution everywhere.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
@@ -139,9 +131,7 @@ _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
     """Returns the plan: forward, ranges of layers in micro-batches by the dynamic programme; backward, each layer in
     one piece, and its weight gradients where Algorithm 1 places them; gradients in buckets when nothing else is to be
-    sent.
-
-    Either of the two passes can be left out (Lancet's ablation).
+    sent. Either of the two can be left out (Lancet's ablation).
 
     Args:
         parts: micro-batches that the ranges may have; only (1,): no ranges.
@@ -151,14 +141,13 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
     for start, stop, k in forward_ranges(costs, parts):
-        plan = forward_plan(costs, range(start, stop), k)
-        for resource in RESOURCES:
-            orders[resource] += plan.on(resource)
+        for resource, tasks in _forward_plan(costs, range(start, stop), k).orders.items():
+            orders[resource] += tasks
     orders["compute"] += loss_tasks(costs)
     layers, whole = reversed(range(len(costs.layers))), Degrees(1, 1)
     backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", whole, weights=weights)]
-    for resource, tasks in _backward_orders(backward, costs.durations(backward)).items():
-        orders[resource] += tasks
+    for resource, placed in _backward_orders(backward, costs.durations(backward)).items():
+        orders[resource] += placed
     orders["compute"] += optimizer_tasks(costs)
     seconds = costs.durations([task for tasks in orders.values() for task in tasks])
     return fill_idle_slots(orders, seconds, gradient_buckets(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
@@ -166,22 +155,21 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
 
 def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[SplitRange, ...]:
     """Returns the layers that go forward in micro-batches together."""
-    layers = costs.layers
+    known: dict[tuple[object, ...], float] = {}
 
-    # Ranges of equal layers take equally long: they are simulated once.
-    @cache
-    def seconds_of(which: tuple[int, ...], k: int) -> float:
-        found = tuple(by_id[one] for one in which)
-        here = StepCosts(found, costs.all_reduce, costs.contention)
-        return makespan(forward_plan(here, range(len(found)), k), here)
+    def seconds(start: int, stop: int, k: int) -> float:
+        layers = costs.layers[start:stop]
+        # Layers are often one object many times: ranges of equal ones take equally long, and are simulated once.
+        key = (*map(id, layers), k)
+        if key not in known:
+            here = StepCosts(layers, costs.all_reduce, costs.contention)
+            known[key] = makespan(_forward_plan(here, range(len(layers)), k), here)
+        return known[key]
 
-    by_id: dict[int, LayerCosts] = {id(layer): layer for layer in layers}  # layers are often one object many times
-    return best_ranges(
-        len(layers), lambda start, stop, k: seconds_of(tuple(map(id, layers[start:stop])), k), parts, LONGEST
-    )[0]
+    return best_ranges(len(costs.layers), seconds, parts, LONGEST)[0]
 
 
-def forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
+def _forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
     """Returns the forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
     tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", Degrees(degree, degree))]
     return list_plan(tasks, costs.durations(tasks))
@@ -198,8 +186,7 @@ class SplitRange(NamedTuple):
 def best_ranges(
     count: int, seconds: Callable[[int, int, int], float], parts: Iterable[int], longest: int
 ) -> tuple[tuple[SplitRange, ...], float]:
-    """Returns the best way to cut `count` parts into ranges, and its seconds: T(n) = min over i, k of T(i) + P(i, n,
-    k).
+    """Returns the best way to cut `count` parts into ranges, and its seconds.
 
     Args:
         seconds: P(start, stop, k), of a range by itself.
@@ -207,28 +194,21 @@ def best_ranges(
         longest: the most parts of a range; a part that is not split is a range by itself.
     """
     choices = sorted(set(parts) | {1})
-    total = [0.0]
-    last: list[SplitRange] = []
+    # T(n) = min over i, k of T(i) + P(i, n, k), with the ranges that lead there.
+    best: list[tuple[float, tuple[SplitRange, ...]]] = [(0.0, ())]
     for stop in range(1, count + 1):
-        found = []
+        options = []
         for start in range(max(0, stop - longest), stop):
             for k in choices:
                 if k > 1 or start == stop - 1:
-                    found.append((total[start] + seconds(start, stop, k), SplitRange(start, stop, k)))
-        best = min(found)
-        total.append(best[0])
-        last.append(best[1])
-    ranges: list[SplitRange] = []
-    stop = count
-    while stop:
-        ranges.append(last[stop - 1])
-        stop = last[stop - 1].start
-    return tuple(reversed(ranges)), total[count]
+                    options.append((best[start][0] + seconds(start, stop, k), SplitRange(start, stop, k)))
+        total_s, last = min(options)
+        best.append((total_s, (*best[last.start][1], last)))
+    return best[count][1], best[count][0]
 
 
 def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[Task], list[Task], list[Gap]]:
-    """Returns the collectives of a pass in order, its weight gradients, and for each collective those that fit
-    beside."""
+    """Returns the collectives of a pass in order, its weight gradients, and the gap of each collective."""
     before = standard_dependencies(tasks)
     # All that a task waits for, by whatever way: a weight gradient beside such a collective would wait in a circle.
     ancestors: dict[Task, set[Task]] = {}
@@ -245,6 +225,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
 
 
 def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> dict[str, list[Task]]:
+    """Returns the orders of a backward pass with its weight gradients where Algorithm 1 places them."""
     links, weights, gaps = gaps_of(tasks, seconds)
     placed = with_leftovers(place_greedily(gaps, [seconds[weight] for weight in weights]), gaps)
     beside: dict[Task | None, list[Task]] = {}

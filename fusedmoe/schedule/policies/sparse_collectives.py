@@ -19,61 +19,53 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
-from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.timeline import Timeline, idle_s
 
 
 def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
-    """Returns the seconds in which the link between nodes is idle before a layer's first dispatch, since the last
-    combine.
+    """Returns the seconds in which the link between nodes is idle from the last combine to a layer's first dispatch.
 
-    That is the last one that ended until then, of whichever layer and pass; for the first layer forward, since the
-    timeline's start. Gradient buckets and sparse collectives that run in between keep the link busy.
-
-    Raises:
-        ConfigError: the layer sends nothing between nodes in this pass.
+    Raises `ConfigError` for a layer that sends nothing between nodes in this pass.
     """
     rows = [span for span in timeline.on("inter") if span.kind in PIPELINE]
     own = [span.start_s for span in rows if (span.layer, span.phase) == (layer, phase)]
     if not own:
         raise ConfigError(f"timeline: layer {layer} has no dispatch between nodes in its {phase} pass")
     first_s = min(own)
+    # The last combine of whichever layer and pass; before the first layer forward there is none.
     since_s = max((span.end_s for span in rows if span.start_s < first_s), default=timeline.start_s)
-    return _idle_s(timeline, since_s, first_s)
+    return idle_s(timeline.on("inter"), since_s, first_s)
 
 
 def idle_after(timeline: Timeline) -> float:
     """Returns the idle seconds of that link from the last combine of all to the optimizer, or to the timeline's end."""
     since_s = max((span.end_s for span in timeline.on("inter") if span.kind in PIPELINE), default=timeline.start_s)
     ends_s = min((span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER), default=timeline.end_s)
-    return _idle_s(timeline, since_s, max(since_s, ends_s))
+    return idle_s(timeline.on("inter"), since_s, max(since_s, ends_s))
 
 
 def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ...]:
     """Returns [L]: the seconds that each sparse collective of a layer may take without making the step longer.
 
-    A gather forward has the time before its layer's dispatch, a reduce-scatter that before the next dispatch backward,
-    or after the last combine of all. `again`: experts are released and gathered once more; what is gathered backward
-    and what is reduced before it have half of the time each.
+    `again`: experts are released and gathered once more.
     """
+    # What is gathered backward and what is reduced before it have half of the time each.
     backward = [idle_before(timeline, layer, "backward") / (1 + again) for layer in range(layers - 1)]
-    found = []
+    hidden = []
     for layer in range(layers):
+        # A reduce-scatter has the time before the next dispatch backward, or after the last combine of all.
         reduce_s = backward[layer - 1] if layer else idle_after(timeline)
         gather_s = backward[layer] if again and layer < layers - 1 else reduce_s
-        found.append(min(idle_before(timeline, layer, "forward"), reduce_s, gather_s))
-    return tuple(found)
+        hidden.append(min(idle_before(timeline, layer, "forward"), reduce_s, gather_s))
+    return tuple(hidden)
 
 
 def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
     """Returns the plan with the sparse collectives of some layers, in the passes that it has of them.
 
-    A reduce-scatter follows its layer's last combine, or what the weight gradients of its layer wait for, where these
-    run beside the next layer's chunks.
+    `again`: of these layers, those that release their copies after the forward pass and gather them once more.
 
-    Args:
-        again: of these layers, those that release their copies after the forward pass and gather them once more.
-    Raises:
-        ConfigError: a layer that sends nothing between nodes in a pass of the plan.
+    Raises `ConfigError` for a layer that sends nothing between nodes in a pass of the plan.
     """
     inter, phases = list(plan.inter), {task.phase for task in plan}
     for layer in layers:
@@ -84,7 +76,14 @@ def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()
             own = [n for n in own if inter[n].kind in PIPELINE]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {phase} pass")
-            place = max(own[-1], _last_before(plan, inter, layer)) + 1 if kind == REDUCE else _ahead(inter, own[0])
+            if kind == REDUCE:
+                # Weight gradients may run beside the next layer's chunks, behind the layer's own last combine.
+                place = max(own[-1], _last_before(plan, inter, layer)) + 1
+            else:
+                place = own[0]
+                # Ahead of gradient buckets, too, which nothing waits for.
+                while place and inter[place - 1].kind == TaskKind.GRADIENT_ALL_REDUCE:
+                    place -= 1
             inter.insert(place, Task(kind, None, layer, phase))
     return Plan(plan.compute, plan.intra, tuple(inter), plan.after)
 
@@ -93,10 +92,8 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
     """Returns the plan of a step with the sparse collectives of its layers, and its costs.
 
     Args:
-        seconds_L: of each sparse collective of a layer; a layer with 0 has none.
+        seconds_L: seconds of each sparse collective of a layer; a layer with 0 has none.
         again: experts are released after the forward pass and gathered once more backward, but for the last layer's.
-    Raises:
-        ConfigError: a layer with sparse collectives that sends nothing between nodes.
     """
     layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
     found = add_sparse(plan, layers, again=range(len(seconds_L) - 1) if again else ())
@@ -104,35 +101,15 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
     return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
 
 
-def _ahead(inter: Sequence[Task], first: int) -> int:
-    """Returns the place of a gather before a layer's first dispatch: ahead of gradient buckets, which nothing waits
-    for."""
-    place = first
-    while place and inter[place - 1].kind == TaskKind.GRADIENT_ALL_REDUCE:
-        place -= 1
-    return place
-
-
 def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
     """Returns the place of the last task that a layer's experts wait for backward, by whatever way; −1: nowhere."""
     number = {task: place for place, task in enumerate(plan.sequence)}
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
     ahead = [number[task] for task in own if task.kind in (TaskKind.EXPERT, WEIGHT_GRADIENTS[TaskKind.EXPERT])]
-    found: set[int] = set()
-    # Everything that the experts' gradients wait for, by whatever way.
+    seen: set[Task] = set()
     while ahead:
         place = ahead.pop()
-        if place not in found:
-            found.add(place)
+        if plan.sequence[place] not in seen:
+            seen.add(plan.sequence[place])
             ahead += plan.before[place]
-    tasks = {plan.sequence[place] for place in found}
-    return max((place for place, task in enumerate(inter) if task in tasks), default=-1)
-
-
-def _idle_s(timeline: Timeline, since_s: float, until_s: float) -> float:
-    """Returns the seconds in which the link between nodes has nothing to do in this time."""
-    spans = timeline.on("inter")
-    # Spans that reach over the ends of the time count for what is inside it.
-    cut = [one._replace(start_s=max(one.start_s, since_s), end_s=min(one.end_s, until_s)) for one in spans]
-    busy = Timeline(spans=tuple(one for one in cut if one.start_s < one.end_s)).busy_s("inter")
-    return max(0.0, until_s - since_s - busy)
+    return max((place for place, task in enumerate(inter) if task in seen), default=-1)

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from fusedmoe import MoELayer, Topology
 from fusedmoe.dispatchers import expert_load, recomputing
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import registered_experts
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
 
 
@@ -72,11 +71,7 @@ class MetricsCallback(TrainerCallback):
 
 class RouterMetrics(Collector):
     """Metrics of a model of transformers, by the arguments of its experts and the outputs of its routers. Collective
-    over all ranks of the job.
-
-    Raises:
-        ConfigError: a model without experts that transformers' registry serves.
-    """
+    over all ranks of the job."""
 
     def __init__(self, model: Any) -> None:
         routers = _routers(model)
@@ -87,7 +82,8 @@ class RouterMetrics(Collector):
         for name, experts in registered_experts(model).items():
             if not hasattr(experts, "down_proj"):
                 continue
-            down_proj = experts.down_proj  # a DTensor, of all experts, where they are split
+            # A DTensor, of all experts, where they are split.
+            down_proj = experts.down_proj
             counters = RoutingCounters(len(down_proj), down_proj.device)
             watched[name] = Watched(counters, _expert_parallel(down_proj))
             count = partial(self._count, counters)
@@ -134,6 +130,14 @@ class RouterMetrics(Collector):
             counts_E = expert_load(number_TK.long().clamp(max=counters.experts), counters.experts)
         counters.choices(number_TK, counts_E, logits_SE)
         counters.rows(counts_E)
+
+
+def registered_experts(model: nn.Module) -> dict[str, Any]:
+    """Returns modules of experts that transformers' registry serves, by name.
+
+    The mark is asked of the module itself: wrappers around it answer for it, too.
+    """
+    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
 
 
 def _routers(model: Any) -> dict[type, int]:
