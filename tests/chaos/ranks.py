@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.kernels import backend
-from fusedmoe.tutel.impls.groups import _TOPOLOGIES
+from fusedmoe.tutel.impls.communicate import _TOPOLOGIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
 from tests.chaos.jobs import INPUTS, LAYOUTS, Rank, Spec, needs_puts
 from tests.lifetime import end_with
