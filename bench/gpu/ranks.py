@@ -18,9 +18,9 @@ from bench.gpu.clock import Step
 from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
 from bench.gpu.spread import PARTS
+from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.one_sided.heaps import local_heaps
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, Route, make_route

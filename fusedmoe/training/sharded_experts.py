@@ -400,7 +400,7 @@ def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
         # A process group of their own: experts travel beside the layers' collectives, and neither waits for the other.
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
-    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+    from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll  # which needs Triton
 
     return SparseCollectives(topology.ep, OneSidedAllToAll(heap))
 

@@ -13,7 +13,7 @@ tests/comm/test_protocol.py:
   was there before must have been read by the peer. A fence is between rows and their signal, and between two credits.
   A reader asks NVSHMEM between the wait and the rows.
 * A wait ends when `stop` is set or, on a GPU, when its time is up; it then leaves a record, and whoever launched the
-  kernel raises (`fusedmoe/comm/one_sided/watch.py`). What such a kernel has computed is never used.
+  kernel raises (`Watch` in `fusedmoe/comm/one_sided/heap.py`). What such a kernel has computed is never used.
 """
 
 from __future__ import annotations
