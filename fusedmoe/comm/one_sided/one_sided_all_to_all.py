@@ -15,7 +15,7 @@ from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.receive_buffers import make_receive_buffer
 from fusedmoe.comm.one_sided.watch import Watch
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
-from fusedmoe.kernels.triton.one_sided.wait import wait_signals
+from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 # Elements of a row, of four bytes each; and rows for each peer in a round: a quarter of a MiB.
 _WIDTH, _ROWS = 1024, 64
