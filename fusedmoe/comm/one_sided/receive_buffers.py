@@ -20,7 +20,7 @@ from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
-from fusedmoe.kernels.triton.one_sided.wait import wait_signals
+from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 #: Exchanges that may be under way at once.
 SLOTS = 2
