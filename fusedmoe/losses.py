@@ -42,13 +42,14 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
         # Zero, with a graph: every rank has one.
         return prob_SE.sum()
     B = S // length
-    # Integer counts: the order of the additions cannot change them. Column E collects the -1 of empty slots.
-    column_BN = torch.where(expert_SK < 0, E, expert_SK).reshape(B, length * K)
+    # Integer counts: the order of the additions cannot change them. Column 0 collects the -1 of empty slots.
+    column_BN = (expert_SK + 1).reshape(B, length * K)
     count_BE = torch.zeros(B, E + 1, dtype=torch.int64, device=prob_SE.device)
     count_BE.scatter_add_(1, column_BN, torch.ones_like(column_BN))
-    share_BE = count_BE[:, :E].to(prob_SE.dtype) / (length * K)
+    share_BE = count_BE[:, 1:].to(prob_SE.dtype) / (length * K)
     mean_BE = prob_SE.reshape(B, length, E).mean(1)
-    return E * (mean_BE * share_BE).sum() / B
+    loss = E * (mean_BE * share_BE).sum()
+    return loss if sequence is None else loss / B
 
 
 def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int) -> Tensor:

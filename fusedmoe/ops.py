@@ -18,18 +18,16 @@ from __future__ import annotations
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import require_values
-from fusedmoe.autograd.clamped_swiglu import clamped_swiglu
 from fusedmoe.autograd.experts import WeightParts, experts, experts_in_parts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
-from fusedmoe.autograd.grouped_linear import grouped_linear
-from fusedmoe.autograd.linear import Move, linear
+from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
-from fusedmoe.kernels.derivatives import Function, numbers_only
+from fusedmoe.kernels.derivatives import Function, Move, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 

@@ -19,7 +19,7 @@ from bench.gpu.shapes import Shape
 from fusedmoe import ops
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
 from fusedmoe.kernels.gate import define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute
 from fusedmoe.kernels.layout import build_layout, define_layout
@@ -102,10 +102,10 @@ def experts(device: torch.device) -> Pairs:
         weight = torch.cat([weight_N, torch.zeros(slack)]).to(device)
         x, dy = x_SM.to(device), dy_SM.to(device)
         y_SM, h = experts_forward(x, layout, weight, on_device, activation)
-        right_y, right_h = plain_forward(x_SM.double(), right_layout, weight_N.double(), doubled, activation)
+        right_y, right_h = experts_forward(x_SM.double(), right_layout, weight_N.double(), doubled, activation)
         yield f"experts {name} y", y_SM, right_y
         found = experts_backward(dy, x, h, layout, weight, on_device, activation)
-        right = plain_backward(
+        right = experts_backward(
             dy_SM.double(), x_SM.double(), right_h, right_layout, weight_N.double(), doubled, activation
         )
         for key, value in vars(right).items():

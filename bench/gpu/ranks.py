@@ -17,14 +17,14 @@ from bench.gpu.case import Case
 from bench.gpu.clock import Step
 from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
+from bench.gpu.returned_rows import return_rows
 from bench.gpu.spread import PARTS
+from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.one_sided.heaps import local_heaps
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, Route, make_route
-from fusedmoe.kernels.triton.one_sided.put import return_rows
 
 _DEGREE = 2
 

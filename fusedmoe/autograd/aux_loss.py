@@ -32,6 +32,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
         like: a parameter of the gate. A compiled graph does not know what it will run in: by this each refuses.
         if_any: there may be no loss: a zero refuses nothing.
     """
+    # An eager layer knows whether it runs in a checkpoint, and then any tensor with a gradient will do.
     if not torch.compiler.is_compiling():
         like = torch.empty(0, requires_grad=True) if in_function() else None
     if like is None or not like.requires_grad:
@@ -42,6 +43,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
     return refusing
 
 
+# Operators, so that compiled graphs hold the refusal, and decide in the backward, when it is known where they ran.
 @operator("refuse_gradient")
 def refuse_gradient(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
     return aux.clone()

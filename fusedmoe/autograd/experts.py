@@ -118,6 +118,7 @@ def _(dy_SM: Tensor, h_NH: Tensor, x_SM: Tensor, *others: Any) -> tuple[Tensor, 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
+    # An output only because operators keep nothing themselves: nobody differentiates through it.
     h_NH = output[1]
     ctx.mark_non_differentiable(h_NH)
     # Without a gradient of y there is none of anything; autograd would make zeros otherwise.
@@ -155,12 +156,7 @@ class WeightParts(NamedTuple):
 
 
 def experts_in_parts(
-    x_SM: Tensor,
-    layout: Layout,
-    weight_N: Tensor | None,
-    parts: Sequence[Tensor],
-    how: WeightParts,
-    activation: str,
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, parts: Sequence[Tensor], how: WeightParts, activation: str
 ) -> Tensor:
     """Computes `fusedmoe.ops.experts` without biases, with weights that lie in parts.
 
@@ -190,6 +186,7 @@ class _InParts(Function):
         activation: str,
         *parts: Tensor,
     ) -> Tensor:
+        # Joined again in the backward: the weights take memory only while a pass runs.
         w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
         y_SM, h = experts_operator(x_SM, weight_N, w1, w2, None, None, 0, layout.tensors, activation)
         ctx.save_for_backward(h, x_SM, weight_N, *layout.tensors, *parts)

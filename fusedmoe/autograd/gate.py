@@ -79,6 +79,7 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
 
 
 def _single(bias_E: Tensor | None) -> Tensor | None:
+    # Detached: a bias enters the choice alone, so it has no gradient.
     return None if bias_E is None else bias_E.detach().float().contiguous()
 
 
@@ -102,34 +103,22 @@ def _fields(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bo
 
 def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = tensors
-    return GateChoice(
-        expert_SK,
-        weight_SK,
-        logits_SE,
-        score_BE if rule.statistics else None,
-        count_BE if rule.statistics else None,
-        logsumexp_S if rule.logsumexp else None,
-    )
+    asked_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
+    return GateChoice(expert_SK, weight_SK, logits_SE, asked_BE, counts_BE, logsumexp_S if rule.logsumexp else None)
 
 
-@operator("gate")
-def gate_operator(
-    x_SM: Tensor,
-    weight_EM: Tensor,
-    bias_E: Tensor | None,
-    k: int,
-    score: str,
-    normalize: bool,
-    scale: float,
-    statistics: bool,
-    sequence: int | None,
-    logsumexp: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the six tensors of a `GateChoice`; an empty tensor for each that the rule does not ask for."""
+# A schema knows no dataclasses and no optional results: operators take a rule's fields (`_fields`), and give an empty
+# tensor for each result that the rule does not ask for.
+_RULE = "SymInt k, str score, bool normalize, float scale, bool statistics, SymInt? sequence, bool logsumexp"
+_CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+@operator("gate", f"(Tensor x_SM, Tensor weight_EM, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
+def gate_operator(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
+    """Returns the six tensors of a `GateChoice`."""
     from fusedmoe.kernels.triton.gate import choose
 
-    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
-    return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
+    return _filled(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
 
 
 @register_fake(gate_operator)
@@ -137,24 +126,13 @@ def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tup
     return _fake_choice(x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32), GateRule(*rule))
 
 
-@operator("gate_from_logits")
-def gate_from_logits_operator(
-    logits_SE: Tensor,
-    bias_E: Tensor | None,
-    k: int,
-    score: str,
-    normalize: bool,
-    scale: float,
-    statistics: bool,
-    sequence: int | None,
-    logsumexp: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator("gate_from_logits", f"(Tensor logits_SE, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
+def gate_from_logits_operator(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
     """Returns what `gate` does, from float32 logits, in whose place there is an empty tensor."""
     from fusedmoe.kernels.triton.gate import choose
 
-    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
-    choice = choose.choose(logits_SE, rule, bias_E)
-    return _all_six(choice._replace(logits_SE=logits_SE.new_empty(0)))  # an operator returns no argument
+    choice = choose.choose(logits_SE, GateRule(*rule), bias_E)
+    return _filled((*choice[:2], None, *choice[3:]))  # an operator returns no argument
 
 
 @register_fake(gate_from_logits_operator)
@@ -163,56 +141,47 @@ def _(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...
     return expert_SK, weight_SK, logits_SE.new_empty(0), *sums
 
 
-def _all_six(choice: GateChoice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    # A schema knows no optional results.
-    filled = (choice.weight_SK.new_empty(0) if tensor is None else tensor for tensor in choice)
-    expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = filled
-    return expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S
+def _filled(choice: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    weight_SK = choice[1]
+    assert weight_SK is not None
+    return tuple(weight_SK.new_empty(0) if tensor is None else tensor for tensor in choice)
 
 
 def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
     S, E = logits_SE.shape
     sums = (rule.sequences(S), E) if rule.statistics else (0,)
-    return (
-        logits_SE.new_empty((S, rule.k), dtype=torch.int64),
-        logits_SE.new_empty((S, rule.k)),
-        logits_SE,
-        logits_SE.new_empty(sums),
-        logits_SE.new_empty(sums),
-        logits_SE.new_empty(S if rule.logsumexp else 0),
-    )
+    of_weights = (S, rule.k), sums, sums, (S if rule.logsumexp else 0,)
+    weight_SK, score_BE, count_BE, logsumexp_S = (logits_SE.new_empty(shape) for shape in of_weights)
+    return logits_SE.new_empty((S, rule.k), dtype=torch.int64), weight_SK, logits_SE, score_BE, count_BE, logsumexp_S
 
 
-@operator("gate_backward")
+_GRADIENTS = "Tensor? dweight_SK, Tensor? dscore_BE, Tensor? dlogsumexp_S"
+
+
+@operator("gate_backward", f"(Tensor logits_SE, Tensor expert_SK, {_GRADIENTS}, {_RULE}) -> Tensor")
 def gate_backward(
     logits_SE: Tensor,
     expert_SK: Tensor,
     dweight_SK: Tensor | None,
     dscore_BE: Tensor | None,
     dlogsumexp_S: Tensor | None,
-    k: int,
-    score: str,
-    normalize: bool,
-    scale: float,
-    statistics: bool,
-    sequence: int | None,
-    logsumexp: bool,
+    *rule: Any,
 ) -> Tensor:
     """Returns the gradient of the logits, [S, E] float32."""
     from fusedmoe.kernels.triton.gate import choose
 
-    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
-    return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
+    return choose.dlogits(logits_SE, expert_SK, GateRule(*rule), dweight_SK, dscore_BE, dlogsumexp_S)
 
 
 @register_fake(gate_backward)
-def _(logits_SE: Tensor, *others: Any) -> Tensor:
+def _(logits_SE: Tensor, *_: Any) -> Tensor:
     return logits_SE.new_empty(logits_SE.shape)
 
 
 def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     x_SM, weight_EM, _, *ctx.rule = inputs
     expert_SK, _, logits_SE, _, count_BE, _ = output
+    # Where a result has no gradient, the kernel leaves out the pass that needs it: no zeros in its place.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE)
     ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_integers, check_rows, check_tensor, refuse, require_values
-from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.deduplicate import rows_of_counts
+from fusedmoe.kernels.derivatives import Move, linear
 from fusedmoe.kernels.layout import Layout
 
 

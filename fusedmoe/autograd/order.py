@@ -5,6 +5,7 @@ None saves a tensor for backward but the layout's integers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
         if priority_S.shape != expert_SK.shape[:1]:
             shapes = f"{list(priority_S.shape)} for {list(expert_SK.shape)} choices"
             refuse("order", f"priority_S must have one number for each token, got {shapes}")
-        priority_S = priority_S.detach()
+        priority_S = priority_S.detach()  # only which is higher counts, and that has no gradient
+    # No size in a graph may depend on numbers, so there are rows up to the bound.
     tensors = order_operator(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
     return Layout.of(tensors)
 
@@ -80,17 +82,9 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
     """
     check_layout("permute", layout)
     check_rows("permute", "x_SM", x_SM, layout.tokens, layout.row_SK)
-    return x_SM if layout.source_N is None else permute_operator(x_SM, layout.tensors)
-
-
-@operator("permute")
-def permute_operator(x_SM: Tensor, layout: LayoutTensors) -> Tensor:
-    return gather_sum.permute(x_SM, Layout.of(layout))
-
-
-@register_fake(permute_operator)
-def _(x_SM: Tensor, layout: LayoutTensors) -> Tensor:
-    return x_SM.new_empty((Layout.of(layout).rows, x_SM.shape[1]))
+    # Without sources row n is token n already.
+    rows_NM: Tensor = x_SM if layout.source_N is None else permute_operator(x_SM, layout.tensors)
+    return rows_NM
 
 
 def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
@@ -104,17 +98,8 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
     """
     check_layout("unpermute", layout)
     check_rows("unpermute", "rows_NM", rows_NM, layout.rows, layout.row_SK)
-    return rows_NM if layout.source_N is None else unpermute_operator(rows_NM, layout.tensors)
-
-
-@operator("unpermute")
-def unpermute_operator(rows_NM: Tensor, layout: LayoutTensors) -> Tensor:
-    return gather_sum.gather_sum(rows_NM, Layout.of(layout))
-
-
-@register_fake(unpermute_operator)
-def _(rows_NM: Tensor, layout: LayoutTensors) -> Tensor:
-    return rows_NM.new_empty((Layout.of(layout).tokens, rows_NM.shape[1]))
+    y_SM: Tensor = rows_NM if layout.source_N is None else unpermute_operator(rows_NM, layout.tensors)
+    return y_SM
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
@@ -130,40 +115,34 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     if value_SK.shape != layout.row_SK.shape:
         shapes = f"{list(layout.row_SK.shape)} pairs, got {list(value_SK.shape)}"
         refuse("take_pairs", f"value_SK must have a value for each of the layout's {shapes}")
-    return take_pairs_operator(value_SK, layout.tensors)
+    value_N: Tensor = take_pairs_operator(value_SK, layout.tensors)
+    return value_N
 
 
-@operator("take_pairs")
-def take_pairs_operator(value_SK: Tensor, layout: LayoutTensors) -> Tensor:
-    return gather_sum.take_pairs(value_SK, Layout.of(layout))
+def _linear_operator(name: str, kernel: Callable[..., Tensor], shape: Callable[[Tensor, Layout], Any]) -> Any:
+    """Makes the operator of a kernel that moves values by a layout. `shape`: of its results."""
 
+    def move(value: Tensor, layout: LayoutTensors) -> Tensor:
+        return kernel(value, Layout.of(layout))
 
-@register_fake(take_pairs_operator)
-def _(value_SK: Tensor, layout: LayoutTensors) -> Tensor:
-    return value_SK.new_empty(Layout.of(layout).rows)
-
-
-@operator("put_pairs")
-def put_pairs_operator(value_N: Tensor, layout: LayoutTensors) -> Tensor:
-    """The adjoint of `take_pairs`."""
-    return gather_sum.put_pairs(value_N, Layout.of(layout))
-
-
-@register_fake(put_pairs_operator)
-def _(value_N: Tensor, layout: LayoutTensors) -> Tensor:
-    return value_N.new_empty(Layout.of(layout).row_SK.shape)
-
-
-def _keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, layout = inputs
-    ctx.save_for_backward(*layout)
+    overload = operator(name)(move)
+    register_fake(overload)(lambda value, layout: value.new_empty(shape(value, Layout.of(layout))))
+    return overload
 
 
 def _register_adjoints(there: Any, back: Any) -> None:
-    """Registers two linear operators that take a layout as each other's backward."""
-    register_gradient(there, lambda ctx, grad: (back(grad, ctx.saved_tensors), None), _keep_layout)
-    register_gradient(back, lambda ctx, grad: (there(grad, ctx.saved_tensors), None), _keep_layout)
+    """Registers two linear operators as each other's backward."""
+
+    def keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1])
+
+    register_gradient(there, lambda ctx, grad: (back(grad, ctx.saved_tensors), None), keep_layout)
+    register_gradient(back, lambda ctx, grad: (there(grad, ctx.saved_tensors), None), keep_layout)
 
 
+permute_operator = _linear_operator("permute", gather_sum.permute, lambda x, layout: (layout.rows, x.shape[1]))
+unpermute_operator = _linear_operator("unpermute", gather_sum.gather_sum, lambda x, layout: (layout.tokens, x.shape[1]))
+take_pairs_operator = _linear_operator("take_pairs", gather_sum.take_pairs, lambda _, layout: layout.rows)
+put_pairs_operator = _linear_operator("put_pairs", gather_sum.put_pairs, lambda _, layout: layout.row_SK.shape)
 _register_adjoints(permute_operator, unpermute_operator)
 _register_adjoints(take_pairs_operator, put_pairs_operator)

@@ -21,9 +21,9 @@ from functools import partial
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_count
-from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
+from fusedmoe.kernels.derivatives import Move, linear
 from fusedmoe.runtime.recorder import Recorder, span
 
 

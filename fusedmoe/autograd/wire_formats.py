@@ -19,6 +19,7 @@ from fusedmoe.kernels.derivatives import operator, register_fake, register_gradi
 def pack_bf16(rows_NM: Tensor) -> Tensor:
     """[n, M] floating point -> [n, M] bfloat16."""
     packed = wire.pack_bf16(rows_NM)
+    # An operator returns new memory, also where there is nothing to convert.
     return packed.clone() if packed is rows_NM else packed
 
 
@@ -61,6 +62,7 @@ def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)
 
 
+# The backward of either bfloat16 operator is the other, so that both have derivatives of any order.
 def _keep_dtype(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 

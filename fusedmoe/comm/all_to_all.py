@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,12 +28,7 @@ ALGORITHMS = ("direct", "1dh", "2dh")
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Numbers of rows that travel: to and from each rank of the group, and for two-level algorithms between all pairs.
-
-    Attributes:
-        send, recv: [W] rows to each rank, and from each.
-        pairs_WW: [source, destination] rows between all ranks of the group.
-    """
+    """Rows that travel: to and from each rank; and for two-level algorithms between [source, destination]."""
 
     send: list[int]
     recv: list[int]
@@ -45,30 +39,33 @@ class Traffic:
         return Traffic(self.recv, self.send, None if self.pairs_WW is None else self.pairs_WW.T)
 
 
-class AllToAll(Protocol):
-    """An algorithm that moves rows between the ranks of one group.
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """An algorithm that moves rows between the ranks of one group."""
 
-    Attributes:
-        identity: its name and its process groups: two algorithms of one identity do the same, so that a compiled graph
-            of one serves the other.
-    """
+    group: Group
 
     @property
-    def group(self) -> Group: ...
-
-    @property
-    def identity(self) -> str: ...
+    def identity(self) -> str:
+        """Name and process groups: a compiled graph of one algorithm serves others of the same identity."""
+        raise NotImplementedError
 
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        """Completes the rows that this rank sends and receives by those of other ranks, if needed. Collective."""
-        ...
+        """Completes the rows that this rank sends and receives by those between all pairs of ranks. Collective."""
+        group, operation = self.group, "exchange of counts"
+        row = torch.tensor(send, device=device_of(group)).view(1, -1)
+        pairs_WW = all_gather_rows(group, row, [1] * group.size, operation).cpu().numpy()
+        for rank, sent_W, received in zip(group.ranks, pairs_WW, recv, strict=True):
+            if sent_W[group.index] != received or (sent_W < 0).any():
+                raise other_operation(group.board, operation, f"the {group}", rank)
+        return Traffic(send, recv, pairs_WW)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         """Moves [sum(send), ...], ordered by destination, to [sum(recv), ...], ordered by source. Collective.
 
         The ranks have compared what they call (`collectives.begin`).
         """
-        ...
+        raise NotImplementedError
 
 
 def make_all_to_all(name: str, topology: Topology) -> AllToAll:
@@ -95,11 +92,12 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     grid = _by_node(group.ranks, topology.ranks_per_node)
     node, place = divmod(group.index, len(grid[0]))
     inside = topology.subgroup("ep in node", tuple(grid[node]))
-    if name == "1dh" and place > 0:
-        return OneLeader(group, inside, None, len(grid))  # only leaders talk across nodes
-    across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid))
+    # With 1dh only leaders talk across nodes.
+    talks = name == "2dh" or place == 0
+    across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)) if talks else None
     if name == "1dh":
         return OneLeader(group, inside, across, len(grid))
+    assert across is not None
     return TwoLevel(group, inside, across)
 
 
@@ -110,11 +108,8 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
     return list(nodes.values())
 
 
-@dataclass(frozen=True, eq=False)
-class Direct:
+class Direct(AllToAll):
     """The algorithm of one collective over the whole group."""
-
-    group: Group
 
     @property
     def identity(self) -> str:
@@ -127,25 +122,11 @@ class Direct:
         return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation, agreed=True)
 
 
-def _with_pairs(group: Group, send: list[int], recv: list[int]) -> Traffic:
-    """Gathers the rows between all pairs of ranks, and checks them against the rows that this rank receives."""
-    row = torch.tensor(send, device=device_of(group)).view(1, -1)
-    pairs_WW = all_gather_rows(group, row, [1] * group.size, "exchange of counts").cpu().numpy()
-    for rank, sent_W, received in zip(group.ranks, pairs_WW, recv, strict=True):
-        if sent_W[group.index] != received or (sent_W < 0).any():
-            raise other_operation(group.board, "exchange of counts", f"the {group}", rank)
-    return Traffic(send, recv, pairs_WW)
-
-
 @dataclass(frozen=True, eq=False)
-class OneLeader:
-    """The 1DH algorithm: gather at the node's leader, exchange between leaders, scatter.
+class OneLeader(AllToAll):
+    """The 1DH algorithm: gather at the node's leader, exchange between leaders, scatter."""
 
-    Attributes:
-        inside: the ranks of this node, the leader first.   leaders: of all nodes; None on ranks that are none.
-    """
-
-    group: Group
+    # The ranks of this node, the leader first; the leaders of all nodes, None on ranks that are none.
     inside: Group
     leaders: Group | None
     nodes: int
@@ -155,25 +136,18 @@ class OneLeader:
         leaders = "" if self.leaders is None else f", {self.leaders.identity}"
         return f"1dh over {self.group.identity}, {self.inside.identity}{leaders}, {self.nodes} nodes"
 
-    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        return _with_pairs(self.group, send, recv)
-
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert traffic.pairs_WW is not None
         places = self.inside.size
         # Rows by source node n, source place p, destination node N, destination place P.
         rows_npNP = traffic.pairs_WW.reshape(self.nodes, places, self.nodes, places)
         node, place = divmod(self.group.index, places)
-        if self.leaders is None:  # this rank gives all its rows to the leader, and has none to scatter
-            all_to_all_rows(self.inside, rows, _only(0, len(rows), places), [0] * places, operation, agreed=True)
-            rows = rows[:0]
-            scatter = [0] * places
-        else:
+        out_pNP, in_npP, scatter = rows_npNP[node], rows_npNP[:, :, node], [0] * places
+        gathered = scatter if self.leaders is None else out_pNP.sum((1, 2)).tolist()
+        rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), gathered, operation, agreed=True)
+        if self.leaders is not None:
             # The leader holds rows by (source place, destination); leaders exchange them by destination node; what came
             # from each node is by (source place, destination place), and goes out by destination place.
-            out_pNP, in_npP = rows_npNP[node], rows_npNP[:, :, node]
-            arrived = out_pNP.sum((1, 2)).tolist()
-            rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), arrived, operation, agreed=True)
             rows = regroup(rows, out_pNP, (1, 0, 2))
             send, recv = out_pNP.sum((0, 2)).tolist(), in_npP.sum((1, 2)).tolist()
             rows = all_to_all_rows(self.leaders, rows, send, recv, operation, agreed=True)
@@ -184,19 +158,16 @@ class OneLeader:
 
 
 @dataclass(frozen=True, eq=False)
-class TwoLevel:
+class TwoLevel(AllToAll):
     """The 2DH algorithm: exchange inside the node by the destination's place in its own, then across nodes."""
 
-    group: Group
     inside: Group
-    across: Group  # the ranks of this rank's place on each node
+    # The ranks of this rank's place on each node.
+    across: Group
 
     @property
     def identity(self) -> str:
         return f"2dh over {self.group.identity}, {self.inside.identity}, {self.across.identity}"
-
-    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        return _with_pairs(self.group, send, recv)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert traffic.pairs_WW is not None
@@ -217,10 +188,9 @@ def _only(index: int, count: int, size: int) -> list[int]:
 
 
 def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
-    """Reorders blocks of rows, as `transpose(axes)` reorders the entries of an array.
+    """Reorders blocks of sizes[i, j, …] rows, the last index fastest, as `transpose(axes)` reorders an array's entries.
 
-    Rows are in blocks, block (i, j, …) having sizes[i, j, …] rows, the last index fastest. With sizes
-    [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
+    With sizes [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
     """
     # Where each block starts, then the same in the new order; a row's source is its block's start plus its place there.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)

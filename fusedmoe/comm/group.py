@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from fusedmoe.threads import LOOK_S, Helper
 class Job:
     """A job as all its groups share it: this rank, how long a wait may last, where failures are posted.
 
-    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use (`Heap`).
+    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use.
     """
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Job:
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
     def refuse_pickle(self) -> None:
-        """Raises `ConfigError` where an object of a job of several ranks is about to be pickled."""
+        """Refuses to pickle an object of a job of several ranks."""
         if self.board is not None:
             raise ConfigError(
                 f"rank {self.rank}: pickle, or torch.save, of a model over ranks: its process groups stay in this "
@@ -59,7 +59,8 @@ class Job:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.refuse_pickle()
-        return Job, (self.rank, self.timeout_s)  # heaps stay in their process
+        # Heaps stay in their process.
+        return Job, (self.rank, self.timeout_s)
 
 
 class Group:
@@ -73,8 +74,6 @@ class Group:
         downward: a second process group of the same ranks, for rows to lower ones (`collectives`); None without.
         job: what it shares with the other groups.   board: the job's, of a group that communicates.
         on_gpu: whether tensors must lie on this rank's GPU to travel over it (NCCL).
-    Raises:
-        ConfigError: of `handle` and `downward`, once the topology was closed.
     """
 
     # Plain attributes, since each collective of each step reads them.
@@ -93,7 +92,8 @@ class Group:
         self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
         self.handle, self.downward = handle, downward
         self.job = job or Job()
-        self.board: Board = self.job.board  # type: ignore[assignment]  # only a group of one can have none
+        # Only a group of one can have none.
+        self.board: Board = self.job.board  # type: ignore[assignment]
         self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
 
     def __getattr__(self, name: str) -> Any:
@@ -115,10 +115,8 @@ class Group:
 
     @property
     def identity(self) -> str:
-        """The axis and the numbers of its process groups: the same for two groups over which rows travel alike.
-
-        Process groups are numbered when they are first asked for, so ranks that ask in the same order say the same.
-        """
+        """The axis and the numbers of its process groups: the same for two groups over which rows travel alike."""
+        # Numbered when first asked for: ranks that ask in the same order say the same.
         handles = [handle for handle in (self.handle, self.downward) if handle is not None]
         for handle in handles:
             if handle not in _NUMBERS:
@@ -142,7 +140,8 @@ class Group:
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # process groups cannot be copied
+        # Process groups cannot be copied.
+        return self
 
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"
@@ -161,45 +160,29 @@ _SLOW_EXIT_S = 6.0
 Held = tuple[int, int]
 
 
-class Lease(NamedTuple):
-    """A process group, for as long as the topology that has leased it is open.
-
-    `key`: the pool's, of ranks, purpose and time-out.
-    """
-
-    handle: dist.ProcessGroup
-    key: tuple[str, float]
-
-
 def launch_in_order_of_issue() -> None:
-    """Has NCCL launch the operations of several communicators in the order in which the host issues them.
-
-    NCCL reads the variable at its first launch: call this before. A value that is set already stays.
-    """
+    """Has NCCL launch the operations of several communicators in the order in which the host issues them."""
+    # NCCL reads it at its first launch. A value that is set already stays.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
-@dataclass
-class _Made:
-    """A process group, its number among those of its ranks and purpose, and how many leases of it are out.
+@dataclass(eq=False)
+class Leased:
+    """A process group of the pool, its number among those of its ranks and purpose, and how many leases are out."""
 
-    The reference is weak: a process group lives in the tables of `torch.distributed`, until it is destroyed there.
-    """
-
+    key: tuple[str, float]
+    # Weak: a process group lives in the tables of `torch.distributed`, until it is destroyed there.
     handle: ref[dist.ProcessGroup]
     number: int
     leases: int = 0
 
 
 class ProcessGroups:
-    """The process groups that this rank has made for topologies, so that the next one can use them, too.
-
-    Members of a group must all use the old one or all make a new one. Which of the two cannot be left to when each
-    rank's garbage is collected, so ranks compare what they hold before each lease (`held`).
-    """
+    """The process groups that this rank has made for topologies, so that the next one can use them, too."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, float], _Made] = {}
+        # By ranks and purpose, and time-out.
+        self._made: dict[tuple[str, float], Leased] = {}
         self._last: dict[str, int] = {}
         self._layers: Counter[tuple[int, ...]] = Counter()
 
@@ -215,13 +198,10 @@ class ProcessGroups:
 
     def lease(
         self, job: Job, purpose: str, ranks: Sequence[int], held: Sequence[Mapping[str, Held]] | None = None
-    ) -> Lease:
+    ) -> Leased:
         """Leases the process group of these ranks, in this order, for one purpose. Collective over them.
 
-        Args:
-            held: what each of its ranks holds, where they have just told each other; else they do so here.
-        Raises:
-            RankError: one of them failed, or did not come within the job's time-out.
+        `held`: what each of the ranks holds, where they have just told each other; else they do so here.
         """
         ranks = tuple(ranks)
         name = f"{purpose}/{','.join(map(str, ranks))}"
@@ -232,41 +212,32 @@ class ProcessGroups:
             operation = f"making a process group for {purpose}"
             held = [{name: value} for value in job.board.meet(ranks, own, job.timeout_s, operation=operation)]
         of_ranks = [rank.get(name, (0, 0)) for rank in held]
-        # Where one rank lacks the group, or holds another, all make a new one under a number that none has used.
+        # All use the old one or all make a new one, whosever garbage has been collected by now: where one rank lacks
+        # the group, or holds another, under a number that none has used.
         numbers = {number for number, _ in of_ranks}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
             handle = _make(job, ranks, f"fusedmoe/{attempt()}/{name}/{number}")
-            self._made[key], self._last[name] = _Made(ref(handle), number), number
-        made = self._made[key]
-        made.leases += 1
-        leased = made.handle()
-        assert leased is not None
-        return Lease(leased, key)
+            self._made[key], self._last[name] = Leased(key, ref(handle), number), number
+        self._made[key].leases += 1
+        return self._made[key]
 
-    def give_back(self, leases: Iterable[Lease]) -> None:
-        """Ends leases. Their process groups stay, for the next topology, until `destroy`."""
+    def give_back(self, leases: Iterable[Leased]) -> dict[str, int]:
+        """Ends leases; returns, by ranks and purpose, how many of the same process groups are still out."""
+        # Their process groups stay, for the next topology, until `destroy`.
         for lease in leases:
-            if (made := self._of(lease)) is not None:
-                made.leases -= 1
+            lease.leases -= 1
+        return {lease.key[0]: lease.leases for lease in leases if self._made.get(lease.key) is lease}
 
-    def leased(self, leases: Iterable[Lease]) -> dict[str, int]:
-        """Returns, by ranks and purpose, how many leases of the same process groups are out."""
-        return {lease.key[0]: made.leases for lease in leases if (made := self._of(lease)) is not None}
-
-    def destroy(self, lease: Lease) -> None:
-        """Frees a process group that none of its members uses any more."""
-        if self._of(lease) is not None:
+    def destroy(self, lease: Leased) -> None:
+        """Frees a process group that none of its members uses any more, unless a newer one has replaced it."""
+        if self._made.get(lease.key) is lease:
             del self._made[lease.key]
-            c10d: Any = dist.distributed_c10d
-            tag = c10d._world.pg_to_tag.get(lease.handle)
-            dist.destroy_process_group(lease.handle)
-            c10d._world.tags_to_pg.pop(tag, None)  # PyTorch leaves an empty list there
-
-    def _of(self, lease: Lease) -> _Made | None:
-        """Returns the entry of a lease's process group, unless a newer group has replaced it."""
-        made = self._made.get(lease.key)
-        return made if made is not None and made.handle() is lease.handle else None
+            c10d, handle = cast("Any", dist.distributed_c10d), lease.handle()
+            tag = c10d._world.pg_to_tag.get(handle)
+            dist.destroy_process_group(handle)
+            # PyTorch leaves an empty list there.
+            c10d._world.tags_to_pg.pop(tag, None)
 
 
 _OF_JOB: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
@@ -286,16 +257,9 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
     assert board is not None
-    make = partial(
-        c10d._new_process_group_helper,
-        len(ranks),
-        ranks.index(job.rank),
-        list(ranks),
-        dist.Backend(dist.get_backend()),
-        c10d._get_default_store(),
-        name,
-        timeout=_to_connect(patience),
-    )
+    backend, store, bound = dist.Backend(dist.get_backend()), c10d._get_default_store(), _to_connect(patience)
+    places = len(ranks), ranks.index(job.rank), list(ranks)
+    make = partial(c10d._new_process_group_helper, *places, backend, store, name, timeout=bound)
     try:
         with _unbound():
             # In a thread that is left behind: where the store's host is stopped, its client blocks for ever.
@@ -322,8 +286,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         exit_s = max(1.0, deadline - time.monotonic())
         raise lost(board, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
-    made: dist.ProcessGroup = handle
-    return made
+    return handle
 
 
 def _unmake(making: Future[Any]) -> None:
@@ -332,7 +295,8 @@ def _unmake(making: Future[Any]) -> None:
     if making.exception() is None:
         handle, _ = making.result()
         c10d._world.pg_group_ranks[handle] = {}
-        with suppress(ValueError):  # it went with the default group
+        # Unless it went with the default group.
+        with suppress(ValueError):
             dist.destroy_process_group(handle)
 
 
@@ -341,17 +305,16 @@ _NO_ROOM = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
 def _patience(job: Job) -> timedelta:
-    """Returns the time-out of the backend, which passes after the job's.
-
-    It ends what a rank that gave up had begun: Gloo's threads would otherwise keep the rank's process from ending for
-    as long as the default group's time-out says.
-    """
+    """Returns the time-out of the backend, which passes after the job's."""
+    # It ends what a rank that gave up had begun: Gloo's threads would otherwise keep the rank's process from ending for
+    # as long as the default group's time-out says.
     return timedelta(seconds=job.timeout_s + 2.0)
 
 
 def _set_timeout(patience: timedelta, handle: dist.ProcessGroup) -> None:
     c10d: Any = dist.distributed_c10d
-    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(patience, handle)  # public from PyTorch 2.14 on
+    # Public from PyTorch 2.14 on.
+    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(patience, handle)
 
 
 @contextmanager
@@ -375,7 +338,8 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in reason:
             raise
         exit_s, absent = min(_SLOW_EXIT_S, group.board.exit_s), []
-        if "Timed out" in reason:  # a rank that was gone by then has been so for long
+        # A rank that was gone by then has been so for long.
+        if "Timed out" in reason:
             exit_s, absent = 1.0, group.board.absent(group.ranks)
         raise lost(group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
     finally:
@@ -383,13 +347,11 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
 
 
 def _to_connect(patience: timedelta) -> timedelta:
-    """Returns the time-out with which a process group is made: how long its thread waits where ranks end meanwhile.
-
-    Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met, so a fifth
-    is enough.
-    """
+    """Returns the time-out with which a process group is made: how long its thread waits where ranks end meanwhile."""
     if dist.get_backend() != "gloo":
         return patience
+    # Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met, so a fifth
+    # is enough.
     return min(patience, max(patience / 5, timedelta(seconds=2)))
 
 

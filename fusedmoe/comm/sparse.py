@@ -1,8 +1,6 @@
 """Sparse collectives: whole experts travel from rank to rank, beside everything else (Hecate, section 3.1).
 
-`fusedmoe.placement.traffic` decides which rank sends which expert to which; here they are carried. The transfers of
-one step leave together, as one all-to-all of bytes. Those of the next step follow, and may send on experts that have
-just arrived.
+`fusedmoe.placement.traffic` decides which rank sends which expert to which; here they are carried.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from fusedmoe.errors import RankError
 from fusedmoe.threads import Helper
 
 if TYPE_CHECKING:
-    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+    # Not at run time: it needs Triton.
+    from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
 # (expert, source, target, step), in an order that is the same on all ranks.
 Transfers = Sequence[tuple[int, int, int, int]]
@@ -36,28 +35,27 @@ class Arrived(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-class SparseWork:
-    """A handle on experts that are on their way, like `torch.distributed.Work`.
+class _Call(NamedTuple):
+    """One sparse collective, by the arguments of `gather` and `reduce`; `owned` None: rows are written, not added."""
 
-    Attributes:
-        sent_bytes: how many bytes this rank sends.
-    """
+    operation: str
+    transfers: Transfers
+    rows: Mapping[int, int]
+    tables: Sequence[Tensor]
+    owned: int | None
+    during: AbstractContextManager[None] | None
+
+
+class SparseWork:
+    """A handle on experts that are on their way, like `torch.distributed.Work`; this rank sends `sent_bytes`."""
 
     def __init__(
-        self,
-        sent_bytes: int = 0,
-        done: Callable[[], list[Arrived]] = list,
-        after: torch.cuda.Event | None = None,
+        self, sent_bytes: int = 0, done: Callable[[], list[Arrived]] = list, after: torch.cuda.Event | None = None
     ) -> None:
         self.sent_bytes, self._done, self._after = sent_bytes, done, after
 
     def wait(self) -> list[Arrived]:
-        """Waits until all has arrived (on CUDA the current stream waits); returns the gradients for this rank to add.
-
-        Raises:
-            RankError: another rank failed or did not come.
-            MemoryError: there was none for the thread.
-        """
+        """Waits until all has arrived (on CUDA the current stream waits); returns gradients for this rank to add."""
         if self._after is not None:
             torch.cuda.current_stream().wait_event(self._after)
         return self._done()
@@ -66,12 +64,12 @@ class SparseWork:
 class SparseCollectives:
     """Sparse collectives over the ranks of a group, in the order in which they are called, which all ranks share.
 
-    By collectives: on a CPU a thread of its own makes them, on CUDA a stream carries them. By one-sided puts: on CUDA a
-    stream carries them, too; on a CPU Triton's interpreter runs in the caller, so the work is done when it begins.
+    On CUDA a stream carries them, on a CPU a thread makes them.
 
     Args:
         group: with a process group that nothing else uses (`Topology.beside`).
-        one_sided: over the same ranks; experts travel by its puts instead of by collectives.
+        one_sided: over the same ranks; experts travel by its puts instead of by collectives. On a CPU the work is then
+            done when it begins.
     """
 
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
@@ -95,7 +93,7 @@ class SparseCollectives:
                 written to them until the work is done.
             during: is entered for as long as they travel, as a measurement.
         """
-        return self._start(transfers, dict(rows), tables, None, during)
+        return self._start(_Call("sparse all-gather", transfers, rows, tables, None, during))
 
     def reduce(
         self,
@@ -114,7 +112,7 @@ class SparseCollectives:
         Args:
             rows, tables, during: as for `gather`; rows of replicas are used up.
         """
-        return self._start(transfers, dict(rows), tables, owned, during)
+        return self._start(_Call("sparse reduce-scatter", transfers, rows, tables, owned, during))
 
     def wait(self) -> None:
         """Waits until all that was begun is done (on CUDA the current stream waits); raises none of its errors."""
@@ -131,34 +129,30 @@ class SparseCollectives:
         self._thread = self._last = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCollectives:
-        return self  # process groups cannot be copied
+        # Process groups cannot be copied.
+        return self
 
-    def _start(
-        self,
-        transfers: Transfers,
-        rows: Mapping[int, int],
-        tables: Sequence[Tensor],
-        owned: int | None,
-        during: AbstractContextManager[None] | None,
-    ) -> SparseWork:
-        if self._group.size == 1 or not transfers:
+    def _start(self, call: _Call) -> SparseWork:
+        if self._group.size == 1 or not call.transfers:
             return SparseWork()
-        _ = self._group.handle  # a closed topology says so here, before a helper begins
-        tables = [table.detach() for table in tables]
-        sent = sum(source == self._group.index for _, source, _, _ in transfers) * sum(map(_row_bytes, tables))
-        run = partial(self._run, transfers, rows, tables, owned, during or nullcontext())
+        # A closed topology says so here, before a helper begins.
+        _ = self._group.handle
+        call = call._replace(rows=dict(call.rows), tables=[table.detach() for table in call.tables])
+        sources = [source for _, source, _, _ in call.transfers]
+        sent, run = sources.count(self._group.index) * sum(map(_row_bytes, call.tables)), partial(self._run, call)
         if self._group.on_gpu:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
+            self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 arrived = run()
-                for table in tables:
-                    table.record_stream(self._stream)  # else the allocator may reuse it before the stream is done
+                # Else the allocator may reuse them before the stream is done.
+                for table in call.tables:
+                    table.record_stream(self._stream)
             after = torch.cuda.Event()
             after.record(self._stream)
             return SparseWork(sent, lambda: arrived, after)
         if self._one_sided is not None:
+            # Triton's interpreter runs in the caller: it is not thread-safe.
             arrived = run()
             return SparseWork(sent, lambda: arrived)
         self._thread = self._thread or Helper("fusedmoe sparse")
@@ -166,52 +160,44 @@ class SparseCollectives:
         return SparseWork(sent, partial(self._thread.result, self._last))
 
     @torch.no_grad()
-    def _run(
-        self,
-        transfers: Transfers,
-        rows: Mapping[int, int],
-        tables: Sequence[Tensor],
-        owned: int | None,
-        during: AbstractContextManager[None],
-    ) -> list[Arrived]:
-        """Carries one sparse collective, step by step; `owned` None: received experts are written, not added."""
-        operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
+    def _run(self, call: _Call) -> list[Arrived]:
+        """Carries one sparse collective, step by step."""
         arrived: list[Arrived] = []
         try:
-            with during:
-                for step in range(max(transfer[3] for transfer in transfers) + 1):
-                    of_step = [transfer for transfer in transfers if transfer[3] == step]
-                    for expert, parts in self._exchange(of_step, rows, tables, operation):
-                        row = rows[expert]
-                        if owned is not None and row < owned:
+            with call.during or nullcontext():
+                # The transfers of one step leave together. The next step may send on experts that have just arrived.
+                for step in range(max(transfer[3] for transfer in call.transfers) + 1):
+                    of_step = [transfer for transfer in call.transfers if transfer[3] == step]
+                    for expert, parts in self._exchange(call._replace(transfers=of_step)):
+                        row, added = call.rows[expert], call.owned is not None
+                        if call.owned is not None and row < call.owned:
                             arrived.append(Arrived(expert, parts))
                             continue
-                        for table, part in zip(tables, parts, strict=True):
-                            table[row] = part if owned is None else _sum(table[row], part)
+                        for table, part in zip(call.tables, parts, strict=True):
+                            table[row] = _sum(table[row], part) if added else part
         except RankError:
             raise
         except BaseException as error:
             # The other ranks wait for this one: what the thread does next must not reach them instead.
-            self._group.board.post_own(operation, f"{type(error).__name__}: {error}")
+            self._group.board.post(self._group.job.rank, call.operation, f"{type(error).__name__}: {error}")
             raise
         return arrived
 
-    def _exchange(
-        self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], operation: str
-    ) -> list[tuple[int, tuple[Tensor, ...]]]:
+    def _exchange(self, call: _Call) -> list[tuple[int, tuple[Tensor, ...]]]:
         """Sends this rank's experts of one step; returns each received expert with a part for each table."""
-        me, size, sizes = self._group.index, self._group.size, [_row_bytes(table) for table in tables]
-        sent = sorted((target, expert) for expert, source, target, _ in transfers if source == me)
-        received = sorted((source, expert) for expert, source, target, _ in transfers if target == me)
+        me, size, tables = self._group.index, self._group.size, call.tables
+        sizes = [_row_bytes(table) for table in tables]
+        sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)
+        received = sorted((source, expert) for expert, source, target, _ in call.transfers if target == me)
         send = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
         recv = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
-        parts = [table[rows[expert]].reshape(-1).view(torch.uint8) for _, expert in sent for table in tables]
+        parts = [table[call.rows[expert]].reshape(-1).view(torch.uint8) for _, expert in sent for table in tables]
         bytes_ = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tables[0].device)
         if self._one_sided is None:
-            bytes_ = all_to_all_rows(self._group, bytes_, send, recv, operation)
+            bytes_ = all_to_all_rows(self._group, bytes_, send, recv, call.operation)
         else:
-            most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in transfers).values())
-            bytes_ = self._one_sided.exchange(bytes_, send, recv, most, operation)
+            most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in call.transfers).values())
+            bytes_ = self._one_sided.exchange(bytes_, send, recv, most, call.operation)
         pieces = iter(bytes_.split(sizes * len(received)))
         return [(expert, tuple(_typed(next(pieces), table) for table in tables)) for _, expert in received]
 
@@ -221,8 +207,9 @@ def _row_bytes(table: Tensor) -> int:
 
 
 def _typed(part: Tensor, table: Tensor) -> Tensor:
+    # Between tables of several dtypes bytes need not be aligned.
     if part.storage_offset() % table.element_size():
-        part = part.clone()  # between tables of several dtypes bytes need not be aligned
+        part = part.clone()
     return part.view(table.dtype).view(table.shape[1:])
 
 

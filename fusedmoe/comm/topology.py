@@ -16,8 +16,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
-from fusedmoe.comm.group import Group, Held, Job, Lease, launch_in_order_of_issue, process_groups
+from fusedmoe.comm.group import Group, Held, Job, Leased, launch_in_order_of_issue, process_groups
 from fusedmoe.errors import ConfigError, RankError
+
+# The job of ranks that have met, and the process groups that each of them holds.
+_Met = tuple[Job, list[dict[str, Held]] | None]
 
 
 class Topology:
@@ -35,12 +38,8 @@ class Topology:
     `Topology()` is a world of one and needs no process group. `from_sizes` and `from_mesh` are collective: every rank
     of the job calls them with the same arguments.
 
-    Topologies share the job's process groups (`fusedmoe.comm.group`): a second one with the same axes makes
-    none. They stay when a topology is dropped, for the next; `close()`, or the end of a `with` block, frees those that
-    no other topology uses.
-
-        with Topology.from_sizes(ep=2) as topology:
-            ...
+    Topologies share the job's process groups: a second one with the same axes makes none. They stay when a topology is
+    dropped, for the next; `close()`, or the end of a `with` block, frees those that no other topology uses.
 
     Attributes:
         rank, size: this rank and the number of ranks.
@@ -86,9 +85,8 @@ class Topology:
                 asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
-        size = _world_size()
-        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        job, held = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
+        size, per_node = _world_size(), _ranks_per_node(ranks_per_node)
+        met = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
         for name, need in (("ep·esp", ep * esp), ("mp", mp)):
             if need < 1 or size % need:
                 alone = "" if dist.is_initialized() else " (torchrun, then torch.distributed.init_process_group)"
@@ -97,7 +95,7 @@ class Topology:
                     f"Start as many ranks as a multiple of both ep·esp and mp{alone}, or choose smaller sizes."
                 )
         ranks = torch.arange(size)
-        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job, held, duplex)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, met, duplex)
 
     @classmethod
     def from_mesh(
@@ -124,10 +122,9 @@ class Topology:
                 lacks ranks, or duplex is asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
-        world = _world_size()
-        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        world, per_node = _world_size(), _ranks_per_node(ranks_per_node)
         arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}, duplex={duplex}"
-        job, held = _meet(timeout_s, f"{mesh}, {arguments}")
+        met = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
         named = {"ep": ep, "esp": esp, "mp": mp, "pp": pp}
         for axis, name in named.items():
@@ -141,7 +138,7 @@ class Topology:
         ranks = mesh.mesh.cpu()
         if pp is not None:
             stages = names.index(pp)
-            ranks = ranks.select(stages, int((ranks == job.rank).nonzero()[0, stages]))
+            ranks = ranks.select(stages, int((ranks == met[0].rank).nonzero()[0, stages]))
             names = (*names[:stages], *names[stages + 1 :])
 
         def grid(*last: str | None) -> torch.Tensor:
@@ -150,7 +147,7 @@ class Topology:
             sizes = [1 if name is None else ranks.shape[names.index(name)] for name in last]
             return ranks.permute((*outer, *inner)).reshape(-1, *sizes)
 
-        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, held, duplex)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, met, duplex)
 
     @classmethod
     def from_group(
@@ -180,7 +177,7 @@ class Topology:
         places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
         if sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
             raise ConfigError(f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once")
-        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
+        per_node = _ranks_per_node(ranks_per_node)
         job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
         topology._begin(job, len(ranks), per_node)
@@ -188,7 +185,8 @@ class Topology:
         topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
-        everyone = topology.subgroup("dp", ranks)  # the group of `ep` perhaps
+        # The group of `ep` perhaps.
+        everyone = topology.subgroup("dp", ranks)
         topology.dp = Group("dp", ranks, everyone.index, everyone.handle, job)
         topology._groups.append(topology.dp)
         topology.mp = topology.subgroup("mp", (job.rank,))
@@ -196,16 +194,11 @@ class Topology:
 
     @classmethod
     def _from_grids(
-        cls,
-        experts: torch.Tensor,
-        dense: torch.Tensor,
-        ranks_per_node: int,
-        job: Job,
-        held: Sequence[Mapping[str, Held]] | None,
-        duplex: bool,
+        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, met: _Met, duplex: bool
     ) -> Topology:
-        topology, size = cls.__new__(cls), experts.numel()
-        if size == 1:  # the only rank of its pipeline stage perhaps
+        (job, held), topology, size = met, cls.__new__(cls), experts.numel()
+        # The only rank of its pipeline stage perhaps.
+        if size == 1:
             topology._begin(Job(timeout_s=job.timeout_s), 1)
             return topology
         nccl = dist.get_backend() == "nccl"
@@ -215,9 +208,8 @@ class Topology:
         topology.expert_grid, topology.dense_grid = experts, dense
         everyone = tuple(sorted(experts.flatten().tolist()))
         default: Any = dist.group.WORLD
-        if (
-            nccl and size == dist.get_world_size()
-        ):  # the job's default group keeps its time-out, NCCL's watchdog bounds it
+        if nccl and size == dist.get_world_size():
+            # The job's default group keeps its time-out; NCCL's watchdog bounds it.
             topology.world = Group("world", everyone, everyone.index(job.rank), default, job)
         else:
             topology.world = topology._group("world", "world", everyone, held)
@@ -235,8 +227,9 @@ class Topology:
         for axis in ("ep", "esp", "mp", "dp", "edp", "world"):
             setattr(self, axis, Group(axis, job=job))
         self._subgroups: dict[tuple[int, ...], Group] = {}
-        self._groups: list[Group] = []  # of leased process groups
-        self._leases: list[Lease] = []
+        # Those of leased process groups.
+        self._groups: list[Group] = []
+        self._leases: list[Leased] = []
         if dist.is_available() and dist.is_initialized():
             # With the last reference to the topology its leases end.
             finalize(self, process_groups().give_back, self._leases)
@@ -257,7 +250,9 @@ class Topology:
     ) -> dist.ProcessGroup:
         lease = process_groups().lease(self.job, purpose, ranks, held)
         self._leases.append(lease)
-        return lease.handle
+        handle = lease.handle()
+        assert handle is not None
+        return handle
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """Returns a group of some ranks, this one among them; its members alone make it, on first use."""
@@ -298,7 +293,7 @@ class Topology:
     def close(self) -> None:
         """Frees the process groups that no other topology uses. Collective over all ranks, when nothing travels.
 
-        Layers on this topology cannot communicate from then on. A second call does nothing.
+        Layers on this topology cannot communicate from then on.
 
         Raises:
             RankError: a rank failed, or did not come within `timeout_s`.
@@ -307,9 +302,8 @@ class Topology:
         if not leases or not dist.is_initialized():
             return
         pool = process_groups()
-        pool.give_back(leases)
         # A process group goes when none of its ranks has another lease: topologies need not be alike on all ranks.
-        own, timeout_s = pool.leased(leases), self.job.timeout_s
+        own, timeout_s = pool.give_back(leases), self.job.timeout_s
         leases_out = self.world.board.meet(self.world.ranks, own, timeout_s, operation="closing the topology")
         for lease in leases:
             if all(out.get(lease.key[0], 0) == 0 for out in leases_out):
@@ -321,7 +315,8 @@ class Topology:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an error the other ranks may never come
+        # After an error the other ranks may never come.
+        if kind is None:
             self.close()
 
     def agree(self, facts: dict[str, Any], subject: str) -> None:
@@ -343,12 +338,10 @@ class Topology:
     def check(self) -> None:
         """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.puts`).
 
-        On a GPU the host does not wait for them anywhere else. Where such kernels have run, this waits for the current
-        stream.
-
         Raises:
             RankError: a wait ended early; it names rank, peer, the awaited rows, expected and seen signal.
         """
+        # On a GPU the host waits for such kernels nowhere else.
         for heap in list(self.job.heaps):
             if not heap.abandoned:
                 heap.check()
@@ -378,7 +371,8 @@ class Topology:
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
-        return self  # process groups cannot be copied, and a copied layer stands on the same ranks
+        # Process groups cannot be copied, and a copied layer stands on the same ranks.
+        return self
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
@@ -389,11 +383,7 @@ class Topology:
 def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
     """Returns a process group that somebody else made as a `Group`: waits over it are bounded, errors name ranks.
 
-    Nothing is sent. This rank is one of the group's.
-
-    Args:
-        name: the word for the group in errors.
-        timeout_s: how long a wait for other ranks may last, in seconds.
+    Nothing is sent. `name`: the word for the group in errors.
     """
     rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
     job = Job(rank, timeout_s, Board(dist.distributed_c10d._get_default_store(), rank))
@@ -412,20 +402,18 @@ def _world_size() -> int:
     return 1
 
 
+def _ranks_per_node(given: int | None) -> int:
+    return given or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
+
+
 def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
     """Returns the ranks on this rank's line along one axis of a grid."""
     at = [int(index) for index in (grid == rank).nonzero()[0]]
     return tuple(grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)].tolist())
 
 
-def _meet(
-    timeout_s: float, arguments: str, ranks: Sequence[int] | None = None
-) -> tuple[Job, list[dict[str, Held]] | None]:
-    """Waits for these ranks, by default all; returns their job, and the process groups that each of them holds.
-
-    Raises:
-        RankError: the ranks have different arguments, or one of them does not come.
-    """
+def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> _Met:
+    """Waits for these ranks, by default all; returns their job, and the process groups that each of them holds."""
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
         return Job(timeout_s=timeout_s), None

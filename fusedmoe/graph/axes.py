@@ -108,6 +108,13 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Returns the shape of a node that is known to have one."""
+    shape = shape_of(node)
+    assert shape is not None
+    return shape
+
+
 def fits(shape: Sequence[int], axis: Axis | Rows, chunks: int) -> bool:
     if isinstance(axis, Rows):
         return bool(axis.dims) and 0 not in shape and all(shape[dim] > 1 for dim in axis.dims)
@@ -120,6 +127,8 @@ def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
 
 def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
     """Returns the axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
+    # The elements, in their order, lie in so many blocks, each of which is cut into the chunks. A dimension of `other`
+    # has the same blocks where the product of those in front of it divides their number.
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
@@ -148,10 +157,7 @@ def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | 
 
 
 def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
-    """Returns the axes along which an all-to-all can be split, and with `rows` also rows of it.
-
-    Axes that begin inside of a joined dimension are not among them.
-    """
+    """Returns the axes along which an all-to-all can be split, and with `rows` also rows of it."""
     shape = shape_of(node)
     if shape is None:
         return []
@@ -159,6 +165,7 @@ def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Ro
     if rows and 0 not in shape:
         counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
         found += [Rows(dims, trips) for dims in dict.fromkeys(counting) if dims for trips in (1, 2)]
+    # Axes that begin inside of a joined dimension are not among them.
     for dim in range(1, len(shape)):
         outers = [outer for outer in range(1, shape[dim] // chunks + 1) if fits(shape, Axis(dim, outer), chunks)]
         found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
@@ -198,28 +205,22 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: i
         return None
     if node.target is operator.getitem:
         return None if crosses else _element(node, axis, chunks)
-    if not isinstance(node.target, torch._ops.OpOverload) or any(
-        shape_of(source) is None for source in node.all_input_nodes
-    ):
+    if not isinstance(node.target, torch._ops.OpOverload) or None in map(shape_of, node.all_input_nodes):
         return None
     if crosses:
         found = _crossed(node, axis, shape)
     else:
         found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
-    if found is None:
+    if not found or all(wanted is None for _, wanted in found):
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
     for source, wanted in found:
-        own = shape_of(source)
-        assert own is not None
         # An operator that takes a tensor twice needs the same chunks of it both times.
-        if source in inputs and inputs[source] != wanted or wanted is not None and not fits(own, wanted, chunks):
+        other = inputs.setdefault(source, wanted) != wanted
+        if other or wanted is not None and not fits(_shape(source), wanted, chunks):
             return None
-        inputs[source] = wanted
     for source in node.all_input_nodes:
         inputs.setdefault(source, None)
-    if not any(wanted is not None for wanted in inputs.values()):
-        return None
     value = node.meta["val"]
     if isinstance(value, (tuple, list)) and not all(_has(source, axis, chunks) for source in value):
         return None
@@ -251,15 +252,14 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         return [(tensors[0], axis)] if is_all_to_all(node) and axis.dim > 0 else None
     if not isinstance(first, fx.Node):
         return _joined(node, axis) if name in ("cat", "stack") else None
-    source = shape_of(first)
-    assert source is not None
+    source = _shape(first)
     if name in RESHAPES:
         found = relocate(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
-        return [(tensor, _broadcast(shape_of(tensor), shape, axis)) for tensor in tensors]
+        return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
     if name == "expand":
-        return [(first, _broadcast(source, shape, axis))]
+        return [(first, _broadcast(first, shape, axis))]
     if name in PERMUTES:
         return [(first, Axis(permuted(name, args, len(shape))[axis.dim], axis.outer))]
     if name in PRODUCTS:
@@ -281,12 +281,12 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
         alike = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
-        same = alike and len({shape_of(tensor)[axis.dim] for tensor in tensors}) == 1  # type: ignore[index]
+        same = alike and len({_shape(tensor)[axis.dim] for tensor in tensors}) == 1
         return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
     if name in ("embedding", "index_select", "index"):
         return _looked_up(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        heads = len({shape_of(tensor)[:2] for tensor in tensors}) == 1  # type: ignore[index]
+        heads = len({_shape(tensor)[:2] for tensor in tensors}) == 1
         plain = "attn_mask" not in node.kwargs and (len(args) < 4 or args[3] == 0.0)
         return [(tensor, axis) for tensor in tensors] if plain and heads and axis.dim < 2 else None
     return None
@@ -297,8 +297,7 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
-    source = shape_of(first)
-    assert source is not None
+    source = _shape(first)
     if is_start(node):
         # Equal shares, so that a row's place tells its rank; and the first dimension counts the ranks.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
@@ -317,6 +316,7 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
     if name == "expand":
         return [(first, rows)] if source == shape else None
     if name in PRODUCTS:
+        # addmm and baddbmm have what is added in front of the two factors.
         given = args[-2:]
         if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
@@ -348,9 +348,9 @@ def _leading(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
 
 
-def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) -> Axis | None:
+def _broadcast(operand: fx.Node, shape: tuple[int, ...], axis: Axis) -> Axis | None:
     """Returns the axis of an operand that is broadcast to `shape`; None where all chunks need the same of it."""
-    assert own is not None
+    own = _shape(operand)
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
 
@@ -369,14 +369,11 @@ def permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
 def _product(name: str, args: Sequence[Any], shape: tuple[int, ...], axis: Axis) -> Inputs:
     added: Inputs = []
     if name in ("addmm", "baddbmm"):
-        added, args = [(args[0], _broadcast(shape_of(args[0]), shape, axis))], args[1:]
-    left, right = args[0], args[1]
+        added, args = [(args[0], _broadcast(args[0], shape, axis))], args[1:]
     last = len(shape) - 1
-    if axis.dim == last:
-        return [*added, (left, None), (right, axis)]
-    if axis.dim == last - 1:
-        return [*added, (left, axis), (right, None)]
-    return [*added, (left, axis), (right, axis)]
+    # Columns need all of the first factor, rows all of the second; a batch is one of both.
+    left, right = None if axis.dim == last else axis, None if axis.dim == last - 1 else axis
+    return [*added, (args[0], left), (args[1], right)]
 
 
 def _reduced(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis) -> Inputs | None:
@@ -393,25 +390,26 @@ def _reduced(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis)
 def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     tensors = node.args[0]
     assert isinstance(tensors, (list, tuple))
-    dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(shape_of(node) or ()))
+    dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(_shape(node)))
     if axis.dim == dim or not all(isinstance(tensor, fx.Node) for tensor in tensors):
         return None
+    # A stack has one dimension more than what is stacked.
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
     return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
 def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:
-    table, indices = args[0], args[1]
-    place = 0
-    if name == "index":
-        if len(indices) != 1 or not isinstance(indices[0], fx.Node):
+    table, indices, place = args[0], args[-1], 0
+    if name == "embedding":
+        indices = args[1]
+    elif name == "index_select":
+        place = _dim(args[1], len(_shape(table)))
+    else:
+        # A mask gives as many rows as it has ones: its chunks would not be equally large.
+        if len(indices) != 1 or not isinstance(indices[0], fx.Node) or indices[0].meta["val"].dtype == torch.bool:
             return None
         indices = indices[0]
-        if indices.meta["val"].dtype == torch.bool:
-            return None
-    elif name == "index_select":
-        place, indices = _dim(args[1], len(shape_of(table) or ())), args[2]
-    count = len(shape_of(indices) or ())
+    count = len(_shape(indices))
     if place <= axis.dim < place + count:
         return [(indices, Axis(axis.dim - place, axis.outer)), (table, None)]
     dim = axis.dim if axis.dim < place else axis.dim - count + 1

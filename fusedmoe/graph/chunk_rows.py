@@ -1,8 +1,7 @@
 """Rows of a buffer that travel by themselves: those of a chunk of the tokens, or those that are not 0 (Lancet §5.1).
 
 A chunk has a few rows of a tensor, with the place of each (`ChunkRows`). `operation_of` returns what an operator does
-with them, `whole_of` how the rows of all chunks make the tensor. Rows that no token has are in no chunk; where the
-tensor is needed, for the backward pass say, they are zeros.
+with them, `whole_of` how the rows of all chunks make the tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted, shape_of
@@ -39,23 +37,15 @@ class StartedAllToAll(NamedTuple):
 
 
 def start_some(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
-    """Sends rows of a buffer of P places, of which each rank gets an equal share. The host waits for the counts.
+    """Sends rows of a buffer of P places, of which each rank gets an equal share.
 
-    Args:
-        rows_NM: the rows that are sent, in the order of their places.
-        sends_P: bool, the places that have one.
+    `rows_NM`: the rows that are sent, in the order of their places. `sends_P`: bool, the places that have one.
     """
     share = [len(sends_P) // ranks] * ranks
     comes_P = _wait(_all_to_all(sends_P.to(torch.uint8), share, share, group)).bool()
+    # The host waits here: how many rows each rank sends and receives is part of the call.
     counts = torch.stack([comes_P.reshape(ranks, -1).sum(-1), sends_P.reshape(ranks, -1).sum(-1)]).tolist()
     return StartedAllToAll(_all_to_all(rows_NM, *counts, group), comes_P.nonzero().squeeze(-1), sum(counts[1]))
-
-
-class UnderWay(NamedTuple):
-    """An all-to-all that `IrregularAllToAlls` has started, and the shape of its buffer."""
-
-    started: StartedAllToAll
-    shape: torch.Size
 
 
 class IrregularAllToAlls:
@@ -71,19 +61,16 @@ class IrregularAllToAlls:
     def put_into(self, graph: fx.Graph) -> None:
         """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
         for node in graph.nodes:
-            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
+            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(wait := next(iter(node.users))):
                 continue
             shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
-            sent = argument_of(node, "input")
+            sent, ranks = argument_of(node, "input"), len(argument_of(node, "input_split_sizes"))
             value = sent.meta["val"]
-            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
-                continue
-            wait = next(iter(node.users))
-            ranks = len(argument_of(node, "input_split_sizes"))
-            node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
-            wait.target = self.wait
+            if len(shares) == 1 and value.dim() > 1 and not value.is_complex() and value.element_size() in _BITS:
+                node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
+                wait.target = self.wait
 
-    def start(self, x: Tensor, ranks: int, group: object) -> UnderWay:
+    def start(self, x: Tensor, ranks: int, group: object) -> tuple[StartedAllToAll, torch.Size]:
         """Sends an equal share of the first dimension to each rank."""
         x_NM = x.flatten(0, -2).contiguous()
         # Bits, not values: −0 and NaN travel, so that results are the same to the last bit.
@@ -91,10 +78,11 @@ class IrregularAllToAlls:
         started = start_some(x_NM[sends_N], sends_N, ranks, group)
         self.rows += len(x_NM)
         self.sent += started.sent
-        return UnderWay(started, x.shape)
+        return started, x.shape
 
-    def wait(self, underway: UnderWay) -> Tensor:
-        started, shape = underway
+    def wait(self, under_way: tuple[StartedAllToAll, torch.Size]) -> Tensor:
+        """Returns the buffer of that shape, zeros where no row came."""
+        started, shape = under_way
         came_NM = started.rows()
         out = came_NM.new_zeros(shape)
         out.flatten(0, -2).index_copy_(0, started.place_N, came_NM)
@@ -114,12 +102,6 @@ class ChunkRows(NamedTuple):
 
     values_NF: Tensor
     place_N: Tensor
-
-
-class _Given(NamedTuple):
-    """Stands for an argument: the number of an input."""
-
-    number: int
 
 
 Operation = Callable[..., Any]
@@ -253,7 +235,7 @@ def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
 def _multiply(node: fx.Node, rows: Rows) -> Operation:
     """Returns a product: each row times the matrix of its place in the batch."""
     numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
-    shape, place = shape_of(node), _Places(node, rows)
+    shape, at_places = shape_of(node), _at_places(node, rows)
     assert shape is not None
 
     def multiply_rows(*given: Any) -> ChunkRows:
@@ -269,21 +251,19 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
             chunk = ChunkRows(out, chunk.place_N[order_N])
         if len(numbers) < 3:
             return chunk
-        return chunk._replace(values_NF=chunk.values_NF + place.of(given[numbers[0]], chunk.place_N))
+        return chunk._replace(values_NF=chunk.values_NF + at_places(given[numbers[0]], chunk.place_N))
 
     return multiply_rows
 
 
 def _columns(node: fx.Node) -> Operation:
     """Returns columns of each row: the dimension is the only one that rows hold, and so that of their vectors."""
-    place = 1 if name_of(node) == "slice" else 2
-    rest = [value for number, value in enumerate(node.args) if number not in (0, place)]
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "dim"}
-    target: Any = node.target
+    place, target = 1 if name_of(node) == "slice" else 2, node.target
+    args, kwargs = [*node.args[1:]], {key: value for key, value in node.kwargs.items() if key != "dim"}
+    args[place - 1 : place] = [1]
+    assert callable(target)
 
     def take_columns(chunk: ChunkRows) -> Any:
-        args = [*rest]
-        args.insert(place - 1, 1)
         found = target(chunk.values_NF, *args, **kwargs)
         if isinstance(found, Tensor):
             return chunk._replace(values_NF=found)
@@ -303,24 +283,14 @@ def _element(node: fx.Node) -> Operation:
 
 def _each(node: fx.Node, rows: Rows) -> Operation:
     """Returns an elementwise operator of rows and rows, or of rows and tensors that are broadcast to them."""
-    inputs, places, target = node.all_input_nodes, _Places(node, rows), node.target
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: _Given(inputs.index(value)))
+    inputs, args, kwargs, target = node.all_input_nodes, node.args, dict(node.kwargs), node.target
+    at_places = _at_places(node, rows)
     assert callable(target)
 
     def each_row(*given: Any) -> ChunkRows:
-        chunks = [value for value in given if isinstance(value, ChunkRows)]
-        place_N = chunks[0].place_N
-        values = []
-        for value in given:
-            if isinstance(value, ChunkRows):
-                values.append(_in_order(value, place_N))
-            else:
-                values.append(places.of(value, place_N))
-
-        def put(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, _Given) else leaf
-
-        own_args, own_kwargs = tree_map(put, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _Given))
+        place_N = next(value.place_N for value in given if isinstance(value, ChunkRows))
+        values = [(_in_order if isinstance(value, ChunkRows) else at_places)(value, place_N) for value in given]
+        own_args, own_kwargs = fx.node.map_arg((args, kwargs), lambda one: values[inputs.index(one)])
         return ChunkRows(target(*own_args, **own_kwargs), place_N)
 
     return each_row
@@ -330,24 +300,23 @@ def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
     """Returns the values of a chunk in the order of these places."""
     if chunk.place_N is place_N or torch.equal(chunk.place_N, place_N):
         return chunk.values_NF
+    # Products group rows by matrix, all-to-alls by rank: two ways that lead to one operator may differ in it.
     found = chunk.values_NF.new_empty(chunk.values_NF.shape)
     found[place_N.argsort()] = chunk.values_NF[chunk.place_N.argsort()]
     return found
 
 
-class _Places:
-    """Rows of tensors that are broadcast to a node's result, looked up by place."""
+def _at_places(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a function of a tensor that is broadcast to a node's result, and places: its rows there, [N, F]."""
+    shape, sizes = shape_of(node) or (), _sizes(node, rows)
+    order = [*rows.dims, *(dim for dim in range(len(shape)) if dim not in rows.dims)]
 
-    def __init__(self, node: fx.Node, rows: Rows) -> None:
-        self._shape, self._sizes = shape_of(node) or (), _sizes(node, rows)
-        self._order = [*rows.dims, *(dim for dim in range(len(self._shape)) if dim not in rows.dims)]
-
-    def of(self, tensor: Tensor, place_N: Tensor) -> Tensor:
-        """Returns [N, F], or a scalar as it is."""
+    def at_places(tensor: Tensor, place_N: Tensor) -> Tensor:
         if tensor.dim() == 0:
             return tensor
-        index = tuple(_unravel(place_N, self._sizes))
-        return tensor.expand(self._shape).permute(self._order)[index].flatten(1)
+        return tensor.expand(shape).permute(order)[tuple(_unravel(place_N, sizes))].flatten(1)
+
+    return at_places
 
 
 def whole_of(node: fx.Node, rows: Rows) -> Operation:
@@ -359,6 +328,7 @@ def whole_of(node: fx.Node, rows: Rows) -> Operation:
 
     def whole_rows(*chunks: ChunkRows) -> Tensor:
         first = chunks[0].values_NF
+        # Rows that no token has are in no chunk. The backward pass, say, reads the whole tensor: there they are zeros.
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
         ordered = whole.permute([*rows.dims, *held])
         for chunk in chunks:

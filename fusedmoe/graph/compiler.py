@@ -10,11 +10,6 @@
 
 Results are those of the model as it is. What lies around an all-to-all goes in micro-batches; backward, weight
 gradients run while rows are on the wire.
-
-All-to-alls may be irregular: rows of zeros, such as places that no token took, stay where they are (Lancet §5.1). One
-small all-to-all tells every rank which rows come, then these alone travel; buffers keep their shapes, and what was not
-sent is zero again on the other side. A row counts as zeros where all its bits are 0, so results are the same to the
-last bit whatever a model sends.
 """
 
 from __future__ import annotations
@@ -40,15 +35,16 @@ class GraphBackend:
     Args:
         chunks: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
-            consist of whole groups.
-        reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
+            consist of whole groups, at most of as many as lie between two MoE layers (its ι).
         own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
             batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
             the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
             behind the layer. The host waits for the counts of each micro-batch's rows. The first run of each graph
             checks it (`fusedmoe.graph.own_places`): it takes about as long as two steps.
-        irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
-            waits for a small all-to-all before each. Plans are made as if all rows travelled.
+        irregular: rows of zeros, such as places that no token took, do not travel (Lancet §5.1). A small all-to-all,
+            for which the host waits, tells every rank which rows come; what was not sent is zero again on the other
+            side. Only a row whose bits are all 0 stays, so results are the same to the last bit. Plans are made as if
+            all rows travelled.
         costs: what operators and all-to-alls take; None: measured by all ranks at the same time, once for each machine,
             and kept on disk by the first of them.
         timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
@@ -66,19 +62,18 @@ class GraphBackend:
         *,
         chunks: int = 8,
         groups: int = 5,
-        reach: int | None = None,
         own_places: bool = False,
         irregular: bool = False,
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
     ) -> None:
-        if min(chunks, groups, reach or 1) < 1 or timeout_s <= 0:
+        if min(chunks, groups) < 1 or timeout_s <= 0:
             raise ConfigError(
-                f"graph backend: chunks = {chunks}, groups = {groups} and reach = {reach} must be at least 1, and "
-                f"timeout_s = {timeout_s} above 0"
+                f"graph backend: chunks = {chunks} and groups = {groups} must be at least 1, timeout_s = {timeout_s} "
+                "above 0"
             )
         self.__name__ = "fusedmoe"
-        self.settings = PlanSettings(chunks, groups, reach, own_places, timeout_s)
+        self.settings = PlanSettings(chunks, groups, own_places, timeout_s)
         self.irregular = IrregularAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
@@ -91,6 +86,7 @@ class GraphBackend:
         own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
+        # Shared by the passes of this graph, which PyTorch compiles in its own time.
         failed: list[BaseException] = []
         check: OwnPlacesCheck | None = None
         saved: list[str] = []
@@ -136,21 +132,21 @@ class GraphBackend:
         # Authors wait where they like; plans need one wait for each collective.
         wait_once(module.graph)
         module.graph.eliminate_dead_code()
-        if any(is_all_to_all(node) for node in module.graph.nodes):
-            gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
-            report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
-            report.planning_s = time.monotonic() - began
-            self.reports.append(report)
-            # After planning, which knows captured operators only.
-            if self.irregular is not None:
-                self.irregular.put_into(module.graph)
-            run = _runnable(module)
-            if check is not None:
-                run = check.first_then(run)
-            if report.ranges:
-                run = _explained(run, max(one.chunks for one in report.ranges))
-            return run, check
-        return _runnable(module), None
+        if not any(map(is_all_to_all, module.graph.nodes)):
+            return _boxed(_runnable(module)), None
+        gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
+        report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
+        report.planning_s = time.monotonic() - began
+        self.reports.append(report)
+        # After planning, which knows captured operators only.
+        if self.irregular is not None:
+            self.irregular.put_into(module.graph)
+        run = _runnable(module)
+        if check is not None:
+            run = check.first_then(run)
+        if report.ranges:
+            run = _explained(run, max(one.chunks for one in report.ranges))
+        return _boxed(run), check
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -182,14 +178,12 @@ def _results(phase: str) -> int | None:
 
 
 def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
-    """Returns a pass with ranges in chunks whose error says what to do where these need too much memory.
-
-    A rank cannot go back to fewer chunks by itself: the others already send it theirs.
-    """
+    """Returns a pass with ranges in chunks whose error says what to do where these need too much memory."""
 
     def call(args: list[Any]) -> Any:
         try:
             return run(args)
+        # A rank cannot go back to fewer chunks by itself: the others already send it theirs.
         except torch.OutOfMemoryError as error:
             fewer = f"chunks={chunks // 2}" if chunks > 2 else "chunks=1, which splits nothing"
             raise torch.OutOfMemoryError(
@@ -197,25 +191,21 @@ def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
                 f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
             ) from error
 
-    call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
     """Returns the graph as a function that empties the list of its inputs, which are freed as soon as they are used."""
-    boxed = getattr(torch.fx.graph, "_BoxedCodeGen", None)
-    if boxed is None:
-        from functorch.compile import make_boxed_func
-
-        module.recompile()
-        run: Callable[..., Any] = make_boxed_func(module.forward)
-        return run
-    module.graph.set_codegen(boxed())
+    codegen = getattr(torch.fx.graph, "_BoxedCodeGen", None)
+    if codegen is not None:
+        module.graph.set_codegen(codegen())
     module.recompile()
     code = module.forward
+    # A PyTorch without such code keeps the inputs until the pass ends.
+    return (lambda args: code(*args)) if codegen is None else (lambda args: code(args))
 
-    def call(args: list[Any]) -> Any:
-        return code(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+def _boxed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function as one that takes its inputs as a list, which it empties."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,12 +1,9 @@
-"""The ranks that run a captured graph together, and what they tell each other.
-
-They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a graph which
-others do not is told so, and does not disturb what these send meanwhile.
-"""
+"""The ranks that run a captured graph together, and what they tell each other."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -51,19 +48,21 @@ class GraphRanks:
         self._rank = dist.get_rank() if groups else 0
         self.leader = not groups or self._rank == self.ranks[0]
         self._timeout_s = timeout_s
+        # They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a
+        # graph which others do not is told so, and does not disturb what these send meanwhile.
         self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
 
     def all(self, text: str, operation: str = _PLANNING) -> list[str]:
-        """Returns what each rank brings, in the order of `ranks`. Collective.
+        """Returns what each rank brings, in the order of `ranks`; `RankError` where one failed or did not come.
 
-        Raises `RankError` where a rank failed, or did not come in time.
+        Collective, as are the methods below.
         """
         if self._board is None:
             return [text]
         return self._board.meet(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
 
     def require_same(self, text: str) -> None:
-        """Raises `RankError`, on every rank, where they do not all bring the same text. Collective."""
+        """Raises `RankError`, on every rank, where they do not all bring the same text."""
         # The store carries little: graphs have thousands of lines.
         digests = self.all(hashlib.sha256(text.encode()).hexdigest()[:16])
         odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
@@ -74,20 +73,17 @@ class GraphRanks:
             )
 
     def require_none(self, operation: str, findings: Sequence[str], cure: str) -> None:
-        """Raises, on every rank, where some rank has found something wrong. Collective.
-
-        Raises:
-            RankError: with what each rank found; on one rank alone it is a `ConfigError`.
-        """
+        """Raises, on every rank, a `RankError` with what each rank has found wrong; on one rank a `ConfigError`."""
         texts = self.all("; ".join(findings), operation)
         wrong = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
         if wrong:
             message = f"captured graph, {operation}: {'. '.join(wrong)}. {cure}"
             raise ConfigError(message) if len(self.ranks) == 1 else RankError(message, agreed=True)
 
-    def from_first(self, decide: Callable[[], str]) -> str:
-        """Returns what the first rank decides. Collective; an exception there ends all ranks."""
-        return self.all(self.guarded(decide) if self.leader else "")[0]
+    def from_first(self, decide: Callable[[], Any]) -> Any:
+        """Returns what the first rank decides, as JSON can hold it; an exception there ends all ranks."""
+        text = self.guarded(lambda: json.dumps(decide())) if self.leader else ""
+        return json.loads(self.all(text)[0])
 
     def guarded(self, run: Callable[[], T], operation: str = _PLANNING) -> T:
         """Returns what `run` returns. An exception in it ends all ranks, at the next meeting."""
@@ -98,7 +94,7 @@ class GraphRanks:
                 self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
             raise
 
-    def wait(self, work: dist.Work, operation: str = _PLANNING) -> None:
+    def wait(self, work: dist.Work) -> None:
         """Waits for a collective of Gloo, `timeout_s` seconds at most; NCCL's watchdog bounds its own.
 
         Raises:
@@ -114,20 +110,19 @@ class GraphRanks:
                 return
             except RuntimeError as error:
                 said: Verdict | str | None = self._board.read()
+                text = ""
                 if said is None and work.is_completed():  # it has failed; else only this look is over
                     text = f"a connection to it broke ({error}); see its log"
-                    said = self._board.read(_EXIT_S) or self._board.blame(self._missing(), operation, text)
-                if said is None and time.monotonic() > deadline:
+                    said = self._board.read(_EXIT_S)
+                elif said is None and time.monotonic() > deadline:
                     text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
-                    said = self._board.blame(self._missing(), operation, text)
+                if said is None and text:
+                    # Who has ended, or else who waits for nobody.
+                    others = tuple(rank for rank in self.ranks if rank != self._rank)
+                    missing = (self._board.gone(others) or self._board.absent(others) or others)[0]
+                    said = self._board.blame(missing, _PLANNING, text)
                 if said is not None:
-                    raise RankError(f"rank {self._rank}: {operation} ended because {said}") from error
-
-    def _missing(self) -> int:
-        """The rank that has ended, or else waits for nobody."""
-        assert self._board is not None
-        others = tuple(rank for rank in self.ranks if rank != self._rank)
-        return (self._board.gone(others) or self._board.absent(others) or others)[0]
+                    raise RankError(f"rank {self._rank}: {_PLANNING} ended because {said}") from error
 
 
 def resolve(group: Any) -> Any:

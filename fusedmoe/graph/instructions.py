@@ -1,14 +1,15 @@
 """A captured pass as a list of instructions with a dependency graph (Lancet §4.1).
 
-Nodes of the graph that compute or communicate, in order, and for each all that has to be done before it. Sets of
-instructions are integers whose bit i stands for instruction i: a pass of thousands of them is analysed in no time.
+Nodes of the graph that compute or communicate, in order, and for each all that has to be done before it.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -59,8 +60,6 @@ def is_random(node: fx.Node) -> bool:
 
 def mutates(node: fx.Node) -> bool:
     """Returns whether the node may change memory that another one reads; so may all that nothing is known of."""
-    if node.op == "call_function" and node.target is operator.getitem or node.op == "get_attr":
-        return False
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable or node.op in ("call_module", "call_method")
 
@@ -100,12 +99,13 @@ def concrete(number: Any) -> int:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of a node's tensor."""
+    """Returns the bytes of a node's tensor."""
     tensor = node.meta["val"]
-    count = 1
-    for size in tensor.shape:
-        count *= concrete(size)
-    return count * int(tensor.element_size())
+    return math.prod(map(concrete, tensor.shape)) * int(tensor.element_size())
+
+
+# Sets of instructions are integers whose bit i stands for instruction i: a pass of thousands of them is analysed in no
+# time.
 
 
 def bits(numbers: int) -> Iterator[int]:
@@ -116,17 +116,22 @@ def bits(numbers: int) -> Iterator[int]:
         numbers ^= lowest
 
 
+def union(sets: Iterable[int]) -> int:
+    """Returns the union of sets."""
+    return reduce(operator.or_, sets, 0)
+
+
 def wait_once(graph: fx.Graph) -> None:
     """Has each collective with one result waited for once, before anything else is done with what comes.
 
     Models may wait twice (`wait_tensor` is called by whoever uses the tensor, and by its author), look at the tensor in
-    another way first, or wait for what was computed of it: a tensor that has come is as it is. Collectives that have a
-    gradient of their own become those without: both passes are written out here.
+    another way first, or wait for what was computed of it: a tensor that has come is as it is.
     """
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
     # No node that uses a tensor moves, and so the first of them stays the first.
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
+        # Collectives that have a gradient of their own become those without: both passes are written out here.
         if _space(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
             node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
         if is_start(node) and isinstance(node.meta["val"], torch.Tensor):
@@ -169,21 +174,16 @@ class Instructions:
         self.place = {node: index for index, node in enumerate(self.nodes)}
         self.ancestors: list[int] = []
         direct: list[set[int]] = []
-        last_random = last_change = None
+        last_random, last_change = set[int](), set[int]()
         for index, node in enumerate(self.nodes):
-            before = {self.place[needed] for needed in node.all_input_nodes if needed in self.place}
+            before = {self.place[needed] for needed in node.all_input_nodes if needed in self.place} | last_change
             if is_random(node):  # results are those of the model as it is: numbers are drawn in its order
-                before |= {last_random} - {None}  # type: ignore[arg-type]
-                last_random = index
-            if last_change is not None:
-                before.add(last_change)
+                before |= last_random
+                last_random = {index}
             if mutates(node):  # whoever may read that memory reads it before, or after
                 before.update(range(index))
-                last_change = index
-            known = 0
-            for needed in before:
-                known |= self.ancestors[needed] | 1 << needed
-            self.ancestors.append(known)
+                last_change = {index}
+            self.ancestors.append(union(self.ancestors[needed] | 1 << needed for needed in before))
             direct.append(before)
         self.descendants = [0] * len(self.nodes)
         for index in reversed(range(len(self.nodes))):
@@ -206,22 +206,12 @@ class Instructions:
 
         Collectives of these gradients, and what comes after such a collective, are not among them.
         """
-        output = next(iter(reversed(next(iter(self.nodes)).graph.nodes))) if self.nodes else None
-        results = [] if output is None else output.all_input_nodes
-        serves = 0
-        for node in results:
-            if node in self.place and node not in gradients:
-                serves |= self._with_ancestors(self.place[node])
+        results = list(self.nodes[0].graph.nodes)[-1].all_input_nodes if self.nodes else []
         # An all-to-all is never put off for the sake of a weight gradient.
-        for start in self.starts:
-            if is_all_to_all(self.nodes[start]):
-                serves |= self._with_ancestors(start)
-        wanted = 0
-        for node in gradients:
-            if node in self.place:
-                wanted |= self._with_ancestors(self.place[node])
+        ends = [node for node in results if node not in gradients]
+        ends += [self.nodes[start] for start in self.starts if is_all_to_all(self.nodes[start])]
         # Of these, what follows a collective of a gradient, and what must keep its place, is not free to move.
-        found = wanted & ~serves
+        found = self._with_ancestors(gradients) & ~self._with_ancestors(ends)
         for index in bits(found):
             node = self.nodes[index]
             if is_start(node):
@@ -230,8 +220,9 @@ class Instructions:
                 found &= ~(1 << index)
         return found
 
-    def _with_ancestors(self, index: int) -> int:
-        return self.ancestors[index] | 1 << index
+    def _with_ancestors(self, nodes: Iterable[fx.Node]) -> int:
+        places = (self.place[node] for node in nodes if node in self.place)
+        return union(self.ancestors[index] | 1 << index for index in places)
 
     def _waits(self, start: int) -> int:
         found, ends = 0, [self.nodes[start]]

@@ -1,45 +1,34 @@
-"""The choice of ranges of a pass that run in chunks, by predicted seconds (Lancet §5)."""
+"""The choice of ranges of a pass that run in chunks, by predicted seconds, and of their tensors' axes (Lancet §5).
+
+The axes of a range are a constraint problem for OR-Tools CP-SAT. Every instruction is split in one way, or runs as a
+whole, before all that is split or after it. One tensor has one axis, or its chunks are rows. What is split takes chunks
+of what ran before, or chunks along the same axis of what is split; what it needs whole has run before. All all-to-alls
+are split; besides these as much computation as possible, by its seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of
-from fusedmoe.graph.instructions import (
-    Instructions,
-    bytes_of,
-    is_all_to_all,
-    is_random,
-    is_start,
-    is_wait,
-    mutates,
-)
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_random, is_start, is_wait, mutates
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
-from fusedmoe.graph.range_split import InstructionRange, KnownWays, RangeSplit, infer
-from fusedmoe.graph.rewriting import (
-    chunk_like,
-    cut,
-    fake_call,
-    join,
-    joined_nodes,
-    rebuilt,
-    run_chunk,
-    runs_before,
-    stages_of,
-)
-from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies.lancet_plans import best_ranges
-from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.task import Task
+from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
+from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
 
-_aten = torch.ops.aten
+# Of the solver's work (`fusedmoe.schedule.lancet`).
+_LIMIT = 2.0
+_TICKS, _SCATTERED = 10_000, 256
 
 
 @dataclass
@@ -69,38 +58,43 @@ class Pipelined:
 KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
+@dataclass(frozen=True)
+class PlanSettings:
+    """Settings of plans; see `GraphBackend`."""
+
+    chunks: int
+    groups: int
+    own_places: bool = False
+    timeout_s: float = 1200.0
+
+
 def chosen_ranges(
     instructions: Instructions,
     node_s: Callable[[fx.Node], float],
-    hidden_s: Callable[[int], float],
+    hidden_s: Mapping[int, float],
     costs: OperatorCosts,
-    most_chunks: int,
-    count: int,
-    reach: int | None,
+    settings: PlanSettings,
     show: Callable[[int, int], object],
-    rows: bool = False,
-    known: KnownSplits | None = None,
+    known: KnownSplits,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """Returns the ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_chunks, count, reach: `chunks`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
-        rows: as for `infer`.
         known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
-    known = {} if known is None else known
-    groups, layers = grouped(instructions, node_s, count)
-    longest = reach or -(-len(groups) // layers)
-    degrees = [2**power for power in range(1, most_chunks.bit_length())]
+    groups, layers = grouped(instructions, node_s, settings.groups)
+    # Lancet's ι: as many groups as lie between two MoE layers.
+    longest = -(-len(groups) // layers)
+    degrees = [2**power for power in range(1, settings.chunks.bit_length())]
     options: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
-    costed: dict[Any, CostedChunk] = {}
+    costed: dict[Any, tuple[Any, float]] = {}
     said: dict[fx.Node, str] = {}
     ways = KnownWays()  # ranges overlap: an instruction is looked at once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
-            max(0.0, start_s(costs, instructions.nodes[index]) - hidden_s(index))
+            max(0.0, start_s(costs, instructions.nodes[index]) - hidden_s.get(index, 0.0))
             for index in range(start, stop)
             if is_all_to_all(instructions.nodes[index])
         )
@@ -121,7 +115,8 @@ def chosen_ranges(
         key = (split_key(nodes, said), chunks)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            known[key] = infer(nodes, chunks, node_s, in_order(instructions, start, stop), rows, ways), nodes
+            order = in_order(instructions, start, stop)
+            known[key] = infer(nodes, chunks, node_s, order, settings.own_places, ways), nodes
         split, example = known[key]
         if split is None:
             return float("inf")
@@ -143,35 +138,26 @@ def chosen_ranges(
 def grouped(
     instructions: Instructions, node_s: Callable[[fx.Node], float], count: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Returns consecutive instructions in groups, about `count` of equal time for each MoE layer, and how many layers.
-
-    A collective and its wait are in one group, and so is what has several results with these. Two all-to-alls count as
-    a layer.
-    """
-    collectives = sum(map(is_all_to_all, instructions.nodes))
-    layers = max(1, collectives // 2)
+    """Returns consecutive instructions in groups, about `count` of equal time for a MoE layer, and how many layers."""
+    # Two all-to-alls count as a layer, there and back.
+    layers = max(1, sum(map(is_all_to_all, instructions.nodes)) // 2)
     share_s = sum(map(node_s, instructions.nodes)) / layers / count
-    # What has several results stays with those who take them apart: chunks are cut off tensors only.
-    bound = {}  # from the first to the last instruction of what must stay together
-    for index, node in enumerate(instructions.nodes):
-        if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
-            bound[index] = max(
-                (instructions.place[user] for user in node.users if user in instructions.place), default=index
-            )
-    groups, start, taken_s, until = [], 0, 0.0, -1
+    groups, start, taken_s, until, waits = [], 0, 0.0, -1, False
     for index, node in enumerate(instructions.nodes):
         # An all-to-all begins a group, and its wait ends one, so that a range can begin and end at either.
-        if is_all_to_all(node) and index > start and index > until:
+        if is_all_to_all(node) and until < index > start:
             groups.append((start, index))
-            start, taken_s = index, 0.0
-        until = max(until, bound.get(index, index))
+            start, taken_s, waits = index, 0.0, False
+        until = max(until, index)
+        # A collective stays in one group with its wait, and what has several results with those who take them apart:
+        # chunks are cut off tensors only.
+        if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
+            until = max([until, *(instructions.place[user] for user in node.users if user in instructions.place)])
         taken_s += node_s(node)
-        ends = any(
-            is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in instructions.nodes[start : index + 1]
-        )
-        if index >= until and (taken_s >= share_s > 0 or ends):
+        waits |= is_wait(node) and is_all_to_all(node.all_input_nodes[0])
+        if index >= until and (taken_s >= share_s > 0 or waits):
             groups.append((start, index + 1))
-            start, taken_s = index + 1, 0.0
+            start, taken_s, waits = index + 1, 0.0, False
     if start < len(instructions.nodes):
         groups.append((start, len(instructions.nodes)))
     return groups, layers
@@ -179,25 +165,16 @@ def grouped(
 
 def in_order(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
     """Returns pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
-    odd = [
-        index
-        for index in range(start, stop)
-        if is_random(instructions.nodes[index]) or mutates(instructions.nodes[index])
-    ]
-    pairs = [(first, second) for first, second in zip(odd, odd[1:], strict=False)]
+    nodes = instructions.nodes[start:stop]
+    odd = [index for index, node in enumerate(nodes) if is_random(node) or mutates(node)]
+    pairs = list(pairwise(odd))
     for index in odd:
-        if mutates(instructions.nodes[index]):
-            pairs += [(first, index) for first in range(start, index)] + [
-                (index, first) for first in range(index + 1, stop)
-            ]
+        if mutates(nodes[index]):
+            pairs += [(first, index) for first in range(index)]
+            pairs += [(index, second) for second in range(index + 1, len(nodes))]
     # Collectives that are not split, too: all ranks send in one order.
-    sent = [
-        index
-        for index in range(start, stop)
-        if is_start(instructions.nodes[index]) and not is_all_to_all(instructions.nodes[index])
-    ]
-    pairs += zip(sent, sent[1:], strict=False)
-    return [(first - start, second - start) for first, second in pairs]
+    pairs += pairwise(index for index, node in enumerate(nodes) if is_start(node) and not is_all_to_all(node))
+    return pairs
 
 
 def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
@@ -207,9 +184,12 @@ def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
     """
     places = {node: place for place, node in enumerate(nodes)}
 
+    def describe(value: Any) -> Any:
+        return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
     def name(node: fx.Node) -> str:
         if node not in said:
-            said[node] = str(tree_map(_described, node.meta.get("val")))
+            said[node] = str(tree_map(describe, node.meta.get("val")))
         return said[node]
 
     lines = []
@@ -222,125 +202,153 @@ def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
     return "\n".join(lines)
 
 
-def _described(value: Any) -> Any:
-    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+class SplitKey(NamedTuple):
+    """One of the ways of an instruction: see `OperatorSplit`."""
+
+    axis: Axis | Rows
+    crosses: bool
 
 
-class CostedChunk(NamedTuple):
-    """One chunk of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
-
-    value: Any
-    seconds: float
+Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
-def pipeline_s(
-    nodes: Sequence[fx.Node],
-    split: RangeSplit,
-    chunks: int,
-    node_s: Callable[[fx.Node], float],
-    costs: OperatorCosts,
-    known: dict[Any, CostedChunk],
-) -> float:
-    """Returns the seconds of a range in chunks, by the simulator: Lancet's P(i, n, k).
+class KnownWays:
+    """Ways to split the instructions of a graph, each found once: ranges overlap."""
 
-    `known`: chunks of instructions in other ranges, and from now on those of this one.
-    """
-    mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
-    plain = fake_call(mode)
-    taken_s = 0.0
+    def __init__(self) -> None:
+        self.way_of, self.outputs_from = cache(way_of), cache(outputs_from)
 
-    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal taken_s
-        result = plain(target, args, kwargs)
-        # Views cost nothing, and functions of this room are costed with their instruction.
-        if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
-            taken_s += costs.operator_s(target, args, kwargs)
-        return result
 
-    # All chunks take as long, so that the first is measured for all. Values are fake: nothing is computed here.
-    stages = stages_of(split)
-    compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
-    comm: dict[int, float] = {}
-    values: dict[fx.Node, Any] = {}
+def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
+    """Returns all ways to split each instruction that lead to or from a split all-to-all. `rows`: also by rows."""
+    inside = set(nodes)
+    ways: Ways = {}
+    ends: list[tuple[fx.Node, OperatorSplit]] = []
 
-    def value(source: fx.Node, axis: Axis | Rows | None) -> Any:
-        if source in values:
-            return values[source]
-        if axis is None:
-            return source.meta["val"]
-        assert isinstance(axis, Axis), "rows are cut off nothing"
-        return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
+    def note(node: fx.Node, way: OperatorSplit | None) -> None:
+        if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
+            return
+        # Rows are cut off nothing: what has them is of the range.
+        if all(source in inside for source, wanted in way.inputs.items() if isinstance(wanted, Rows)):
+            ways[node][key] = way
+            ends.append((node, way))
 
-    def costed(node: fx.Node, way: OperatorSplit) -> CostedChunk:
-        nonlocal taken_s
-        if way.by_rows:  # as many in each chunk, as far as one can tell
-            return CostedChunk(chunk_like(node, way.axis, chunks), node_s(node) / chunks)
-        taken_s = 0.0
-        chunk = run_chunk(call, node, way, chunks, value)
-        if way.carries:
-            call(_aten.add.Tensor, (chunk, chunk), {})
-        return CostedChunk(chunk, taken_s)
-
-    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedChunk:
-        nonlocal taken_s
-        taken_s = 0.0
-        if isinstance(axis, Rows):
-            call(_aten.clone.default, (node.meta["val"],), {})
-        else:
-            join(call, [values[node]] * chunks, node.meta["val"], axis)
-        return CostedChunk(None, taken_s)
-
-    for node, way in split.split.items():
-        key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
-        if key not in known:
-            known[key] = costed(node, way)
-        values[node] = known[key].value
-        compute[stages[node]] += known[key].seconds
+    for node in nodes:
         if is_all_to_all(node):
-            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
-    around_s = sum(map(node_s, split.after))
-    for node in joined_nodes(nodes, split):
-        if rebuilt(node, split.split) is None:
-            axis = split.split[node].axis
-            if (node, axis, chunks) not in known:
-                known[node, axis, chunks] = costed_whole(node, axis)
-            around_s += known[node, axis, chunks].seconds
-    needed, loose = runs_before(split)
-    around_s += sum(map(node_s, needed))
-    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), chunks)
-    return around_s + makespan(plan, Durations(seconds))
+            for axis in first_axes(node, chunks, rows):
+                note(node, known.way_of(node, axis, False, chunks=chunks))
+    # From the all-to-alls outwards: a way that leads to none of them is of no use.
+    while ends:
+        node, way = ends.pop()
+        for source, wanted in way.inputs.items():
+            if wanted is not None:
+                for crosses in (False, True)[: 1 + rows]:
+                    note(source, known.way_of(source, wanted, crosses, chunks=chunks))
+        for user in node.users:
+            if user.target is operator.getitem:
+                note(user, known.way_of(user, way.axis, False, chunks=chunks))
+            elif user in inside:
+                for found in known.outputs_from(user, node, way.axis, chunks, rows):
+                    note(user, found)
+    return ways
 
 
-def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether a result lies in the memory of an argument."""
-    if not isinstance(result, torch.Tensor):
-        return False
-    own = result.untyped_storage()._cdata
-    return any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == own for one in args)
+def infer(
+    nodes: Sequence[fx.Node],
+    chunks: int,
+    seconds: Callable[[fx.Node], float],
+    ordered: Sequence[tuple[int, int]] = (),
+    rows: bool = False,
+    known: KnownWays | None = None,
+) -> RangeSplit | None:
+    """Returns the split of a range into so many chunks; None where some all-to-all of it cannot be split.
+
+    Args:
+        ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
+        rows: whether chunks may be rows.
+        known: ways that other ranges of the graph have been split in, and from now on those of this one.
+    Raises:
+        ConfigError: OR-Tools is not installed.
+    """
+    ways = ways_in(nodes, chunks, rows, known or KnownWays())
+    if not all(node in ways for node in nodes if is_all_to_all(node)):
+        return None
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ConfigError(
+            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
+        ) from None
+    # One boolean for each instruction and way; early and late for those that run as a whole.
+    model = cp_model.CpModel()
+    inside = set(nodes)
+    early = {node: model.new_bool_var("") for node in nodes}
+    late = {node: model.new_bool_var("") for node in nodes}
+    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in ways.get(node, ())}
+
+    def split(node: fx.Node) -> list[cp_model.IntVar]:
+        return [chosen[node, key] for key in ways.get(node, ())]
+
+    def along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
+        return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
+
+    def follows(node: fx.Node, source: fx.Node) -> None:
+        model.add_implication(early[node], early[source])
+        model.add_implication(late[source], late[node])
+
+    def needs(node: fx.Node, key: SplitKey, *some: cp_model.IntVar) -> None:
+        model.add_bool_or([chosen[node, key].negated(), *some])
+
+    for node in nodes:
+        model.add_exactly_one(early[node], late[node], *split(node))
+        if is_all_to_all(node):  # a range that leaves one whole hides nothing of it
+            model.add_bool_or(split(node))
+        for source in node.all_input_nodes:
+            if source not in inside:
+                continue
+            follows(node, source)
+            for key, way in ways.get(node, {}).items():
+                wanted = way.inputs[source]
+                allowed = [] if wanted is None else along(source, wanted)
+                # Chunks are cut off tensors only, not off several at a time, and along axes only.
+                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[source]]
+                needs(node, key, *allowed, *whole)
+            # Several results are put together one by one, and rows on the wire not at all.
+            if node.target is operator.getitem or is_wait(node):
+                for key in ways.get(source, ()):
+                    needs(source, key, *along(node, key.axis))
+    # Rows that set out come back: whoever gives them has somebody who takes them.
+    for node, key in chosen:
+        if isinstance(key.axis, Rows) and node.users:
+            of_users = [(user, other, way) for user in node.users for other, way in ways.get(user, {}).items()]
+            needs(node, key, *(chosen[user, other] for user, other, way in of_users if way.inputs[node] == key.axis))
+    for first, second in ordered:
+        follows(nodes[second], nodes[first])
+    costs = {node: seconds(node) for node in nodes}
+    tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
+    # Of ways that split the same, the one whose chunks are consecutive: others cost copies, and rows most.
+    worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
+    model.maximize(sum((worth[node] - _copies(key.axis)) * source for (node, key), source in chosen.items()))
+    solver = solved(model, _LIMIT)
+    if solver is None:
+        return None
+    taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
+    # What needs no chunk may run beside what does, and so fill the time in which rows are on the wire.
+    before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
+    for first, second in ordered:
+        before[nodes[second]].append(nodes[first])
+    behind: set[fx.Node] = set()
+    for node in nodes:
+        waits = is_start(node) or is_wait(node) or any(source in taken or source in behind for source in before[node])
+        if node not in taken and solver.value(late[node]) and waits:
+            behind.add(node)
+    return RangeSplit(
+        tuple(node for node in nodes if node not in taken and node not in behind),
+        taken,
+        tuple(node for node in nodes if node in behind),
+    )
 
 
-def stage_plan(
-    compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
-) -> tuple[Plan, dict[Task, float]]:
-    """Returns a range as a plan: each chunk of stage s computes for `compute[s]` seconds and sends for `comm[s]`."""
-    order: dict[str, list[Task]] = {"compute": [], "inter": []}
-    after: dict[Task, tuple[Task, ...]] = {}
-    seconds: dict[Task, float] = {}
-    before: list[Task | None] = [None] * chunks
-    for stage in range(max([*compute, *comm], default=0) + 1):
-        for chunk in range(chunks):
-            for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
-                if stage not in given:
-                    continue
-                # A layer of the plan for each stage, so that no rule of layers applies.
-                task = Task(kind, chunk, 2 * stage + (kind == "dispatch"))
-                order[where].append(task)
-                last = before[chunk]
-                after[task] = () if last is None else (last,)
-                seconds[task] = given[stage]
-                before[chunk] = task
-        if stage == 0:
-            task = Task("gate", None, 2 * len(compute) + 2)
-            order["compute"].append(task)
-            after[task], seconds[task] = (), loose_s
-    return Plan.from_orders(order, after), seconds
+def _copies(axis: Axis | Rows) -> int:
+    most = _SCATTERED // 2
+    return most if isinstance(axis, Rows) else min(axis.outer, most - 1)

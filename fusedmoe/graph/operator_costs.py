@@ -22,7 +22,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedmoe.files import cache_dir, read_kept
-from fusedmoe.graph.instructions import bytes_of, computes, concrete
+from fusedmoe.graph.graph_ranks import GraphRanks, resolve
+from fusedmoe.graph.instructions import bytes_of, computes, concrete, group_of
 from fusedmoe.runtime.cache import fingerprint, write
 
 #: The smallest collective that is measured; each further one is twice as large.
@@ -75,20 +76,6 @@ class MeasuredCosts:
     path: Path | None = None
     fresh: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def load(
-        cls, points: Points, facts: dict[str, Any], from_first: Callable[[Callable[[], str]], str]
-    ) -> MeasuredCosts:
-        """Returns the costs that the first rank has kept, on all ranks. Collective.
-
-        Args:
-            facts: all that the seconds depend on.
-            from_first: tells all ranks what the first one brings (`GraphRanks.from_first`).
-        """
-        path = cache_dir() / f"operators-{fingerprint(facts)}.json"
-        known: dict[str, float] = json.loads(from_first(lambda: json.dumps(load_numbers(path))))
-        return cls(points, known, path)
-
     def save(self) -> None:
         if self.path is not None:
             write(self.path, json.dumps(self.known), "what operators take")
@@ -101,10 +88,10 @@ class MeasuredCosts:
 
     def agree(self, found: Iterable[Mapping[str, float]]) -> None:
         """Takes what every rank has measured (its `fresh`): of each operator the seconds of the slowest rank."""
+        # All others wait for that one at the next all-to-all.
         slowest: dict[str, float] = {}
-        for own in found:
-            for key, seconds in own.items():
-                slowest[key] = max(seconds, slowest.get(key, 0.0))
+        for key, seconds in (pair for own in found for pair in own.items()):
+            slowest[key] = max(seconds, slowest.get(key, 0.0))
         self.known |= slowest
         self.fresh.clear()
 
@@ -124,10 +111,14 @@ def node_s(costs: OperatorCosts, node: fx.Node) -> float:
 def _plain(value: Any) -> Any:
     """Returns the value with sizes as they were when the graph was captured."""
     if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
-        sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
         with value.fake_mode:  # type: ignore[attr-defined]
-            return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+            return torch.empty_strided(*_layout(value), dtype=value.dtype, device=value.device)
     return concrete(value) if isinstance(value, torch.SymInt) else value
+
+
+def _layout(tensor: torch.Tensor) -> list[list[int]]:
+    """Returns the sizes and the strides of a tensor, as numbers."""
+    return [[concrete(n) for n in numbers] for numbers in (tensor.shape, tensor.stride())]
 
 
 def start_s(costs: OperatorCosts, node: fx.Node) -> float:
@@ -138,7 +129,7 @@ def start_s(costs: OperatorCosts, node: fx.Node) -> float:
 def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     def name(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            shape, stride = ("x".join(str(concrete(n)) for n in numbers) for numbers in (value.shape, value.stride()))
+            shape, stride = ("x".join(map(str, numbers)) for numbers in _layout(value))
             return f"{str(value.dtype).removeprefix('torch.')}[{shape}:{stride}]@{value.device.type}"
         return str(concrete(value)) if isinstance(value, torch.SymInt) else repr(value)
 
@@ -146,28 +137,25 @@ def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """Seconds of an operator on made-up tensors: numbers of a normal distribution, indices of 0."""
+    """Returns the seconds of an operator on made-up tensors: numbers of a normal distribution, indices of 0."""
 
     def made(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
-            length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
-            # The memory that the strides reach, gaps and overlaps included: they decide how fast an operator is.
-            flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
-            if value.dtype.is_floating_point:
-                flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
-            return flat.as_strided(sizes, strides)
-        return concrete(value) if isinstance(value, torch.SymInt) else value
+        if not isinstance(value, torch.Tensor):
+            return concrete(value) if isinstance(value, torch.SymInt) else value
+        sizes, strides = _layout(value)
+        # The memory that the strides reach, gaps and overlaps included: they decide how fast an operator is.
+        length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
+        flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point:
+            flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
+        return flat.as_strided(sizes, strides)
 
     tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-    with (
-        as_at_run_time(),
-        torch.no_grad(),
-        torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in target.tags),
-    ):
+    device = next((value.device for value in tensors), torch.device("cpu"))
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    with as_at_run_time(), torch.no_grad(), torch.random.fork_rng(enabled=draws):
         try:
             own_args, own_kwargs = tree_map(made, (args, dict(kwargs)))
-            device = next((value.device for value in tensors), torch.device("cpu"))
             timed(lambda: target(*own_args, **own_kwargs), device)
             seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
             while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
@@ -180,14 +168,12 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
 
 @contextmanager
 def as_at_run_time() -> Iterator[None]:
-    """A context inside a capture in which operators compute, as if nothing were captured.
-
-    Python's dispatcher is off too: with it a collective keeps the interpreter's lock while it waits, and a thread of
-    the process group that needs the lock waits for it in turn, for ever.
-    """
+    """A context inside a capture in which operators compute, as if nothing were captured."""
     from torch._dispatch.python import no_python_dispatcher
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    # With Python's dispatcher a collective keeps the interpreter's lock while it waits, and a thread of the process
+    # group that needs the lock waits for it in turn, for ever.
     with unset_fake_temporarily(), no_python_dispatcher():
         yield
 
@@ -210,15 +196,33 @@ def point_sizes(largest: float) -> list[int]:
     return sizes
 
 
+def all_to_all_points(
+    graph_ranks: GraphRanks, all_to_alls: Sequence[fx.Node], device: torch.device, facts: dict[str, Any]
+) -> Points:
+    """Returns points of the first all-to-all's group, as the first rank has kept them or as all measure. Collective.
+
+    `facts`: all that the seconds depend on besides the group.
+    """
+    group = resolve(group_of(all_to_alls[0]))
+    facts = facts | {"group": {"size": dist.get_world_size(group), "backend": dist.get_backend(group)}}
+    path = cache_dir() / f"all-to-all-{fingerprint(facts)}.json"
+    known = graph_ranks.from_first(lambda: load_numbers(path))
+    sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
+    missing = [size for size in sizes if str(size) not in known]
+    if missing:
+        with as_at_run_time():
+            found = measure_points(group, device, missing, graph_ranks.wait)
+        known |= dict(zip(map(str, missing), found, strict=True))
+        if graph_ranks.leader:
+            write(path, json.dumps(known), "what all-to-alls take")
+    by_size = sorted((int(size), seconds) for size, seconds in known.items())
+    return Points(tuple(size for size, _ in by_size), tuple(seconds for _, seconds in by_size))
+
+
 def measure_points(
     group: Any, device: torch.device, sizes: Sequence[int], wait: Callable[[dist.Work], None]
 ) -> list[float]:
-    """Returns the seconds of all-to-alls of these sizes on the slowest rank. Collective over the group.
-
-    Args:
-        sizes: in bytes.
-        wait: waits for a collective, within bounds (`GraphRanks.wait`).
-    """
+    """Returns the seconds of all-to-alls of so many bytes on the slowest rank. Collective over the group."""
     count = dist.get_world_size(group)
     medians_s = []
     for size in sizes:

@@ -11,17 +11,11 @@ captured, and returns its results; beside each layer the same rows go in chunks,
     2. What else reads rows finds zeros later, in places that no token took. So there must be zeros as captured, too.
     3. The backward pass finds these zeros as well. It runs twice, from made-up gradients of the results: with what was
        captured in places that no token took, and with zeros. Both give the same gradients but for rounding.
-
-Rounding: the same numbers are summed in another order, which moves a result by a few units of its last digit times the
-square root of their number. A token's row, or a gradient, that differs by more than half of the digits is another one:
-by √ε of the least precise dtype on the way, which is 0.03% in float32 and 9% in bfloat16. Layers are compared one by
-one from the same inputs, because rounding in front of a gate may choose another expert, and then nothing behind it is
-alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,31 +25,14 @@ from torch import Tensor, fx
 from fusedmoe.graph.axes import Axis, Rows, shape_of
 from fusedmoe.graph.chunk_rows import ChunkRows, Operation, check_places, operation_of, whole_of
 from fusedmoe.graph.graph_ranks import GraphRanks
-from fusedmoe.graph.instructions import Instructions, describe, is_view, name_of
-from fusedmoe.graph.range_split import InstructionRange, RangeSplit
-from fusedmoe.graph.rewriting import cut, node_call
+from fusedmoe.graph.instructions import describe, is_view, name_of
+from fusedmoe.graph.rewriting import RangeSplit, cut, node_call
 
 _OPERATION = "the first run with own_places=True"
 _CURE = (
     "Each place was to be one token's own, as own_places=True says: leave own_places out of the GraphBackend, on "
     "every rank"
 )
-
-
-def own_places_check(
-    module: fx.GraphModule,
-    instructions: Instructions,
-    ranges: Sequence[InstructionRange],
-    results: int | None,
-    graph_ranks: GraphRanks,
-) -> OwnPlacesCheck | None:
-    """Returns the check of a pass, before its ranges are rewritten; None where no rows go in chunks."""
-    by_rows = []
-    for chosen in ranges:
-        split = chosen.split(instructions)
-        if any(way.by_rows for way in split.split.values()):
-            by_rows.append((instructions.nodes[chosen.stop - 1], split, chosen.chunks))
-    return OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
 
 
 class OwnPlacesCheck:
@@ -79,7 +56,10 @@ class OwnPlacesCheck:
         self._findings: list[str] = []
         self._outputs: Any = next(iter(reversed(module.graph.nodes))).args[0]
         self._results = len(self._outputs) if results is None else results
-        self._emptied: list[int] = []  # outputs that are rows which the backward pass reads
+        self._emptied: dict[int, fx.Node] = {}  # by its place among the outputs, what the backward pass reads of rows
+        # Of rounding: the same numbers are summed in another order, which moves a result by a few units of its last
+        # digit times the square root of their number. A token's row, or a gradient, that differs by more than half of
+        # the digits is another one: by √ε of the least precise dtype on the way, 0.03% in float32, 9% in bfloat16.
         self._tolerance = max(_epsilon(split) for _, split, _ in ranges) ** 0.5
         self._module: fx.GraphModule | None = self._beside(module, ranges)
         self._over = False
@@ -90,19 +70,12 @@ class OwnPlacesCheck:
         self._backward = partial(backward.differences, run)
 
     def first_then(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Returns the pass as a function that runs the check until it is over, and `run` from then on.
-
-        Most backward passes are compiled when the first gradient is asked for: there the second step ends the check.
-        """
-
-        def call(args: list[Any]) -> Any:
-            return run(args) if self._over else self._first(args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        """Returns the pass as a function that runs the check until it is over, and `run` from then on."""
+        # Most backward passes are compiled when the first gradient is asked for: there the second step ends the check.
+        return lambda args: run(args) if self._over else self._first(args)
 
     def _first(self, args: list[Any]) -> Any:
-        """The pass as captured. Raises `RankError`, on all ranks, where some rank found that its rows differ."""
+        """Runs the pass as captured. Raises `RankError`, on all ranks, where some rank found that its rows differ."""
         self._findings.clear()
         assert self._module is not None
         outputs, emptied = self._graph_ranks.guarded(partial(self._module.forward, *args), _OPERATION)
@@ -121,30 +94,30 @@ class OwnPlacesCheck:
         return outputs
 
     def _beside(self, module: fx.GraphModule, ranges: Sequence[tuple[fx.Node, RangeSplit, int]]) -> fx.GraphModule:
-        """The graph as captured, and behind each range its rows again, in chunks, and comparisons.
+        """Returns the graph as captured, with each range's rows once more, in chunks, and comparisons behind it.
 
-        It returns the graph's outputs, and those of them that `_emptied` lists with zeros in places that no token took.
+        Its results are the graph's outputs, and those of `_emptied` with zeros in places that no token took.
         """
         beside = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         outputs = beside.graph_copy(module.graph, copies)
-        emptied: dict[int, fx.Node] = {}
+        # Layers are compared one by one from the same inputs: rounding in front of a gate may choose another expert,
+        # and then nothing behind it is alike.
         for last, split, count in ranges:
             # Right behind the range, so that what it compares is freed before the next one.
             with beside.inserting_before(copies[last].next):
                 chunks = self._rows_in_chunks(beside, split, count, copies)
                 for node, way in split.split.items():
+                    captured, readers = copies[node], [user for user in node.users if user not in split.split]
                     if way.crosses and isinstance(way.axis, Axis):
-                        beside.call_function(self._same_rows(node, way.axis), (copies[node], *chunks[node]))
-                    readers = [user for user in node.users if user not in split.split]
+                        beside.call_function(self._same_rows(node, way.axis), (captured, *chunks[node]))
                     if isinstance(way.axis, Rows) and readers:
-                        whole = beside.call_function(
-                            _zeros_in_empty_places(node, way.axis), (copies[node], *chunks[node])
-                        )
+                        zeros = _zeros_in_empty_places(node, way.axis)
+                        whole = beside.call_function(zeros, (captured, *chunks[node]))
                         whole.meta = {**node.meta}
-                        self._follow(beside, node, copies[node], whole, readers, emptied)
-        self._emptied = sorted(emptied)
-        beside.output((outputs, [emptied[index] for index in self._emptied]))
+                        self._follow(beside, node, captured, whole, readers)
+        self._emptied = dict(sorted(self._emptied.items()))
+        beside.output((outputs, list(self._emptied.values())))
         beside.lint()
         return fx.GraphModule(module, beside)
 
@@ -166,10 +139,9 @@ class OwnPlacesCheck:
                 continue
             # Refusals are noted, not raised: a rank that raised here would leave the others waiting.
             operation = operation_of(node, way, self._findings.append)
+            inputs = [(source, way.inputs[source]) for source in node.all_input_nodes]
             chunks[node] = [
-                beside.call_function(
-                    operation, tuple(given(source, way.inputs[source], number) for source in node.all_input_nodes)
-                )
+                beside.call_function(operation, tuple(given(source, axis, number) for source, axis in inputs))
                 for number in range(count)
             ]
             if way.crosses and isinstance(way.axis, Rows):
@@ -177,7 +149,7 @@ class OwnPlacesCheck:
         return chunks
 
     def _same_rows(self, node: fx.Node, axis: Axis) -> Operation:
-        """A function that compares the rows of tokens as captured with those of its chunks."""
+        """Returns a function that compares the rows of tokens as captured with those of its chunks."""
         text, tolerance = describe(node), self._tolerance
 
         def same_rows(captured: Tensor, *chunks: Tensor) -> None:
@@ -198,44 +170,32 @@ class OwnPlacesCheck:
         return same_rows
 
     def _follow(
-        self,
-        beside: fx.Graph,
-        node: fx.Node,
-        captured: fx.Node,
-        emptied: fx.Node,
-        readers: Sequence[fx.Node],
-        saved: dict[int, fx.Node],
+        self, beside: fx.Graph, node: fx.Node, captured: fx.Node, emptied: fx.Node, readers: Iterable[fx.Node]
     ) -> None:
-        """Adds comparisons for who reads rows outside of their layer, and notes which of them are saved.
+        """Adds comparisons for who reads rows outside of their layer, and notes in `_emptied` which of them are saved.
 
-        Args:
-            node: the rows in the graph as captured.
-            captured: the rows in `beside`.
-            emptied: these with zeros in places that no token took.
-            readers: who reads them. What only moves them is followed.
-            saved: by its place among the outputs, what the backward pass reads; filled.
+        `captured` and `emptied` are the node's rows in `beside`, and these with zeros in places that no token took.
         """
         for reader in readers:
             if reader.op == "output":
                 places = [index for index, output in enumerate(self._outputs) if output is node]
-                saved |= {index: emptied for index in places if index >= self._results}
+                self._emptied |= {index: emptied for index in places if index >= self._results}
                 if min(places) < self._results:
                     beside.call_function(self._zeros_as_captured(node, "the caller"), (captured, emptied))
+            # What only moves rows is followed: not it, but who reads its result, may need the numbers.
             elif reader.all_input_nodes == [node] and (is_view(reader) or name_of(reader) in _COPIES):
                 moved = [beside.node_copy(reader, {node: source}.__getitem__) for source in (captured, emptied)]
-                self._follow(beside, reader, moved[0], moved[1], list(reader.users), saved)
+                self._follow(beside, reader, moved[0], moved[1], reader.users)
             else:
                 beside.call_function(self._zeros_as_captured(node, describe(reader)), (captured, emptied))
 
     def _zeros_as_captured(self, node: fx.Node, reader: str) -> Operation:
-        """A function that looks for numbers in places that no token took."""
-        text = describe(node)
+        """Returns a function that looks for numbers in places that no token took."""
+        finding = f"{reader} reads places that no token took, in which {describe(node)} has other numbers than 0"
 
         def zeros_as_captured(captured: Tensor, emptied: Tensor) -> None:
             if not torch.equal(captured.nan_to_num(), emptied.nan_to_num()):
-                self._findings.append(
-                    f"{reader} reads places that no token took, in which {text} has other numbers than 0"
-                )
+                self._findings.append(finding)
 
         return zeros_as_captured
 
@@ -244,7 +204,7 @@ _COPIES = frozenset({"clone", "reshape", "_unsafe_view"})
 
 
 def _zeros_in_empty_places(node: fx.Node, rows: Rows) -> Operation:
-    """A function of all rows, and of those of each chunk: these rows, and zeros in places that no chunk has."""
+    """Returns a function of all rows, and of each chunk's: these rows, and zeros in places that no chunk has."""
     whole = whole_of(node, rows)
 
     def zeros_in_empty_places(captured: Tensor, *chunks: ChunkRows) -> Tensor:
@@ -256,19 +216,16 @@ def _zeros_in_empty_places(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _epsilon(split: RangeSplit) -> float:
-    """The epsilon of the least precise dtype in which a range computes by rows."""
+    """Returns the epsilon of the least precise dtype in which a range computes by rows."""
     nodes = {one for node, way in split.split.items() if way.by_rows for one in (node, *node.all_input_nodes)}
     values = [node.meta["val"] for node in nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max(torch.finfo(one.dtype).eps for one in values if isinstance(one, Tensor) and one.is_floating_point())
 
 
 class CapturedBackward:
     """A captured backward pass, to be run from made-up gradients of the results.
 
-    Args:
-        graph: as it was captured.
-        saved: the names of the forward pass' outputs as it was captured: the inputs have the same ones.
+    `saved`: the names of the forward pass' outputs as it was captured; the backward pass' inputs have the same ones.
     """
 
     def __init__(self, graph: fx.Graph, saved: Sequence[str]) -> None:
@@ -278,18 +235,11 @@ class CapturedBackward:
         self._names = [describe(node) if isinstance(node, fx.Node) else "" for node in outputs]
 
     def differences(
-        self,
-        run: Callable[[list[Any]], Any],
-        outputs: Sequence[Any],
-        replaced: Mapping[int, Tensor],
-        tolerance: float,
+        self, run: Callable[[list[Any]], Any], outputs: Sequence[Any], replaced: Mapping[int, Tensor], tolerance: float
     ) -> list[str]:
         """Returns which gradient changes where some outputs of the forward pass are replaced. Collective.
 
-        Args:
-            run: the pass as it was compiled.
-            replaced: by their places among the outputs.
-            tolerance: of a gradient's difference, in its own length.
+        `run` is the pass as it was compiled; `tolerance` is of a gradient's difference, in its own length.
         """
         captured = dict(zip(self._saved, outputs, strict=True))
         emptied = captured | {self._saved[index]: tensor for index, tensor in replaced.items()}

@@ -2,10 +2,6 @@
 
 First all instructions are put in order, weight gradients beside all-to-alls; then ranges of instructions are split.
 What the first rank has decided is kept on disk.
-
-All ranks measure operators, at the same time, as they compute in a step: those of one machine share its memory, and one
-that computes while the others wait is faster. An operator counts as long as it takes on the slowest rank, for which
-all others wait at the next all-to-all.
 """
 
 from __future__ import annotations
@@ -15,34 +11,29 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.files import cache_dir, read_kept
-from fusedmoe.graph.graph_ranks import GraphRanks, resolve
+from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.micro_batches import KnownSplits, Pipelined, chosen_ranges
+from fusedmoe.graph.micro_batches import KnownSplits, Pipelined, PlanSettings, chosen_ranges
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
-    Points,
-    as_at_run_time,
+    all_to_all_points,
     load_numbers,
-    measure_points,
     node_s,
-    point_sizes,
     start_s,
 )
-from fusedmoe.graph.own_places import OwnPlacesCheck, own_places_check
-from fusedmoe.graph.range_split import InstructionRange
-from fusedmoe.graph.rewriting import rewrite
+from fusedmoe.graph.own_places import OwnPlacesCheck
+from fusedmoe.graph.rewriting import InstructionRange, rewrite
 from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
@@ -56,7 +47,7 @@ class Collective:
 
     Attributes:
         name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
-        beside_s: predicted, of the computation between its start and its wait; weight gradients are chunk of it.
+        beside_s: predicted, of the computation between its start and its wait; weight gradients are a part of it.
         weights: of each, the names of its instructions, joined by " + ".
     """
 
@@ -98,9 +89,8 @@ class PassReport:
     @property
     def hidden_s(self) -> float:
         """Predicted seconds of all-to-all that computation hides: beside whole ones, and within ranges."""
-        return sum(one.hidden_s for one in self.collectives) + sum(
-            max(0.0, one.whole_s - one.seconds) for one in self.ranges
-        )
+        within_s = sum(max(0.0, one.whole_s - one.seconds) for one in self.ranges)
+        return sum(one.hidden_s for one in self.collectives) + within_s
 
     def __str__(self) -> str:
         total_s = sum(one.seconds for one in self.collectives)
@@ -131,17 +121,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """Settings of plans; see `GraphBackend`."""
-
-    chunks: int
-    groups: int
-    reach: int | None
-    own_places: bool
-    timeout_s: float
-
-
 def planned(
     module: fx.GraphModule,
     phase: str,
@@ -161,14 +140,12 @@ def planned(
     """
     graph = module.graph
     instructions = Instructions(graph)
-    all_to_alls = [
-        instructions.nodes[start] for start in instructions.starts if is_all_to_all(instructions.nodes[start])
-    ]
-    groups = list(dict.fromkeys(group_of(instructions.nodes[start]) for start in instructions.starts))
-    graph_ranks = GraphRanks(groups, settings.timeout_s)
+    starts = [instructions.nodes[start] for start in instructions.starts]
+    all_to_alls = list(filter(is_all_to_all, starts))
+    graph_ranks = GraphRanks(list(dict.fromkeys(map(group_of, starts))), settings.timeout_s)
+    structure, sizes = _texts(instructions)
     # Ranks may have different sizes (a last batch, say), but the same collectives, or they would wait for ever.
-    graph_ranks.require_same(_structure(instructions))
-    sizes = _sizes(instructions)
+    graph_ranks.require_same(structure)
     # Where sizes differ nothing is split: a plan's chunks are those of the first rank's sizes.
     alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     path, costs, kept = None, given, ""
@@ -177,9 +154,10 @@ def planned(
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
-        points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
+        points = all_to_all_points(graph_ranks, all_to_alls, device, facts | {"hosts": len(set(hosts))})
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
-        costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
+        own = cache_dir() / f"operators-{fingerprint(facts)}.json"
+        costs = MeasuredCosts(points, graph_ranks.from_first(lambda: load_numbers(own)), own)
         # All that the plan depends on; what is left out here would be found by a job that differs in it.
         facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
@@ -193,8 +171,7 @@ def planned(
         if not kept:
             seconds = _seconds_of_all(graph_ranks, instructions, costs, show)
             bare = skeleton(instructions, gradients, seconds)
-            text = graph_ranks.from_first(lambda: json.dumps(_placed(instructions, bare, seconds, costs)))
-            plan["beside"] = json.loads(text)
+            plan["beside"] = graph_ranks.from_first(partial(_placed, instructions, bare, seconds, costs))
         beside = {int(start): units for start, units in plan["beside"].items()}
         # Weight gradients first, since ranges are made of consecutive instructions, in their final order.
         reorder(graph, instructions, ordered(instructions, bare, beside))
@@ -205,12 +182,12 @@ def planned(
                 + sum(seconds(node) for unit in beside.get(start, ()) for node in old.nodes_of(bare.units[unit]))
                 for start, due_s in bare.due_s.items()
             }
-            decide = partial(
-                _decided, instructions, seconds, hidden_s, costs, settings if alike else None, phase, show, {}
-            )
+            chunks, rows = settings.chunks if alike else 1, settings.own_places and phase != "backward"
+            settings = replace(settings, chunks=chunks, own_places=rows)
+            decide = partial(_decided, instructions, seconds, hidden_s, costs, settings, show, {})
             # The first run asks for seconds of chunks that no rank has measured; the second decides, from agreed ones.
             _measure_together(graph_ranks, costs, decide)
-            plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
+            plan |= graph_ranks.from_first(decide)
             # The first rank alone keeps it: it is the one that is asked when the next job starts.
             if path is not None and graph_ranks.leader:
                 assert isinstance(costs, MeasuredCosts)
@@ -219,7 +196,9 @@ def planned(
     report = _report(old, instructions, phase, plan, bare.units, beside)
     chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
     # Before the graph is rewritten: the check runs it as captured.
-    check = own_places_check(module, instructions, chosen, results, graph_ranks)
+    splits = [(instructions.nodes[one.stop - 1], one.split(instructions), one.chunks) for one in chosen]
+    by_rows = [one for one in splits if any(way.by_rows for way in one[1].split.values())]
+    check = OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
     for instruction_range in chosen:
         rewrite(graph, instructions, instruction_range)
     graph.lint()
@@ -233,10 +212,8 @@ def _nothing(*_: Any) -> float:
 
 
 def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callable[[], Any]) -> None:
-    """Runs what asks for the seconds of operators on all ranks at the same time, after which they know the same.
-
-    Collective; where costs are given, nothing is measured and nothing is run.
-    """
+    """Runs what asks for seconds of operators on all ranks at once, after which they know the same. Collective."""
+    # Where costs are given, nothing is to be measured.
     if isinstance(costs, MeasuredCosts):
         graph_ranks.guarded(run)
         costs.agree([json.loads(text) for text in graph_ranks.all(json.dumps(costs.fresh))])
@@ -254,6 +231,8 @@ def _seconds_of_all(
             show(len(found), len(instructions.nodes))
         return found
 
+    # All ranks measure at the same time, as they compute in a step: those of one machine share its memory, and one that
+    # computes while the others wait is faster.
     _measure_together(graph_ranks, costs, ask)
     return graph_ranks.guarded(ask).__getitem__
 
@@ -262,7 +241,7 @@ def _placed(
     instructions: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
 ) -> dict[int, list[int]]:
     """Returns the weight gradients beside each all-to-all."""
-    starts, gaps = gaps_of(instructions, bare, lambda node: start_s(costs, node))
+    starts, gaps = gaps_of(instructions, bare, partial(start_s, costs))
     beside: dict[int, list[int]] = {start: [] for start in starts}
     for unit, number in enumerate(place(gaps, [sum(map(seconds, instructions.nodes_of(unit))) for unit in bare.units])):
         if number is not None:
@@ -275,45 +254,23 @@ def _decided(
     seconds: Callable[[fx.Node], float],
     hidden_s: Mapping[int, float],
     costs: OperatorCosts,
-    split: PlanSettings | None,
-    phase: str,
+    settings: PlanSettings,
     show: Show,
     known: KnownSplits,
 ) -> dict[str, Any]:
-    """Returns the ranges of a pass in order, and its seconds, as JSON can hold them.
-
-    `hidden_s`: of each collective, the seconds of what runs beside it. `split`: how ranges are split; None: not at all.
-    `known`: as for `chosen_ranges`.
-    """
-    ranges = []
-    if split is not None and split.chunks > 1:
-        ranges = chosen_ranges(
-            instructions,
-            seconds,
-            lambda start: hidden_s.get(start, 0.0),
-            costs,
-            split.chunks,
-            split.groups,
-            split.reach,
-            show,
-            split.own_places and phase != "backward",
-            known,
-        )
-    collectives = {}
-    # All-to-alls within ranges are hidden by their chunks, and not by what stands beside them.
-    for start in instructions.starts:
-        if is_all_to_all(instructions.nodes[start]):
-            within = any(one.start <= start < one.stop for one, _ in ranges)
-            collectives[start] = (
-                start_s(costs, instructions.nodes[start]),
-                0.0 if within else hidden_s.get(start, 0.0),
-            )
+    """Returns the `chosen_ranges` of a pass in order, and its seconds, as JSON can hold them."""
+    ranges = chosen_ranges(instructions, seconds, hidden_s, costs, settings, show, known)
+    inside = {place for one, _ in ranges for place in range(one.start, one.stop)}
     pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
     seconds_s = sum(what.seconds for _, what in ranges)
-    split_up = {instructions.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
-    seconds_s += sum(seconds(node) for node in instructions.nodes if node not in split_up)
-    for start, (taken_s, beside_s) in collectives.items():
-        seconds_s += max(0.0, taken_s - beside_s) if instructions.nodes[start] not in split_up else 0.0
+    seconds_s += sum(seconds(node) for place, node in enumerate(instructions.nodes) if place not in inside)
+    collectives = {}
+    for start in instructions.starts:
+        if is_all_to_all(instructions.nodes[start]):
+            taken_s, beside_s = start_s(costs, instructions.nodes[start]), hidden_s.get(start, 0.0)
+            # All-to-alls within ranges are hidden by their chunks, and not by what stands beside them.
+            collectives[start] = taken_s, 0.0 if start in inside else beside_s
+            seconds_s += 0.0 if start in inside else max(0.0, taken_s - beside_s)
     return {"collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
 
 
@@ -325,62 +282,29 @@ def _report(
     units: list[int],
     beside: dict[int, list[int]],
 ) -> PassReport:
-    """`old`: the instructions before they were put in order, as `units` and `beside` count them."""
-
-    def names(numbers: Collection[int]) -> tuple[str, ...]:
-        units_of = ([node.name for node in old.nodes_of(units[number]) if computes(node)] for number in numbers)
-        return tuple(" + ".join(found) for found in units_of)
-
+    """Returns the report; `old`: the instructions before they were put in order, as `units` and `beside` count them."""
+    names = [" + ".join(node.name for node in old.nodes_of(unit) if computes(node)) for unit in units]
     report = PassReport(phase, len(instructions.nodes), seconds=plan["seconds"])
     for text, (seconds, beside_s) in plan["collectives"].items():
         node = instructions.nodes[int(text)]
-        weights = names(beside.get(old.place[node], ()))
+        weights = tuple(names[unit] for unit in beside.get(old.place[node], ()))
         report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
     report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
     used = {unit for found in beside.values() for unit in found}
-    report.leftover = names([number for number in range(len(units)) if number not in used])
+    report.leftover = tuple(name for unit, name in enumerate(names) if unit not in used)
     return report
 
 
-def _called(node: fx.Node) -> object:
-    """Returns a name of what a node calls, the same in every process: functions of Python would show their address."""
-    return node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
-
-
-def _structure(instructions: Instructions) -> str:
-    """Returns the graph without its sizes and groups: the same on ranks that take the same way through a model."""
-    lines = []
+def _texts(instructions: Instructions) -> tuple[str, str]:
+    """Returns the graph twice: without its sizes and groups, as ranks that take one way through a model have it alike;
+    and with its sizes."""
+    structure, sizes = [], []
     for index, node in enumerate(instructions.nodes):
+        # Of a function of Python its name: its text has an address, which is another one in each process.
+        called = node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
         needs = [str(instructions.place[one]) if one in instructions.place else "input" for one in node.all_input_nodes]
-        lines.append(f"{index} {_called(node)} {' '.join(needs)}")
-    return "\n".join(lines)
-
-
-def _sizes(instructions: Instructions) -> str:
-    """Returns the graph with its sizes and without its groups."""
-    lines = []
-    for index, node in enumerate(instructions.nodes):
+        structure.append(f"{index} {called} {' '.join(needs)}")
         group = group_of(node) if is_start(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
-        lines.append(f"{index} {_called(node)} {' '.join(args)} {node.meta.get('val')}")
-    return "\n".join(lines)
-
-
-def _points(
-    graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device, facts: dict[str, Any], hosts: int
-) -> Points:
-    """Returns points of the first all-to-all's group, as the first rank has kept them or as all measure. Collective."""
-    handle = resolve(group_of(all_to_alls[0]))
-    sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
-    world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": hosts}
-    path = cache_dir() / f"all-to-all-{fingerprint(facts | {'group': world})}.json"
-    known: dict[str, float] = json.loads(graph_ranks.from_first(lambda: json.dumps(load_numbers(path))))
-    missing = [size for size in sizes if str(size) not in known]
-    if missing:
-        with as_at_run_time():
-            found = measure_points(handle, device, missing, graph_ranks.wait)
-        known |= dict(zip(map(str, missing), found, strict=True))
-        if graph_ranks.leader:
-            write(path, json.dumps(known), "what all-to-alls take")
-    chosen = sorted((int(size), seconds) for size, seconds in known.items())
-    return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen))
+        sizes.append(f"{index} {called} {' '.join(args)} {node.meta.get('val')}")
+    return "\n".join(structure), "\n".join(sizes)

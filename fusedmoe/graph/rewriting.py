@@ -1,7 +1,8 @@
-"""A range of a pass in chunks: values are cut along an axis, computed chunk by chunk, and joined again.
+"""A range of a pass in chunks: the graph with them, and its predicted seconds.
 
-The chunks of a range run stage by stage: what can be computed without another all-to-all, of one chunk after the other;
-each chunk's all-to-all starts as soon as its stage has been computed, and runs beside the following chunks.
+Values are cut along an axis, computed chunk by chunk, and joined again. The chunks run stage by stage: what can be
+computed without another all-to-all, of one chunk after the other; each chunk's all-to-all starts as soon as its stage
+has been computed, and runs beside the following chunks.
 """
 
 from __future__ import annotations
@@ -9,20 +10,69 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, way_of
 from fusedmoe.graph.chunk_rows import check_places, operation_of, whole_of
-from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_random, is_start, is_view, is_wait, mutates
-from fusedmoe.graph.range_split import InstructionRange, RangeSplit
+from fusedmoe.graph.instructions import (
+    Instructions,
+    bytes_of,
+    is_all_to_all,
+    is_random,
+    is_start,
+    is_view,
+    is_wait,
+    mutates,
+)
+from fusedmoe.graph.operator_costs import OperatorCosts
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import Task
 
 _aten = torch.ops.aten
 #: Calls an operator: on tensors, or by adding a node to a graph.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
+
+
+class RangeSplit(NamedTuple):
+    """The split of a range: what runs before, what in chunks and in which way, what after."""
+
+    before: tuple[fx.Node, ...]
+    split: dict[fx.Node, OperatorSplit]
+    after: tuple[fx.Node, ...]
+
+
+class InstructionRange(NamedTuple):
+    """Instructions `start` to `stop` (without it) in so many chunks.
+
+    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
+    `before`: the places of those that run before.
+    """
+
+    start: int
+    stop: int
+    chunks: int
+    axes: tuple[tuple[int, Sequence[Any], bool], ...]
+    before: tuple[int, ...]
+
+    def split(self, instructions: Instructions) -> RangeSplit:
+        """Returns the split of the instructions, as they stand in the graph now."""
+        nodes = instructions.nodes[self.start : self.stop]
+        ways = {}
+        for place, fields, crosses in self.axes:
+            first, second = fields
+            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
+            way = way_of(nodes[place], axis, crosses, chunks=self.chunks)
+            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
+            ways[nodes[place]] = way
+        early = tuple(nodes[place] for place in self.before)
+        taken = {*ways, *early}
+        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
 def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
@@ -45,22 +95,19 @@ def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> A
     # Strides are part of the captured graph: views behind it were captured for them.
     order = _layout(like)
     moved = order != list(range(len(shape)))
-    back = sorted(range(len(shape)), key=order.__getitem__)
     if outer == 1:
-        if not moved:
-            return call(_aten.cat.default, (list(values), dim), {})
-        turned = [call(_aten.permute.default, (chunk, order), {}) for chunk in values]
+        turned = [call(_aten.permute.default, (chunk, order), {}) for chunk in values] if moved else list(values)
         whole = call(_aten.cat.default, (turned, order.index(dim)), {})
-        return call(_aten.permute.default, (whole, back), {})
-    inner = shape[dim] // (outer * chunks)
-    apart = [*shape[:dim], outer, 1, inner, *shape[dim + 1 :]]
-    wide = [call(_aten.reshape.default, (chunk, apart), {}) for chunk in values]
-    whole = call(_aten.reshape.default, (call(_aten.cat.default, (wide, dim + 1), {}), shape), {})
-    if not moved:
-        return whole
-    turned_whole = call(_aten.permute.default, (whole, order), {})
-    laid = call(_aten.clone.default, (turned_whole,), {"memory_format": torch.contiguous_format})
-    return call(_aten.permute.default, (laid, back), {})
+    else:
+        inner = shape[dim] // (outer * chunks)
+        apart = [*shape[:dim], outer, 1, inner, *shape[dim + 1 :]]
+        wide = [call(_aten.reshape.default, (chunk, apart), {}) for chunk in values]
+        whole = call(_aten.reshape.default, (call(_aten.cat.default, (wide, dim + 1), {}), shape), {})
+        if moved:
+            whole = call(_aten.permute.default, (whole, order), {})
+            whole = call(_aten.clone.default, (whole,), {"memory_format": torch.contiguous_format})
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    return call(_aten.permute.default, (whole, back), {}) if moved else whole
 
 
 def run_chunk(
@@ -134,16 +181,6 @@ def node_call(graph: fx.Graph) -> Call:
     return call
 
 
-def rows_node(
-    graph: fx.Graph, node: fx.Node, way: OperatorSplit, chunks: int, value: Callable[[fx.Node, Axis | Rows | None], Any]
-) -> fx.Node:
-    """One chunk of an instruction that rows go into or come out of; `value` as for `run_chunk`."""
-    given = tuple(value(one, way.inputs[one]) for one in node.all_input_nodes)
-    made = graph.call_function(operation_of(node, way), given)
-    made.meta["val"] = chunk_like(node, way.axis, chunks)
-    return made
-
-
 def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
     """Returns the fake value of a chunk; for rows, whose number nobody knows yet, that of the whole."""
     like = node.meta["val"]
@@ -151,13 +188,6 @@ def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
         return like
     shape = chunk_shape(like.shape, axis, chunks)
     return fake_call(like.fake_mode)(_aten.new_empty.default, (like, shape), {})
-
-
-def join_rows(graph: fx.Graph, node: fx.Node, rows: Rows, chunks: Sequence[fx.Node]) -> fx.Node:
-    """The whole of a split instruction whose chunks are rows."""
-    made = graph.call_function(whole_of(node, rows), tuple(chunks))
-    made.meta["val"] = node.meta["val"]
-    return made
 
 
 def _layout(like: torch.Tensor) -> list[int]:
@@ -186,9 +216,9 @@ def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     early = set(split.before)
     # Loose instructions run behind the first stage, so that they hide the first chunks' rows.
     needed: set[fx.Node] = set()
-    ends = [one for node in split.split for one in node.all_input_nodes]
     # What stays in order stays before, and so does all that may read what is changed then.
     last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
+    ends = [one for node in split.split for one in node.all_input_nodes]
     ends += split.before[: last + 1]
     ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
     while ends:
@@ -211,13 +241,18 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
     needed, loose = runs_before(split)
     stages = stages_of(split)
     call = node_call(graph)
+    chunks_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
+    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
+    wholes: dict[fx.Node, fx.Node] = {}
 
     def move(some: Sequence[fx.Node]) -> None:
         for node in some:
             anchor.prepend(node)
 
-    chunks_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
-    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
+    def made(operation: Callable[..., Any], given: Sequence[fx.Node], like: Any) -> fx.Node:
+        node = graph.call_function(operation, tuple(given))
+        node.meta["val"] = like
+        return node
 
     def value(chunk: int, source: fx.Node, axis: Axis | Rows | None) -> fx.Node:
         if source in chunks_of:
@@ -229,52 +264,155 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
             cuts[source, axis, chunk] = cut(call, source, shape_of(source) or (), axis, chunk, chunks)
         return cuts[source, axis, chunk]
 
+    def add_chunk(node: fx.Node, way: OperatorSplit, chunk: int) -> None:
+        if way.by_rows:
+            given = [value(chunk, source, way.inputs[source]) for source in node.all_input_nodes]
+            new = made(operation_of(node, way), given, chunk_like(node, way.axis, chunks))
+        else:
+            new = run_chunk(call, node, way, chunks, partial(value, chunk), chunks_of[node][-1] if chunk else None)
+        chunks_of[node].append(new)
+        if way.crosses and isinstance(way.axis, Rows) and chunk == chunks - 1:
+            graph.call_function(check_places(node), tuple(chunks_of[node]))
+
+    def whole(node: fx.Node) -> fx.Node:
+        """Returns a split instruction's whole result: of its chunks, or as a view."""
+        if node in wholes:
+            return wholes[node]
+        source, axis = rebuilt(node, split.split), split.split[node].axis
+        if source is not None:
+            under = whole(source)
+            args, kwargs = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda used: under if used is source else used
+            )
+            wholes[node] = call(node.target, args, kwargs)
+        elif isinstance(axis, Rows):
+            wholes[node] = made(whole_of(node, axis), chunks_of[node], node.meta["val"])
+        else:
+            wholes[node] = join(call, chunks_of[node], node.meta["val"], axis)
+        return wholes[node]
+
     move(needed)
     with graph.inserting_before(anchor):
         for stage in range(max(stages.values()) + 1):
             for chunk in range(chunks):
                 for node, way in split.split.items():
-                    if stages[node] != stage:
-                        continue
-                    if way.by_rows:
-                        chunks_of[node].append(rows_node(graph, node, way, chunks, partial(value, chunk)))
-                    else:
-                        before = chunks_of[node][-1] if chunk else None
-                        chunks_of[node].append(run_chunk(call, node, way, chunks, partial(value, chunk), before))
-                    if way.crosses and isinstance(way.axis, Rows) and chunk == chunks - 1:
-                        graph.call_function(check_places(node), tuple(chunks_of[node]))
+                    if stages[node] == stage:
+                        add_chunk(node, way, chunk)
             if stage == 0:  # behind the first stage, while its rows are on the wire
                 move(loose)
-        wholes: dict[fx.Node, fx.Node] = {}
         for node in joined_nodes(nodes, split):
-            _whole(graph, call, node, split, chunks_of, wholes)
+            whole(node)
     move(split.after)
-    for node, whole in wholes.items():
-        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in chunks_of)
+    for node, joined in wholes.items():
+        node.replace_all_uses_with(joined, delete_user_cb=lambda user: user not in chunks_of)
     # Users first.
     for node in reversed(split.split):
         graph.erase_node(node)
 
 
-def _whole(
-    graph: fx.Graph,
-    call: Call,
-    node: fx.Node,
+def pipeline_s(
+    nodes: Sequence[fx.Node],
     split: RangeSplit,
-    chunks_of: dict[fx.Node, list[fx.Node]],
-    wholes: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """Returns a split instruction's whole result: of its chunks, or as a view. `wholes`: those known, to be filled."""
-    if node not in wholes:
-        source = rebuilt(node, split.split)
-        if source is not None:
-            under = _whole(graph, call, source, split, chunks_of, wholes)
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
-            wholes[node] = call(node.target, args, kwargs)
+    chunks: int,
+    node_s: Callable[[fx.Node], float],
+    costs: OperatorCosts,
+    known: dict[Any, tuple[Any, float]],
+) -> float:
+    """Returns the seconds of a range in chunks, by the simulator: Lancet's P(i, n, k).
+
+    `known`: of chunks of instructions in other ranges the fake value, and the seconds with those of cutting inputs;
+    from now on also of those of this one.
+    """
+    mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
+    plain = fake_call(mode)
+    taken_s = 0.0
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal taken_s
+        result = plain(target, args, kwargs)
+        # Views cost nothing, and functions of this room are costed with their instruction.
+        if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
+            taken_s += costs.operator_s(target, args, kwargs)
+        return result
+
+    # All chunks take as long, so that the first is measured for all. Values are fake: nothing is computed here.
+    stages = stages_of(split)
+    compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
+    comm: dict[int, float] = {}
+    values: dict[fx.Node, Any] = {}
+
+    def value(source: fx.Node, axis: Axis | Rows | None) -> Any:
+        if source in values:
+            return values[source]
+        if axis is None:
+            return source.meta["val"]
+        assert isinstance(axis, Axis), "rows are cut off nothing"
+        return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
+
+    def costed(node: fx.Node, way: OperatorSplit) -> tuple[Any, float]:
+        nonlocal taken_s
+        if way.by_rows:  # as many in each chunk, as far as one can tell
+            return chunk_like(node, way.axis, chunks), node_s(node) / chunks
+        taken_s = 0.0
+        chunk = run_chunk(call, node, way, chunks, value)
+        if way.carries:
+            call(_aten.add.Tensor, (chunk, chunk), {})
+        return chunk, taken_s
+
+    def costed_whole(node: fx.Node, axis: Axis | Rows) -> tuple[Any, float]:
+        nonlocal taken_s
+        taken_s = 0.0
+        if isinstance(axis, Rows):
+            call(_aten.clone.default, (node.meta["val"],), {})
         else:
+            join(call, [values[node]] * chunks, node.meta["val"], axis)
+        return None, taken_s
+
+    for node, way in split.split.items():
+        key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
+        if key not in known:
+            known[key] = costed(node, way)
+        values[node], seconds_s = known[key]
+        compute[stages[node]] += seconds_s
+        if is_all_to_all(node):
+            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
+    around_s = sum(map(node_s, split.after))
+    for node in joined_nodes(nodes, split):
+        if rebuilt(node, split.split) is None:
             axis = split.split[node].axis
-            if isinstance(axis, Rows):
-                wholes[node] = join_rows(graph, node, axis, chunks_of[node])
-            else:
-                wholes[node] = join(call, chunks_of[node], node.meta["val"], axis)
-    return wholes[node]
+            if (node, axis, chunks) not in known:
+                known[node, axis, chunks] = costed_whole(node, axis)
+            around_s += known[node, axis, chunks][1]
+    needed, loose = runs_before(split)
+    around_s += sum(map(node_s, needed))
+    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), chunks)
+    return around_s + makespan(plan, Durations(seconds))
+
+
+def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether a result lies in the memory of an argument."""
+    memory = [one.untyped_storage()._cdata for one in (result, *args) if isinstance(one, torch.Tensor)]
+    return isinstance(result, torch.Tensor) and memory[0] in memory[1:]
+
+
+def stage_plan(
+    compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
+) -> tuple[Plan, dict[Task, float]]:
+    """Returns a range as a plan: each chunk of stage s computes for `compute[s]` seconds and sends for `comm[s]`."""
+    order: dict[str, list[Task]] = {"compute": [], "inter": []}
+    after: dict[Task, tuple[Task, ...]] = {}
+    seconds: dict[Task, float] = {}
+    before: list[tuple[Task, ...]] = [()] * chunks
+    for stage in range(max([*compute, *comm], default=0) + 1):
+        for chunk in range(chunks):
+            for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
+                if stage in given:
+                    # A layer of the plan for each stage, so that no rule of layers applies.
+                    task = Task(kind, chunk, 2 * stage + (kind == "dispatch"))
+                    order[where].append(task)
+                    after[task], seconds[task], before[chunk] = before[chunk], given[stage], (task,)
+        if stage == 0:
+            task = Task("gate", None, 2 * len(compute) + 2)
+            order["compute"].append(task)
+            after[task], seconds[task] = (), loose_s
+    return Plan.from_orders(order, after), seconds

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait
+from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait, union
 from fusedmoe.schedule.policies.lancet_plans import Gap, Placement, place_exactly, place_greedily, with_leftovers
 
 # Up to so many choices (a weight gradient and an all-to-all) the exact programme is asked, and for so long.
@@ -40,31 +40,29 @@ class Skeleton:
 
 
 def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list[int]:
-    """Returns the weight gradients in units: instructions that depend on each other and on the same all-to-alls.
-
-    A unit's instructions need nothing between them that is not of the unit, and none of them has a path to or from an
-    all-to-all that another one has not.
-    """
+    """Returns the weight gradients in units: instructions that depend on each other and on the same all-to-alls."""
+    # A unit's instructions need nothing between them that is not of the unit, and none of them has a path to or from an
+    # all-to-all that another one has not: they can run as one, wherever one of them can.
     free = instructions.weight_gradients(gradients)
-    collectives = sum(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
-    seen: dict[int, int] = {}
+    collectives = union(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
+    seen = 0
     units = []
     for first in bits(free):
-        if first in seen:
+        if seen >> first & 1:
             continue
         # All of a unit waits for the same all-to-alls, so that one place in the order suits all of it.
         behind = instructions.ancestors[first] & collectives
         unit, ends = 0, [first]
         while ends:
             index = ends.pop()
-            if index in seen or not free >> index & 1 or instructions.ancestors[index] & collectives != behind:
+            if not (free & ~seen) >> index & 1 or instructions.ancestors[index] & collectives != behind:
                 continue
-            seen[index] = first
+            seen |= 1 << index
             unit |= 1 << index
             near = [*instructions.nodes[index].all_input_nodes, *instructions.nodes[index].users]
             ends += [instructions.place[node] for node in near if node in instructions.place]
         # Views alone hide nothing: they run where they are needed.
-        if any(computes(node) for node in instructions.nodes_of(unit)):
+        if any(map(computes, instructions.nodes_of(unit))):
             units.append(unit)
     return units
 
@@ -74,18 +72,12 @@ def skeleton(
 ) -> Skeleton:
     """Returns the order without weight gradients: collectives start as early, and end as late, as can be."""
     units = units_of(instructions, gradients)
-    inside = 0
-    for unit in units:
-        inside |= unit
+    inside = union(units)
     # What comes behind a weight gradient and is none itself, for instance its all-reduce.
-    behind = 0
-    for index in bits(inside):
-        behind |= instructions.descendants[index]
-    bare = Skeleton(units, behind & ~inside)
+    bare = Skeleton(units, union(instructions.descendants[index] for index in bits(inside)) & ~inside)
     later = inside | bare.rest
     done = 0
     pending: list[int] = []
-    number = {start: place for place, start in enumerate(instructions.starts)}
 
     def run(indices: int) -> None:
         nonlocal done
@@ -97,24 +89,21 @@ def skeleton(
                 bare.due_s[pending[0]] += seconds(instructions.nodes[index])
 
     def behind_pending() -> int:
-        blocked = 0
-        for start in pending:
-            for wait in bits(instructions.waits[start]):
-                blocked |= instructions.descendants[wait] | 1 << wait
-        return blocked
+        waits = (wait for start in pending for wait in bits(instructions.waits[start]))
+        return union(instructions.descendants[wait] | 1 << wait for wait in waits)
 
     def run_late(indices: int) -> None:
         """Runs these instructions, each wait after all that does not need it."""
         while True:
             run(indices & ~behind_pending())
             # A wait ends the time in which its collective is hidden: the oldest that is needed is waited for first.
-            wanted = [start for start in pending if instructions.waits[start] & indices & ~done]
-            if not wanted:
+            oldest = next((start for start in pending if instructions.waits[start] & indices & ~done), None)
+            if oldest is None:
                 break
-            bare.order.append(-1 - number[wanted[0]])
-            bare.reached[wanted[0]] = done
-            pending.remove(wanted[0])
-            run(instructions.waits[wanted[0]] & indices)
+            bare.order.append(-1 - instructions.starts.index(oldest))
+            bare.reached[oldest] = done
+            pending.remove(oldest)
+            run(instructions.waits[oldest] & indices)
 
     for start in instructions.starts:
         if later >> start & 1:
@@ -135,12 +124,9 @@ def gaps_of(
     instructions: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]
 ) -> tuple[list[int], list[Gap]]:
     """Returns the all-to-alls that are waited for, and of each the seconds that nothing hides yet, with its units."""
-    collectives = sum(1 << start for start in instructions.starts)
-    for waits in instructions.waits.values():
-        collectives |= waits
-    starts = [
-        start for start in instructions.starts if start in bare.reached and is_all_to_all(instructions.nodes[start])
-    ]
+    nodes = instructions.nodes
+    collectives = union(1 << start | waits for start, waits in instructions.waits.items())
+    starts = [start for start in instructions.starts if start in bare.reached and is_all_to_all(nodes[start])]
     gaps = []
     for start in starts:
         beside, late = instructions.beside(start), collectives & ~bare.reached[start]
@@ -151,7 +137,7 @@ def gaps_of(
             if not unit & instructions.computing & ~beside
             and not any(instructions.ancestors[index] & late for index in bits(unit))
         )
-        gaps.append(Gap(max(0.0, comm_s(instructions.nodes[start]) - bare.due_s[start]), allowed))
+        gaps.append(Gap(max(0.0, comm_s(nodes[start]) - bare.due_s[start]), allowed))
     return starts, gaps
 
 
@@ -168,41 +154,33 @@ def ordered(instructions: Instructions, bare: Skeleton, beside: dict[int, list[i
     """Returns the whole order. `beside`: for each start the units beside it; the others come last."""
     done, order = 0, []
 
-    def run(index: int) -> None:
+    def run(indices: int) -> None:
         nonlocal done
-        for needed in bits((instructions.ancestors[index] | 1 << index) & ~done):
-            order.append(needed)
-            done |= 1 << needed
+        for index in bits(indices):
+            for needed in bits((instructions.ancestors[index] | 1 << index) & ~done):
+                order.append(needed)
+                done |= 1 << needed
 
     def start_ready() -> None:
-        """Collectives of gradients start as soon as these are there."""
+        """Starts the collectives of gradients that are there."""
         for index in bits(bare.rest & ~done):
             needed = instructions.ancestors[index] & ~done
             # Not one that needs what has not run yet, nor one that has to wait.
-            if (
-                is_start(instructions.nodes[index])
-                and not needed & ~bare.rest
-                and not any(map(is_wait, instructions.nodes_of(needed)))
-            ):
-                run(index)
+            ready = is_start(instructions.nodes[index]) and not needed & ~bare.rest
+            if ready and not any(map(is_wait, instructions.nodes_of(needed))):
+                run(1 << index)
 
     for index in bare.order:
         if index >= 0:
-            run(index)
+            run(1 << index)
             continue
         for unit in sorted(beside.get(instructions.starts[-1 - index], ()), key=bare.units.__getitem__):
-            for needed in bits(bare.units[unit]):
-                run(needed)
+            run(bare.units[unit])
         start_ready()
     # Units beside no all-to-all hold nothing up at the end.
-    left = 0
-    for unit in bare.units:
-        left |= unit
-    for index in bits(left & ~done):
-        run(index)
+    run(union(bare.units) & ~done)
     start_ready()
-    for index in range(len(instructions.nodes)):
-        run(index)
+    run((1 << len(instructions.nodes)) - 1)
     return order
 
 
@@ -213,20 +191,12 @@ def reorder(graph: fx.Graph, instructions: Instructions, order: Sequence[int]) -
     """
     done = 0
     for index in order:
-        if instructions.ancestors[index] & ~done:
-            node, late = instructions.nodes[index], instructions.nodes_of(instructions.ancestors[index] & ~done)[0]
+        if early := instructions.ancestors[index] & ~done:
+            node, late = instructions.nodes[index], instructions.nodes_of(early)[0]
             raise ConfigError(f"graph: {node.name} stands before {late.name}, for which it waits")
         done |= 1 << index
-    last = None
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            break
-        last = node
+    # Inputs stay in front, the output behind.
+    end = next(iter(reversed(graph.nodes)))
     for index in order:
-        node = instructions.nodes[index]
-        if last is None:
-            graph._root.append(node)
-        else:
-            last.append(node)
-        last = node
+        end.prepend(instructions.nodes[index])
     graph.lint()

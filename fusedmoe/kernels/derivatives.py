@@ -35,22 +35,23 @@ class _Gradient:
 _gradients: dict[Any, _Gradient] = {}
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function of tensors and plain values the operator `torch.ops.fusedmoe.<name>`, and returns that.
 
-    Operators go into graphs of `torch.compile` as they are. The function's annotations are its schema; it has no
-    defaults, mutates no argument and returns new memory. Only what is a tensor itself has a gradient, not what is in a
-    list (a layout). `register_fake` and `register_gradient` complete it.
+    Operators go into graphs of `torch.compile` as they are. The function's annotations are its schema, unless one is
+    given; it has no defaults, mutates no argument and returns new memory. Only what is a tensor itself has a gradient,
+    not what is in a list (a layout). `register_fake` and `register_gradient` complete it.
 
     A call costs a few microseconds beside the function: `torch.library.custom_op` with a gradient costs about 20.
     """
 
     def define(body: Callable[..., Any]) -> Any:
         qualified = f"fusedmoe::{name}"
-        schema = torch.library.infer_schema(body, mutates_args=())
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        signature = schema or torch.library.infer_schema(body, mutates_args=())
+        _library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeExplicitAutograd")
         overload = getattr(torch.ops.fusedmoe, name).default
+        # Looked up at each call: `register_gradient` comes later.
         gradient = _gradients[overload] = _Gradient(lambda *_: _refuse_again(qualified), lambda *_: None)
 
         class Differentiated(torch.autograd.Function):
@@ -67,11 +68,14 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
                 return *gradient.backward(ctx, *grads), None
 
         Differentiated.__name__ = name
+        # Without the Python of `Function.apply`, which looks for transforms: there are none below the dispatcher.
+        apply = super(torch.autograd.Function, Differentiated).apply
 
         def by_autograd(keyset: Any, *inputs: Any) -> Any:
             # What comes after autograd: the operator's body, a fake, a mode that looks on.
             keyset = keyset & torch._C._after_autograd_keyset
             differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+            # Also without a gradient: a tangent would be dropped in silence.
             if forward_ad._current_level >= 0:
                 require_no_tangent(qualified, inputs)
             if not differentiable:
@@ -79,9 +83,10 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
                     return overload.redispatch(keyset, *inputs)
             if _transformed():
                 _require_plain(qualified, inputs)
-            return Differentiated.apply(*inputs, keyset)
+            return apply(*inputs, keyset)
 
         _library.impl(name, by_autograd, "Autograd", with_keyset=True)
+        # Transforms that differentiate meet `by_autograd`; vmap has a key of its own.
         _library.impl(name, lambda *inputs: _one_by_one(overload, inputs), "FuncTorchBatched")
         return overload
 
@@ -130,6 +135,9 @@ def register_gradient(overload: Any, backward: Callable[..., tuple[Any, ...]], s
     _gradients[overload].backward, _gradients[overload].setup = backward, setup
 
 
+Move = Callable[[Tensor], Tensor]
+
+
 class Function(torch.autograd.Function):
     """Base of all functions of autograd in the library.
 
@@ -153,6 +161,8 @@ class Function(torch.autograd.Function):
         if forward_ad._current_level >= 0 or _transformed():
             _require_plain(cls.name_of(args), args)
         outputs = super().apply(*args)
+        # A backward with `create_graph` must refuse what goes through this function's inputs, some of which it may not
+        # have saved: the context gets a tensor that hangs on all of them.
         if not cls.twice and torch.is_grad_enabled():
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.grad_fn is not None:
@@ -165,6 +175,32 @@ class Function(torch.autograd.Function):
     def name_of(cls, args: Sequence[Any]) -> str:
         """The name in errors of a call with these arguments."""
         return cls.operation
+
+
+class _Linear(Function):
+    operation, twice = "a linear map", True
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Move, back: Move, name: str) -> Tensor:
+        ctx.there, ctx.back, ctx.name = there, back, name
+        out = there(rows)
+        return out.view_as(out) if out is rows else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # Where only numbers are asked for, as mostly, a node that nobody sees would cost more than a small map.
+        plain = not torch.compiler.is_compiling() and numbers_only()
+        drows = ctx.back(grad) if plain else linear(grad, ctx.back, ctx.there, ctx.name)
+        return drows, None, None, None
+
+    @classmethod
+    def name_of(cls, args: Sequence[Any]) -> str:
+        return str(args[3])
+
+
+def linear(rows: Tensor, there: Move, back: Move, name: str) -> Tensor:
+    """`there(rows)`; its backward is `back`, whose own backward is `there`. Saves nothing. `name`: in errors."""
+    return _Linear.apply(rows, there, back, name)
 
 
 def first_order(operation: str, gradients: Sequence[Any], sources: Iterable[Any]) -> tuple[Any, ...]:

@@ -7,14 +7,17 @@ output.
 
 Contract: tensors in, tensors out; no autograd; the caller owns every buffer that is returned.
 
-In plain torch the rows of an expert are worked through in blocks, so that no tensor of the size of H besides H itself
-is ever made, and activations are applied in slices of these that stay in the cache. On CUDA that waits for the device
-once, to learn the counts. Definition: `define_experts`.
+In plain torch rows are worked through in blocks, so that no tensor of the size of H besides H itself is ever made, and
+activations are applied in slices of these that stay in the cache. A block has rows of one expert, or of several whose
+rows fit into the cache together: then all but the products is done for all of them at once. On CUDA that waits for the
+device once, to learn the counts. Definition: `define_experts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +27,8 @@ from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
 
-# Rows of a block: enough for full speed in the products; and sums of weight gradients are rarely read again.
+# Rows of an expert in a block: enough for full speed in the products, and sums of weight gradients are rarely read
+# again.
 _BLOCK_ROWS = 2048
 # Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
 _SLICE_BYTES = 1 << 18
@@ -88,14 +92,16 @@ class Gradients:
     b1: Tensor | None
     b2: Tensor | None
 
-    def added_to(self, others: Gradients) -> Gradients:
-        """Returns these gradients, with the parameters' part added to that of `others`, in place."""
+    def added_to(self, totals: Gradients | None) -> Gradients:
+        """Returns these gradients, with the parameters' part added to those of `totals`, if there are any, in place."""
+        if totals is None:
+            return self
 
         def add(total: Tensor | None, mine: Tensor | None) -> Tensor | None:
             return None if total is None or mine is None else total.add_(mine)
 
-        b1, b2 = add(others.b1, self.b1), add(others.b2, self.b2)
-        return replace(self, w1=others.w1.add_(self.w1), w2=others.w2.add_(self.w2), b1=b1, b2=b2)
+        b1, b2 = add(totals.b1, self.b1), add(totals.b2, self.b2)
+        return replace(self, w1=totals.w1.add_(self.w1), w2=totals.w2.add_(self.w2), b1=b1, b2=b2)
 
 
 def experts_forward(
@@ -113,7 +119,32 @@ def experts_forward(
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
-    return plain_forward(x_SM, layout, weight_N, weights, activation)
+    x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
+    _, dim, hidden = weights.w2.shape
+    blocks, most, step = _blocks(layout, x_SM, hidden)
+    # Nothing of the size of all rows is made but H and the results; buffers of a block are used again by each.
+    h_NH, out_NM = x_SM.new_empty((layout.rows, activation.halves * hidden)), x_SM.new_empty((layout.rows, dim))
+    x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
+    # One call for the views of all experts: where these have few rows, a view costs as much as a product.
+    w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
+    for block in blocks:
+        x, h, a, out = block.gather(x_SM, layout, x_buffer), block.of(h_NH), a_buffer[: block.rows], block.of(out_NM)
+        for expert, x_e, h_e in block.by_expert(x, h):
+            torch.mm(x_e, w1_E[expert], out=h_e)
+            if b1 is not None:
+                h_e.add_(b1[expert].view(-1))
+        for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
+            if activation.gated:
+                g, u = h_part.split(hidden, 1)
+                activation.forward(g, out=a_part)
+                a_part.mul_(u)
+            else:
+                activation.forward(h_part, out=a_part)
+        for expert, a_e, out_e in block.by_expert(a, out):
+            torch.mm(a_e, w2_E[expert], out=out_e)
+            if b2 is not None:
+                out_e[:, weights.b2_columns()].add_(b2[expert])
+    return gather_sum(out_NM, layout, weight_N), h_NH.view(layout.rows, *weights.w1.shape[1:-1])
 
 
 def experts_backward(
@@ -130,16 +161,18 @@ def experts_backward(
 
     `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
     """
-    # In plain torch, products add to what is there; the kernels, and sums in another dtype, are added afterwards.
-    if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
-        return plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
-    if has_kernels(x_SM):
-        from fusedmoe.kernels.triton import experts
-
-        own = experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    else:
-        own = plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    return own if into is None else own.added_to(into)
+    if has_kernels(x_SM):  # whose halves share nothing but what the first one leaves
+        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+        grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
+        return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
+    # In one loop, so that a block is in the cache still when the second half comes to it.
+    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into, rows.most)
+    a_buffer, dh_buffer = (x_SM.new_empty((rows.most, width)) for width in (weights.w2.shape[2], rows.width))
+    for block in rows.blocks:
+        a, dh = a_buffer[: block.rows], dh_buffer[: block.rows]
+        parameters.add(block, a, dh, rows.add(block, a, dh))
+    return parameters.gradients(rows.dx_SM(), rows.dweight_N)
 
 
 def experts_backward_rows(
@@ -159,7 +192,11 @@ def experts_backward_rows(
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    return plain_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (weights.w2.shape[2], rows.width)))
+    for block in rows.blocks:
+        rows.add(block, block.of(left.a_NH), block.of(left.dh_NH))
+    return rows.dx_SM(), rows.dweight_N, left
 
 
 def experts_backward_weights(
@@ -175,138 +212,31 @@ def experts_backward_weights(
 
     `into`: gradients of other rows, in at least float32, to which these are added in place.
     """
-    if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
-        return plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
     if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
-        own = experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
-    else:
-        own = plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
-    return own if into is None else own.added_to(into)
-
-
-def plain_forward(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """Computes `experts_forward` in plain torch: any device and dtype."""
-    x_SM, source_N, rows = x_SM.contiguous(), layout.source_N, layout.rows
-    _, dim, hidden = weights.w2.shape
-    gated, b1, b2, w1 = activation.gated, weights.b1, weights.b2, weights.w1.flatten(1, -2)
-    h_NH = x_SM.new_empty((rows, w1.shape[1]))
-    out_NM = x_SM.new_empty((rows, dim))
-    blocks, most = _blocks(layout, x_SM.dtype)
-    # Nothing of the size of all rows is made but H and the results.
-    # Buffers of a block, used again by each.
-    x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
-    step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
-    for expert, start, stop in blocks:
-        count = stop - start
-        h, a = h_NH[start:stop], a_buffer[:count]
-        if source_N is None:
-            x = x_SM[start:stop]  # a view: the rows lie in order already
-        else:
-            x = torch.index_select(x_SM, 0, source_N[start:stop], out=x_buffer[:count])
-        torch.mm(x, w1[expert].t(), out=h)
-        if b1 is not None:
-            h.add_(b1[expert].view(-1))
-        for first in range(0, count, step):
-            h_part, a_part = h[first : first + step], a[first : first + step]
-            if gated:
-                activation.forward(h_part[:, :hidden], out=a_part)
-                a_part.mul_(h_part[:, hidden:])
-            else:
-                activation.forward(h_part, out=a_part)
-        torch.mm(a, weights.w2[expert].t(), out=out_NM[start:stop])
-        if b2 is not None:
-            out_NM[start:stop, weights.b2_columns()] += b2[expert]
-    y_SM = gather_sum(out_NM, layout, weight_N)
-    return y_SM, h_NH.view((rows, 2, hidden) if gated else (rows, hidden))
-
-
-def plain_backward(
-    dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
-    layout: Layout,
-    weight_N: Tensor | None,
-    weights: Weights,
-    activation: Activation,
-    into: Gradients | None = None,
-) -> Gradients:
-    """Computes `experts_backward` in plain torch, with `into` of the dtype of x_SM.
-
-    The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
-    zero gradients.
-    """
-    blocks, most = _blocks(layout, x_SM.dtype)
-    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
-    hidden = weights.w2.shape[2]
-    a_buffer, dh_buffer = x_SM.new_empty((most, hidden)), x_SM.new_empty((most, activation.halves * hidden))
-    for expert, start, stop in blocks:
-        a, dh = a_buffer[: stop - start], dh_buffer[: stop - start]
-        dy = rows.add(expert, start, stop, a, dh)
-        parameters.add(expert, start, stop, a, dh, dy)
-    dx_SM, dweight_N = gather_sum(rows.dx_NM, layout, weight_N), rows.dweight_N
-    return Gradients(dx_SM, dweight_N, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
-
-
-def plain_backward_rows(
-    dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
-    layout: Layout,
-    weight_N: Tensor | None,
-    weights: Weights,
-    activation: Activation,
-) -> tuple[Tensor, Tensor | None, Hidden]:
-    """Computes `experts_backward_rows` in plain torch."""
-    blocks, most = _blocks(layout, x_SM.dtype)
-    rows = _RowGradients(most, dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    hidden = weights.w2.shape[2]
-    left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (hidden, activation.halves * hidden)))
-    for expert, start, stop in blocks:
-        rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
-    return gather_sum(rows.dx_NM, layout, weight_N), rows.dweight_N, left
-
-
-def plain_backward_weights(
-    dy_SM: Tensor,
-    x_SM: Tensor,
-    left: Hidden,
-    layout: Layout,
-    weight_N: Tensor | None,
-    weights: Weights,
-    into: Gradients | None = None,
-) -> Gradients:
-    """Computes `experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
-    dy_SM, source_N = dy_SM.contiguous(), layout.source_N
-    blocks, most = _blocks(layout, x_SM.dtype)
-    parameters = _ParameterGradients(most, x_SM, layout, weight_N, weights, into)
+        return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights).added_to(into)
+    dy_SM = dy_SM.contiguous()
+    blocks, most, _ = _blocks(layout, x_SM, weights.w2.shape[2])
+    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into, most)
     dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
-    for expert, start, stop in blocks:
-        if source_N is None:
-            dy = dy_SM[start:stop]
-        else:
-            dy = torch.index_select(dy_SM, 0, source_N[start:stop], out=dy_buffer[: stop - start])
-        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop], dy)
-    return Gradients(x_SM[:0], None, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
+    for block in blocks:
+        dy = block.gather(dy_SM, layout, dy_buffer)
+        parameters.add(block, block.of(left.a_NH), block.of(left.dh_NH), dy)
+    return parameters.gradients(x_SM[:0], None)
 
 
 class _RowGradients:
-    """The gradients of rows and of router weights, block by block.
+    """The gradients of rows and of router weights, block by block, in plain torch.
 
-    Args:
-        most: rows of the largest block.
     Attributes:
-        dx_NM: gradients of the rows of x, without their router weights.
+        blocks, most: of the rows, and the rows of the largest.
+        width: of a row of H.
         dweight_N: gradients of the router weights; None if there are none. Zero in padding rows.
     """
 
     def __init__(
         self,
-        most: int,
         dy_SM: Tensor,
         x_SM: Tensor,
         h_NH: Tensor,
@@ -316,126 +246,166 @@ class _RowGradients:
         activation: Activation,
     ) -> None:
         _, dim, hidden = weights.w2.shape
-        rows = layout.rows
-        self._weights, self._activation, self._hidden = weights, activation, hidden
-        self._w1 = weights.w1.flatten(1, -2)
-        self._h_NH = h_NH.view(rows, self._w1.shape[1])
-        self._dy_SM, self._source_N = dy_SM.contiguous(), layout.source_N
-        self._dy, self._da = dy_SM.new_empty((most, dim)), dy_SM.new_empty((most, hidden))
-        self._act = dy_SM.new_empty((most, hidden))
-        self._step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
-        self.dx_NM = x_SM.new_empty((rows, x_SM.shape[1]))
-        self.dweight_N = None if weight_N is None else x_SM.new_zeros(rows)
+        self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
+        self.blocks, self.most, self._step = _blocks(layout, x_SM, hidden)
+        self.width = activation.halves * hidden
+        self._dy_SM, self._h_NH = dy_SM.contiguous(), h_NH.view(layout.rows, self.width)
+        self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
+        self._dy, self._da = dy_SM.new_empty((self.most, dim)), dy_SM.new_empty((self.most, hidden))
+        self._act = dy_SM.new_empty((min(self.most, self._step), hidden))
+        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+        self.dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
 
-    def add(self, expert: int, start: int, stop: int, a: Tensor, dh: Tensor) -> Tensor:
+    def add(self, block: _RowBlock, a: Tensor, dh: Tensor) -> Tensor:
         """Computes a block's gradients; puts its activations into `a` and the gradients of their inputs into `dh`.
 
         Returns:
             The block's rows of dy.
         """
-        weights, activation, hidden = self._weights, self._activation, self._hidden
-        ds_N, step, count = self.dweight_N, self._step, stop - start
-        h, da = self._h_NH[start:stop], self._da[:count]
-        if self._source_N is None:
-            dy = self._dy_SM[start:stop]
-        else:
-            dy = torch.index_select(self._dy_SM, 0, self._source_N[start:stop], out=self._dy[:count])
-        torch.mm(dy, weights.w2[expert], out=da)
-        for first in range(0, count, step):
-            end = min(first + step, count)
-            h_part, da_part, a_part, dh_part = h[first:end], da[first:end], a[first:end], dh[first:end]
-            act = self._act[: end - first]
+        activation, hidden, step = self._activation, a.shape[1], self._step
+        dy, da, h = block.gather(self._dy_SM, self._layout, self._dy), self._da[: block.rows], block.of(self._h_NH)
+        for expert, dy_e, da_e in block.by_expert(dy, da):
+            torch.mm(dy_e, self._w2_E[expert], out=da_e)
+        ds = None if self.dweight_N is None else block.of(self.dweight_N)
+        for first in range(0, block.rows, step):
+            part = slice(first, first + step)
+            h_part, da_part, a_part, dh_part = h[part], da[part], a[part], dh[part]
+            act = self._act[: len(a_part)]
             if activation.gated:
-                g, u = h_part[:, :hidden], h_part[:, hidden:]
+                (g, u), (dg, du) = h_part.split(hidden, 1), dh_part.split(hidden, 1)
                 activation.forward(g, out=act)
                 torch.mul(act, u, out=a_part)
-                torch.mul(da_part, act, out=dh_part[:, hidden:])
+                torch.mul(da_part, act, out=du)
                 torch.mul(da_part, u, out=act)
-                activation.backward(act, g, grad_input=dh_part[:, :hidden])
+                activation.backward(act, g, grad_input=dg)
             else:
                 activation.forward(h_part, out=a_part)
                 activation.backward(da_part, h_part, grad_input=dh_part)
-            if ds_N is not None:
+            if ds is not None:
                 # Two passes over what is cached; a product of a row and a column each takes four times as long.
-                torch.sum(torch.mul(da_part, a_part, out=act), 1, out=ds_N[start + first : start + end])
-        if ds_N is not None and weights.b2 is not None:
-            ds_N[start:stop] += dy[:, weights.b2_columns()] @ weights.b2[expert]
-        torch.mm(dh, self._w1[expert], out=self.dx_NM[start:stop])
+                torch.sum(torch.mul(da_part, a_part, out=act), 1, out=ds[part])
+        if ds is not None and self._weights.b2 is not None:
+            for expert, dy_e, ds_e in block.by_expert(dy[:, self._weights.b2_columns()], ds):
+                ds_e.add_(dy_e @ self._weights.b2[expert])
+        for expert, dh_e, dx_e in block.by_expert(dh, block.of(self._dx_NM)):
+            torch.mm(dh_e, self._w1_E[expert], out=dx_e)
         return dy
+
+    def dx_SM(self) -> Tensor:
+        """Sums the rows' gradients for each token; only here the router weights enter, where rows are M wide."""
+        return gather_sum(self._dx_NM, self._layout, self._weight_N)
 
 
 class _ParameterGradients:
-    """The gradients of parameters, block by block: the blocks of an expert follow each other.
+    """The gradients of parameters, block by block in their order, in plain torch.
 
-    Args:
-        most: rows of the largest block.
+    The router weight scales rows of width M (of x and of dy) and never rows of width H.
     """
 
     def __init__(
-        self,
-        most: int,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_N: Tensor | None,
-        weights: Weights,
-        into: Gradients | None,
+        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, into: Gradients | None, most: int
     ) -> None:
-        self._weights, self._into, self._last = weights, into, -1
-        self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
-        self.db1: Tensor | None
-        self.db2: Tensor | None
-        if into is None:
-            self.dw1, self.dw2 = weights.w1.new_empty(weights.w1.shape), weights.w2.new_empty(weights.w2.shape)
-            self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
-            self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+        # Products add to what is there; sums in another dtype, float32 beside half precision, are added to at the end.
+        self._later = None if into is None or into.w1.dtype == x_SM.dtype else into
+        self._adds, self._last = into is not None and self._later is None, -1
+        if into is None or self._later is not None:
+            w1, w2 = weights.w1.new_empty(weights.w1.shape), weights.w2.new_empty(weights.w2.shape)
+            b1, b2 = (None if bias is None else torch.zeros_like(bias) for bias in (weights.b1, weights.b2))
+            into = Gradients(x_SM, None, w1, w2, b1, b2)
             for expert, count in enumerate(layout.counts):
                 if count == 0:
-                    self.dw1[expert].zero_()
-                    self.dw2[expert].zero_()
-        else:
-            self.dw1, self.dw2, self.db1, self.db2 = into.w1, into.w2, into.b1, into.b2
-        self._dw1 = self.dw1.flatten(1, -2)  # a view
-        self._x_SM, self._source_N = x_SM.contiguous(), layout.source_N
-        scales = weight_N is not None
-        self._x = x_SM.new_empty((most if scales or self._source_N is not None else 0, x_SM.shape[1]))
-        self._dy = x_SM.new_empty((most if scales else 0, weights.w2.shape[1]))
+                    w1[expert].zero_()
+                    w2[expert].zero_()
+        self._sums, self._x_SM, self._layout, self._weights = into, x_SM.contiguous(), layout, weights
+        self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
+        self._dw1_E, self._dw2_E = into.w1.flatten(1, -2).unbind(), into.w2.unbind()
+        self._x = x_SM.new_empty((most if weight_N is not None or layout.source_N is not None else 0, x_SM.shape[1]))
+        self._dy = x_SM.new_empty((most if weight_N is not None else 0, weights.w2.shape[1]))
 
-    def add(self, expert: int, start: int, stop: int, a: Tensor, dh: Tensor, dy: Tensor) -> None:
+    def add(self, block: _RowBlock, a: Tensor, dh: Tensor, dy: Tensor) -> None:
         """Adds a block's gradients, from its activations, the gradients of their inputs, and those of its results."""
-        count, factor_N1 = stop - start, self._factor_N1
-        if self._source_N is None:
-            x = self._x_SM[start:stop]
-        else:
-            x = torch.index_select(self._x_SM, 0, self._source_N[start:stop], out=self._x[:count])
-        if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
-            x = torch.mul(x, factor_N1[start:stop], out=self._x[:count])
-            dy = torch.mul(dy, factor_N1[start:stop], out=self._dy[:count])
-        # The first block of an expert overwrites, for what is there is new memory; the next ones add.
-        beta = 1 if expert == self._last or self._into is not None else 0
-        self._last = expert
-        dw1, dw2 = self._dw1[expert], self.dw2[expert]
-        torch.addmm(dw1, dh.t(), x, beta=beta, out=dw1)
-        torch.addmm(dw2, dy.t(), a, beta=beta, out=dw2)
-        if self.db1 is not None:
-            scaled = dh if factor_N1 is None else dh * factor_N1[start:stop]
-            self.db1[expert] += scaled.sum(0).view(self.db1.shape[1:])
-        if self.db2 is not None:
-            self.db2[expert] += dy[:, self._weights.b2_columns()].sum(0)
+        x, factor = block.gather(self._x_SM, self._layout, self._x), None
+        if self._factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
+            factor = block.of(self._factor_N1)
+            x = torch.mul(x, factor, out=self._x[: block.rows])
+            dy = torch.mul(dy, factor, out=self._dy[: block.rows])
+        columns = zip(dh.t().split(block.sizes, 1), dy.t().split(block.sizes, 1), strict=True)
+        for (expert, x_e, a_e), (dh_e, dy_e) in zip(block.by_expert(x, a), columns, strict=True):
+            dw1, dw2 = self._dw1_E[expert], self._dw2_E[expert]
+            # The first rows of an expert overwrite, for what is there is new memory; the next ones add.
+            if self._adds or expert == self._last:
+                dw1.addmm_(dh_e, x_e)
+                dw2.addmm_(dy_e, a_e)
+            else:
+                torch.mm(dh_e, x_e, out=dw1)
+                torch.mm(dy_e, a_e, out=dw2)
+            self._last = expert
+        db1, db2 = self._sums.b1, self._sums.b2
+        if db1 is not None:
+            for expert, dh_e in block.by_expert(dh if factor is None else dh * factor):
+                db1[expert].add_(dh_e.sum(0).view(db1.shape[1:]))
+        if db2 is not None:
+            for expert, dy_e in block.by_expert(dy[:, self._weights.b2_columns()]):
+                db2[expert].add_(dy_e.sum(0))
+
+    def gradients(self, dx_SM: Tensor, dweight_N: Tensor | None) -> Gradients:
+        """Returns all gradients, by those of the rows."""
+        return replace(self._sums, x_SM=dx_SM, weight_N=dweight_N).added_to(self._later)
 
 
-def _blocks(layout: Layout, dtype: torch.dtype) -> tuple[list[tuple[int, int, int]], int]:
-    """Cuts every expert's rows into even blocks: (expert, start, stop) of each, experts in order; and the most rows."""
+@dataclass
+class _RowBlock:
+    """Sorted rows from `start` on that are worked through together: `sizes[i]` rows of expert `experts[i]`, in turn."""
+
+    start: int
+    experts: list[int]
+    sizes: list[int]
+    rows: int
+
+    def of(self, value_N: Tensor) -> Tensor:
+        """Returns this block's part of what all sorted rows have."""
+        return value_N[self.start : self.start + self.rows]
+
+    def gather(self, x_SM: Tensor, layout: Layout, buffer: Tensor) -> Tensor:
+        """Returns the tokens that the rows copy: a view where they lie in order already, else in the buffer."""
+        if layout.source_N is None:
+            return self.of(x_SM)
+        return torch.index_select(x_SM, 0, self.of(layout.source_N), out=buffer[: self.rows])
+
+    def by_expert(self, *values: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields each expert, and its rows of the block's values.
+
+        One call makes the views of all experts: where these have few rows, a view costs as much as a product.
+        """
+        return zip(self.experts, *(value.split(self.sizes) for value in values), strict=True)
+
+
+def _blocks(layout: Layout, x_SM: Tensor, hidden: int) -> tuple[list[_RowBlock], int, int]:
+    """Cuts sorted rows into blocks, experts in order.
+
+    Returns:
+        the blocks, the most rows of one, and how many rows of width H stay in the cache.
+    """
+    step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
+    together = min(step, cached_rows(x_SM.shape[1] * x_SM.itemsize, _SLICE_BYTES))
     most = max(layout.counts, default=0)
     # In half precision a weight gradient must be one product: adding blocks would round after each.
-    if dtype in (torch.float32, torch.float64):
+    if x_SM.dtype in (torch.float32, torch.float64):
         most = min(most, _BLOCK_ROWS)
-    blocks, start = [], 0
+    blocks: list[_RowBlock] = []
+    start = 0
     for expert, count in enumerate(layout.counts):
         parts = -(-count // most) if count else 0
         for i in range(parts):
-            blocks.append((expert, start + count * i // parts, start + count * (i + 1) // parts))
-        start += count
-    return blocks, most
+            rows = count * (i + 1) // parts - count * i // parts
+            if blocks and blocks[-1].rows + rows <= together:
+                blocks[-1].experts.append(expert)
+                blocks[-1].sizes.append(rows)
+                blocks[-1].rows += rows
+            else:
+                blocks.append(_RowBlock(start, [expert], [rows], rows))
+            start += rows
+    return blocks, max((block.rows for block in blocks), default=0), step
 
 
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:

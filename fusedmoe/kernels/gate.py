@@ -110,6 +110,7 @@ def fits_kernels(experts: int, k: int) -> bool:
 
 def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """The definition, differentiable, in the logits' dtype; also what serves where Triton does not."""
+    # By logits, not scores, where nothing is added: a softmax may round different logits to the same score.
     score_SE = logits_SE
     if rule.score != "none":
         score_SE = logits_SE.softmax(1) if rule.score == "softmax" else logits_SE.sigmoid()
@@ -126,6 +127,7 @@ def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = Non
     if rule.statistics:
         S, E = logits_SE.shape
         B = rule.sequences(S)
+        # Shares of a token sum to one, as the balance loss wants them: sigmoids do not by themselves.
         share_SE = _share_of_sum(score_SE) if rule.score == "sigmoid" else score_SE
         score_BE = share_SE.view(B, S // B, E).sum(1)
         count_BE = torch.zeros_like(score_SE).scatter(1, expert_SK, 1).view(B, S // B, E).sum(1)

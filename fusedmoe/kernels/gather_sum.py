@@ -47,7 +47,7 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     # One pass over the rows, which adds a token's in their order.
     if rows_NM.dtype in (torch.float32, torch.float64):
-        weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)
+        weights = None if weight_N is None else weight_N.index_select(0, row_N).to(rows_NM.dtype)
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
     # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
@@ -61,15 +61,20 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     """value_N[n]: the value (a router weight) of the (token, k) pair that a sorted row serves, 0 in padding rows."""
-    return layout.zero_padding(value_SK.reshape(-1)[layout.pair_N])
+    return layout.zero_padding(value_SK.reshape(-1).index_select(0, layout.pair_N))
 
 
 def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
     """value_SK: the value of each pair's row, 0 where there is none; the adjoint of `take_pairs`. Reads no padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
-    # Dropped pairs read row 0, which exists, and take nothing from it.
-    return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
+    if uses_triton(value_N):
+        # Dropped pairs read row 0, which exists, and take nothing from it: nothing waits for the device.
+        return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
+    # Padding rows name a pair, too, which is not theirs: only kept rows are put.
+    value_SK = value_N.new_zeros(layout.row_SK.shape)
+    value_SK.view(-1).scatter_(0, layout.pair_N[: layout.kept], value_N[: layout.kept])
+    return value_SK
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:

@@ -87,13 +87,7 @@ def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) 
 
 
 def define_dhidden(
-    dy_SM: Tensor,
-    source_N: Tensor,
-    expert_N: Tensor,
-    weight_N: Tensor,
-    h: Tensor,
-    w2: Tensor,
-    activation: str,
+    dy_SM: Tensor, source_N: Tensor, expert_N: Tensor, weight_N: Tensor, h: Tensor, w2: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dH, s·A and the router weights' gradient, in plain torch."""
     h = h.detach().requires_grad_()
@@ -123,6 +117,7 @@ def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int
     Worked example, tiles of 4 rows, counts [5, 0, 3]: expert 0 has rows 0–3 and 4, expert 2 rows 5–7; the table is
     [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
     """
+    # The bound holds however rows are spread, so a grid of that size needs no count from the device.
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [[expert, row] for row in range(start, start + count, block_rows)]

@@ -311,6 +311,7 @@ def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, plac
         peers: sources.
         places: buffer slots that each source has for results.
     """
+    # A table of all places that results can have; padding shares the last entry.
     device = old[0].place_R.device
     number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
     first = 0

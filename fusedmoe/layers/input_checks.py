@@ -139,6 +139,9 @@ class InputChecks:
         logits_SE = routing.logits_SE
         if logits_SE is None or self.bad_logits(routing) is not None:
             return None
+        # A finite sum on the host is of finite numbers only; of what else it may be of, the count tells.
+        if not (torch.compiler.is_compiling() or uses_triton(logits_SE)) and math.isfinite(logits_SE.sum()):
+            return None
         bad = self._known(count_bad(logits_SE))
         return f"{bad} of {logits_SE.numel()} {self._what}. {self._cure}" if bad else None
 

@@ -99,10 +99,9 @@ class Load:
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
     """[E] int64: slots that chose each expert; no host synchronisation."""
-    chosen = expert_SK.reshape(-1)
     # Empty slots, -1, go to a column of their own, which is cut off: no selection, whose size a host would wait for.
-    chosen = torch.where(chosen < 0, experts, chosen)
-    return chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+    column = expert_SK.reshape(-1) + 1
+    return column.new_zeros(experts + 1).scatter_add_(0, column, torch.ones_like(column))[1:]
 
 
 class RoutingCounters:

@@ -44,7 +44,7 @@ from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
+    from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
@@ -246,9 +246,8 @@ class _Profiler:
         """Returns the seconds of a signal between kernels, where all ranks have memory that others' kernels address."""
         if not triton_serves(self._device):
             return None
-        # Imported here: both need Triton.
-        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
-        from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
+        # Here, since it needs Triton.
+        from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE, OneSidedAllToAll
 
         signal_s = {}
         for link, group in (("inter", self._topology.ep), ("intra", self._topology.esp)):

@@ -106,7 +106,7 @@ class ListSchedule:
         """Returns a number for each task, small where much hangs on it."""
         way = [0.0] * len(self._tasks)  # seconds from its start to the end of all that waits for it
         for place in reversed(self._order):
-            # Plain comparisons: thousands of schedules are made in a search, and `max` would build a list for each task.
+            # Plain comparisons: a search makes thousands of schedules, and `max` would build a list for each task.
             longest = 0.0
             for later in self._followers[place]:
                 if way[later] > longest:

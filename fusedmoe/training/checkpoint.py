@@ -187,11 +187,7 @@ class ModelState:
         self._scattered = on_all_ranks(topology.world, operation, name_parameters)
 
     def entries(self, wanted: Wanted = writes) -> dict[str, Any]:
-        """Collects what this rank has to write, by key.
-
-        Args:
-            wanted: chooses among the entries that several ranks hold; by default one rank of them writes each.
-        """
+        """Collects what this rank has to write, by key; `wanted` chooses among what several ranks hold."""
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
@@ -211,17 +207,11 @@ class ModelState:
             if key.startswith(_MODEL)
         }
         own = {name: spec.shape if (spec := self._specs.own.get(name)) else None for name in self._values}
-        shapes = [
-            f"{name} is {_told(saved[name])} in the checkpoint and {_told(own[name])} here"
-            for name in own
-            if name in saved and saved[name] != own[name]
-        ]
+        both = [name for name in own if name in saved and saved[name] != own[name]]
+        shapes = [f"{name} is {_told(saved[name])} in the checkpoint and {_told(own[name])} here" for name in both]
         missing = [f"{name} is not in the checkpoint" for name in own if name not in saved]
-        unknown = [
-            f"{name} is in the checkpoint only"
-            for name in saved
-            if name not in own and name not in self._specs.elsewhere
-        ]
+        others = saved.keys() - own.keys() - self._specs.elsewhere
+        unknown = [f"{name} is in the checkpoint only" for name in saved if name in others]
         told = [*shapes[:2], *missing[:2], *unknown[:2]]
         if not told:
             return None
@@ -255,10 +245,8 @@ class ModelState:
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
         # Tensors were read into the model's own memory; this hands over other state and runs the modules' hooks.
-        state = {
-            own_name: self._values[name] if name in self._specs.own else targets[_MODEL + name]
-            for name, own_name in self._own_names.items()
-        }
+        names = self._own_names.items()
+        state = {own: self._values[name] if name in self._specs.own else targets[_MODEL + name] for name, own in names}
         self._model.load_state_dict(state)
         if self._optimizer is not None:
             self._optimizer.install(targets, small[GROUPS])
@@ -324,11 +312,7 @@ def _place(key: str) -> tuple[str, ...]:
 
 
 class OptimizerState:
-    """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name.
-
-    Raises:
-        ConfigError: the optimizer has a parameter that the model's state has not.
-    """
+    """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
         self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
@@ -357,15 +341,8 @@ class OptimizerState:
         """Lists the names of each group that not all ranks have."""
         return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
 
-    def entries(self, scattered: list[list[list[str]]], wanted: Wanted = writes) -> dict[str, Any]:
-        """Collects what this rank has to write, by key.
-
-        Args:
-            scattered: every rank's `names_of_some()`.
-            wanted: as for `ModelState.entries`.
-        Raises:
-            ConfigError: state of a split parameter that has another shape than the parameter.
-        """
+    def entries(self, scattered: list[list[list[str]]], wanted: Wanted) -> dict[str, Any]:
+        """Collects what this rank has to write, by key; `scattered`: every rank's `names_of_some()`."""
         entries: dict[str, Any] = {}
         for name, values in self._state.items():
             spec, shape = self._specs[name], self._parameters[name].shape
@@ -385,10 +362,8 @@ class OptimizerState:
                 if wanted(entry, self._topology.world if spec.everywhere else spec.group):
                     entries[entry] = value
         if wanted(GROUPS, self._topology.world):
-            entries[GROUPS] = [
-                _settings(group) | {"params": names}
-                for group, names in zip(self._groups, self._all_names(scattered), strict=True)
-            ]
+            groups = zip(self._groups, self._all_names(scattered), strict=True)
+            entries[GROUPS] = [_settings(group) | {"params": names} for group, names in groups]
         return entries
 
     def about(self) -> dict[str, Any]:
@@ -414,17 +389,17 @@ class OptimizerState:
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
         """Lists the saved values of this rank's parameters, and what each is to be read into; None for plain values."""
-        names = {f"{STATE}{name}": name for name in self._parameters}
         targets: dict[str, Any] = {}
         for entry, saved in metadata.state_dict_metadata.items():
             prefix, _, key = entry.rpartition(".")
-            if prefix not in names:
+            name = prefix.removeprefix(STATE)
+            if not prefix.startswith(STATE) or name not in self._parameters:
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 targets[entry] = None
                 continue
-            name, dtype = names[prefix], saved.properties.dtype
-            spec, parameter, value = self._specs[name], self._parameters[name], self._state[name].get(key)
+            dtype, spec = saved.properties.dtype, self._specs[name]
+            parameter, value = self._parameters[name], self._state[name].get(key)
             if tuple(saved.size) != spec.shape:  # a count, say, which every rank holds whole
                 targets[entry] = torch.empty(saved.size, dtype=dtype)
                 continue
@@ -450,13 +425,13 @@ class OptimizerState:
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
         state: dict[int, dict[str, Any]] = {}
-        for name, index in self._index.items():
-            prefix = f"{STATE}{name}."
-            for key in [entry[len(prefix) :] for entry in targets if entry.startswith(prefix)]:
-                value, spec = targets[prefix + key], self._specs[name]
-                if isinstance(value, Tensor) and tuple(value.shape) == spec.shape:
+        for entry, value in targets.items():
+            prefix, _, key = entry.rpartition(".")
+            name = prefix.removeprefix(STATE)
+            if prefix.startswith(STATE) and name in self._index:
+                if isinstance(value, Tensor) and tuple(value.shape) == self._specs[name].shape:
                     value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
-                state.setdefault(index, {})[key] = value
+                state.setdefault(self._index[name], {})[key] = value
         # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
         merged = [own | _settings(group) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})

@@ -74,11 +74,7 @@ _KNOWN = {
 
 
 def parse_index(data: bytes) -> Metadata:
-    """Reads the index that a pickle stands for.
-
-    Raises:
-        ValueError: it names something else, or does not fit together; and whatever else unpickling makes of damage.
-    """
+    """Reads the index that a pickle stands for; `ValueError` where it names something else or does not fit together."""
     note = _note(_Reader(BytesIO(data)).load())
     infos: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in _dictionary(note["storage_data"]).items():
@@ -101,6 +97,8 @@ class _Note:
     """Note of a call that a pickle asks for: of `name` with `args`, and what it then sets."""
 
     name = ""
+    args: tuple[Any, ...]
+    held: Any
 
     def __new__(cls, *args: Any) -> _Note:
         note = super().__new__(cls)
@@ -110,9 +108,6 @@ class _Note:
     def __setstate__(self, state: Any) -> None:
         self.held = state
 
-    args: tuple[Any, ...]
-    held: Any
-
     def __getitem__(self, field: str) -> Any:
         return _dictionary(self.held).get(field)
 
@@ -120,6 +115,9 @@ class _Note:
 # The one in C gives a file of a few bytes all the memory that it asks for, and the machine with it.
 class _Reader(pickle._Unpickler):
     """Finds no class but notes, which are new ones each time: nothing that a pickle sets on them outlives it."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         # dtypes are the one thing that is taken for what it is: they are values, and calling them does nothing.
@@ -129,9 +127,6 @@ class _Reader(pickle._Unpickler):
             raise ValueError(f"it names {reprlib.repr(f'{module}.{name}')}, which has no place in an index")
         return type("_Note", (_Note,), {"name": name})
 
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-
     def _set_items(self, items: list[Any]) -> None:
         held = _dictionary(self.stack[-1])
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -139,28 +134,17 @@ class _Reader(pickle._Unpickler):
                 raise ValueError(f"a {type(key).__name__} is no key")
             held[key] = value
 
-    def _set_one(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
-
-    def _set_many(self) -> None:
-        self._set_items(self.pop_mark())
-
     # All that pickles of an index have, and what can hash is ours.
     dispatch: ClassVar[dict[int, Any]] = {
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _HASHING},
-        pickle.SETITEM[0]: _set_one,
-        pickle.SETITEMS[0]: _set_many,
+        pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
     }
 
 
 def check_tuples(data: bytes) -> None:
-    """Looks through the pickle of an item for tuples that no dictionary could have as a key: their hash would walk
-    through all that they refer to, for ever or until the stack is full.
-
-    Raises:
-        ValueError: there is one; and whatever else unpickling makes of damage.
-    """
+    """Looks through the pickle of an item for tuples that no dictionary could have as a key; `ValueError` for one."""
+    # Their hash would walk through all that they refer to, for ever or until the stack is full.
     _TupleReader(data).load()
 
 
@@ -295,11 +279,7 @@ class Digests(NamedTuple):
 
 
 def read_digests(path: Path, folder: Path) -> Digests | None:
-    """Reads the digests of the checkpoint saved to `path`, which lies in `folder`; None in format 1, which had none.
-
-    Raises:
-        ConfigError: the file that has them is damaged, or of a later format.
-    """
+    """Reads the digests of the checkpoint saved to `path`, which lies in `folder`; None in format 1, which had none."""
     if not (folder / CHECKSUMS).is_file():
         return None
     damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
@@ -313,14 +293,9 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
     try:
         held: dict[str, Any] = json.loads(body)
         later = held["format"] > FORMAT
-        digests = Digests(
-            held["index"],
-            {
-                Item(file, offset, length): digest
-                for file, items in held["items"].items()
-                for offset, length, digest in items
-            },
-        )
+        of_files = held["items"].items()
+        items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
+        digests = Digests(held["index"], items)
     except Exception as error:  # it was not save_checkpoint that wrote it
         raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
     if later:
@@ -358,17 +333,14 @@ def item_digests(folder: Path, items: Iterable[Item]) -> dict[Item, str]:
 
 
 def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
-    """Checks the bytes of items. Without digests (format 1) most of them have a CRC-32 in them.
-
-    Raises:
-        ConfigError: an item is not as it was saved, or would run code.
-    """
+    """Checks the bytes of items; `ConfigError` for one that is not as it was saved, or would run code."""
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     for item, file in _each(folder, items):
         if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
             raise _damaged(path, item)
         # Before torch.load: what grows when it is unpacked would take the machine's memory.
         _check_unpacked(path, item, file)
+        # Format 1 has no digests; most of its items have a CRC-32 in them.
         if digests is None:
             _check_crc(path, item, file)
 
@@ -400,24 +372,18 @@ class _ItemView(_ReaderView):
 
 
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
-    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time.
-
-    A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
+    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time."""
+    # A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
     try:
         with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
             records = archive.infolist()
             packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
             # Records under one name may be the same bytes many times.
             packed |= sum(record.file_size for record in records) > item.length
-            if not packed:
-                for record in records:
-                    if record.filename.lower().endswith("data.pkl"):
-                        del record.CRC  # torch.serialization.set_crc32_options(False) leaves 0, which would be checked
-                        check_tuples(archive.read(record))
+            for record in [] if packed else records:
+                if record.filename.lower().endswith("data.pkl"):
+                    del record.CRC  # torch.serialization.set_crc32_options(False) leaves 0, which would be checked
+                    check_tuples(archive.read(record))
     except Exception as error:  # whatever a parser makes of damage
         raise _damaged(path, item) from error
     if packed:
@@ -428,11 +394,7 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
 
 
 def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
-    """Checks an item of format 1, a zip file, by the CRC-32 of its records, and reads it once.
-
-    Raises:
-        ConfigError: it is damaged, or would run code.
-    """
+    """Checks an item of format 1, a zip file, by the CRC-32 of its records, and reads it once."""
     file.seek(item.offset)
     data = BytesIO(file.read(item.length))
     try:

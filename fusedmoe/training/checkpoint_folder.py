@@ -55,11 +55,9 @@ def real(path: Path) -> Path:
 def first_path(path: Path, topology: Topology, operation: str, one_place: bool = False) -> str:
     """Returns the path as rank 0 gives it, by which all ranks name the operation. Collective.
 
-    Args:
-        one_place: refuse paths that are not one, neither as they are written nor by what their links stand for.
-    Raises:
-        RankError: ranks name different places.
+    With `one_place` it raises `RankError` where ranks name different places.
     """
+    # Paths are one place where they are the same as they are written, or by what their links stand for.
     written = os.fspath(path), os.path.abspath(path), str(real(path))
     (first, *places), *others = all_gather_object(topology.world, written, operation)
     for rank, (_, *other) in zip(topology.world.ranks[1:], others, strict=True):
@@ -104,9 +102,7 @@ def saved_at(path: Path) -> Path | None:
 
 @contextmanager
 def room(path: Path, room: Path) -> Iterator[str]:
-    """Makes an empty folder `room` that is this job's alone, and gone at the end.
-
-    The job that has it may change what is at `path`.
+    """Makes an empty folder `room`, gone at the end, whose job alone may change what is at `path`.
 
     Yields:
         the name of a file in it, by which other ranks know it.
@@ -129,14 +125,12 @@ def room(path: Path, room: Path) -> Iterator[str]:
         return False
 
     try:
-        locked = True
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
-        except BlockingIOError:
-            locked = False
-        except OSError:  # a file system without locks
-            pass
-        if not locked or not is_own():
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
+            except BlockingIOError:
+                raise busy from None
+        if not is_own():
             raise busy
         try:
             if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
@@ -195,8 +189,6 @@ def write_folder(
 ) -> None:
     """Writes every rank's entries to `path`, replacing a checkpoint that stands there. Collective over all ranks.
 
-    The folder comes into being beside `path` and is renamed when all is on the disk.
-
     Args:
         entries: tensors, DTensors and anything that can be pickled, by key; what several ranks hold is in the entries
             of one of them only.
@@ -234,16 +226,17 @@ def write_folder(
         write_digests(partial, [digests for _, digests in of_ranks])
         install(partial, path)
 
+    def on_all(action: Callable[[], Any]) -> list[Any]:
+        return on_all_ranks(topology.world, operation, action)
+
     # Five exchanges, each of which ends all ranks if one fails: rank 0 makes the room; all see the same one; plans;
     # data; and rank 0 puts it in its place.
     with ExitStack() as own:
-        marks = on_all_ranks(
-            topology.world, operation, lambda: own.enter_context(room(path, own_room)) if first else ""
-        )
-        on_all_ranks(topology.world, operation, lambda: check_same(own_room, marks[0], path))
-        plans = on_all_ranks(topology.world, operation, plan)
-        of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
-        on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
+        marks = on_all(lambda: own.enter_context(room(path, own_room)) if first else "")
+        on_all(lambda: check_same(own_room, marks[0], path))
+        plans = on_all(plan)
+        of_ranks = on_all(lambda: write(plans))
+        on_all(lambda: finish(of_ranks) if first else None)
 
 
 def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
@@ -278,17 +271,18 @@ class Folder:
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
         self._path, self._folder = path, folder
+        damaged = f"the checkpoint {path} is damaged: {INDEX}"
         try:
             index, self.digest = read_index(folder)
         except OSError as error:
-            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read: {error}. {CURE}") from error
+            raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
         self.digests = read_digests(path, folder)
         if self.digests is not None and self.digests.of_index != self.digest:
-            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} is not as it was saved. {CURE}")
+            raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
         try:
             self.metadata = parse_index(index)
         except Exception as error:  # whatever unpickling makes of damage
-            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read ({error}). {CURE}") from error
+            raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
         self._check_sizes()
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self.metadata, True)
@@ -309,8 +303,6 @@ class Folder:
 
     def read(self, targets: dict[str, Any]) -> None:
         """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
-
-        Values come before tensors: of a checkpoint with one that is refused, no tensor is read.
 
         Raises:
             ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
@@ -394,22 +386,17 @@ def may_lose(have: torch.dtype, become: torch.dtype) -> bool:
 
 
 def lost_number(value: Tensor, dtype: torch.dtype) -> str | None:
-    """Describes the first number that a conversion would not keep, in words that follow a tensor's name; else None.
-
-    Kept are floating-point numbers but for rounding (and what is too small, as zero), infinities and NaN where they
-    exist, integers exactly, and what is 0 or 1 as a bool.
-
-    Args:
-        value: any shape and device.   dtype: which it is to have.
-    """
+    """Describes the first number that a conversion would not keep, in words that follow a tensor's name; else None."""
+    # Kept are floating-point numbers but for rounding (and what is too small, as zero), infinities and NaN where they
+    # exist, integers exactly, and what is 0 or 1 as a bool.
     if not may_lose(value.dtype, dtype):
         return None
     if value.is_complex():
         parts = torch.view_as_real(value.detach().resolve_conj())
-        if not dtype.is_complex:
-            lost = parts[..., 1] != 0
-            return _told(value[lost][0], dtype) if lost.any() else lost_number(parts[..., 0], dtype)
-        return lost_number(parts, dtype.to_real())
+        if dtype.is_complex:
+            return lost_number(parts, dtype.to_real())
+        lost = parts[..., 1] != 0
+        return _told(value[lost][0], dtype) if lost.any() else lost_number(parts[..., 0], dtype)
     if dtype.is_complex:
         dtype = dtype.to_real()
     for chunk in value.detach().reshape(-1).split(_NUMBERS):
@@ -428,11 +415,11 @@ def refuse_lost(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> 
 
 def _kept(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns [n] bool: which numbers of value [n] stay as they are, to rounding."""
-    if not value.is_floating_point():
-        return _kept_integers(value, dtype)
     exact = value.double()  # which has all numbers of all floating-point dtypes
     if dtype == torch.bool:
         return (exact == 0) | (exact == 1)
+    if not value.is_floating_point():
+        return _kept_integers(value, dtype)
     if not dtype.is_floating_point:
         bounds = torch.iinfo(dtype)
         return (exact == exact.trunc()) & (exact >= float(bounds.min)) & (exact < float(bounds.max + 1))
@@ -445,8 +432,6 @@ def _kept_integers(value: Tensor, dtype: torch.dtype) -> Tensor:
     # PyTorch computes little in unsigned integers. The larger half of those of 64 bits is below zero as int64.
     wide = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
     small = wide >= 0 if value.dtype == torch.uint64 else torch.ones_like(wide, dtype=torch.bool)
-    if dtype == torch.bool:
-        return (wide == 0) | (wide == 1)
     if dtype.is_floating_point:
         return small & (wide.abs() <= _EXACT) & (wide.to(dtype).double() == wide.double())
     bounds = torch.iinfo(dtype)

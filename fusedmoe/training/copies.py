@@ -64,24 +64,21 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
             other ranks than the topology says, or does not say how.
     """
     splits, experts = active_shardings(model, topology)
-    spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     # By identity: a parameter under two names, in two modules, is one.
+    spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     found = []
     for name, parameter in model.named_parameters():
-        sharding = splits.get(name, {})
-        group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
+        sharding, managed = splits.get(name, {}), isinstance(parameter, DTensor)
         if managed:
             group = _unmanaged_holders(name, parameter, sharding, topology, id(parameter) in spread)
+        else:
+            group = holders(sharding, topology)
         found.append(Replica(name, parameter, sharding, group, name in experts, managed))
     return found
 
 
 def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
-    """Returns the number by which the sum of a parameter's gradients over `replica.group` is divided.
-
-    Raises:
-        ConfigError: unknown `mp_loss`.
-    """
+    """Returns the number by which the sum of a parameter's gradients over `replica.group` is divided."""
     if mp_loss not in ("summands", "replicated"):
         raise ConfigError(f"mp_loss = {mp_loss!r}; choose summands or replicated")
     ranks = 1 if replica.managed else topology.dp.size
@@ -91,13 +88,12 @@ def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
 
 def holders(sharding: dict[str, int], topology: Topology) -> Group:
     """Returns the ranks that hold a copy of a tensor with this active sharding."""
-    axes = set(sharding)
-    if not axes:
+    if not sharding:
         return topology.world
-    if axes == {"mp"}:
+    if set(sharding) == {"mp"}:
         return topology.dp
     sizes = {"ep": topology.ep.size, "esp": topology.esp.size}
-    free = [axis for axis in EXPERT_AXES if axis not in axes and sizes[axis] > 1]
+    free = [axis for axis in EXPERT_AXES if axis not in sharding and sizes[axis] > 1]
     if not free:
         return topology.edp
     assert topology.expert_grid is not None
@@ -144,26 +140,22 @@ def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, group: Group) -> None:
-    """Copies the first rank's tensor to the others, in place: a sum of bytes, theirs zero, is exact for every dtype."""
+    """Copies the first rank's tensor to the others, in place."""
     part = local_part(tensor.detach())
     if group.size == 1 or part.numel() == 0:
         return
     flat = part.contiguous().view(-1)
-    for bucket in flat.split(max(1, BUCKET_BYTES // max(1, flat.element_size()))):
-        bucket_bytes = bucket.view(torch.uint8).to(device_of(group))
-        if group.index != 0:
-            bucket_bytes = torch.zeros_like(bucket_bytes)
-        all_reduce(group, bucket_bytes, operation="broadcast of parameters")
-        bucket.copy_(bucket_bytes.to(bucket.device).view(bucket.dtype))
+    for bucket in flat.split(max(1, BUCKET_BYTES // flat.element_size())):
+        # A sum of bytes, all zero but the first rank's, is exact for every dtype.
+        sent = bucket.view(torch.uint8).to(device_of(group))
+        sent = sent if group.index == 0 else torch.zeros_like(sent)
+        all_reduce(group, sent, operation="broadcast of parameters")
+        bucket.copy_(sent.to(bucket.device).view(bucket.dtype))
     part.copy_(flat.view(part.shape))
 
 
 def compare_copies(copies: list[Replica], topology: Topology) -> None:
-    """Checks that each parameter that learns has one value on all ranks that hold a copy. Collective over the world.
-
-    Raises:
-        RankError: the same on every rank; it names the first parameter that differs, and the ranks.
-    """
+    """Raises `RankError`, on all ranks, where copies of a parameter that learns differ. Collective over the world."""
     held = [(one.name, one.group, local_part(one.parameter.detach())) for one in copies if one.parameter.requires_grad]
     require_equal(held, topology, "fusedmoe.training.broadcast_parameters(model, topology) before the first step")
 
@@ -180,7 +172,6 @@ def reduce_gradients(
 
     Args:
         copies: the same parameters in the same order on every rank, save for names that only some ranks have.
-        divisors: one for each.
         model: whose copies are compared before, the first time; None: they are known to be equal.
     Raises:
         ConfigError: a sparse gradient (on every rank).
@@ -213,17 +204,14 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
     A loss scaler (`torch.amp.GradScaler`) on each rank looks at that rank's gradients alone. Those of what all ranks
     hold are equal; of an expert, or a part, that other ranks do not hold, the others would know nothing, and take the
     step that this rank skips. So NaN is put into the same parameter's gradient, as the scaler of one process would find
-    it there. Parameters that only some ranks have by name count as one. Collective over the world; the host waits for
-    nothing.
-
-    Args:
-        copies: as for `reduce_gradients`, which was before.
+    it there. Collective over the world, after `reduce_gradients`; the host waits for nothing.
     """
     # Whole gradients are equal on all ranks by now, and so is what a scaler sees of them.
     split = [replica for replica in copies if replica.group.ranks != topology.world.ranks]
     if not split and topology.ep.size == topology.esp.size == 1:
         return  # on every rank alike: only experts have names on some ranks only
     everywhere = [replica for replica in split if not replica.named]
+    # Parameters that only some ranks have by name count as one, the last.
     flags = torch.zeros(len(everywhere) + 1, dtype=torch.uint8, device=device_of(topology.world))
     place_of = {id(replica): place for place, replica in enumerate(everywhere)}
     held = [(place_of.get(id(replica), -1), _local_gradient(replica)) for replica in split]
@@ -245,45 +233,41 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
 
 
 def _local_gradient(replica: Replica) -> Tensor | None:
-    """This rank's part of the gradient, if it has any elements."""
+    """Returns this rank's part of the gradient, if it has any elements."""
     gradient = None if replica.parameter.grad is None else local_part(replica.parameter.grad)
     return gradient if gradient is not None and gradient.numel() else None
 
 
 def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tuple[list[bool], bool]:
-    """Returns, for each parameter, whether any rank has a gradient, and whether any rank has a note.
+    """Returns, for each parameter, whether any rank has a gradient, and whether any rank has a note; None: no note.
 
     One collective serves all parameters of a kind, and the host waits once for all of them.
-
-    Args:
-        note: this rank's; None: none is asked for.
     """
-    states = [_state(replica) for replica in copies]
-    kinds: dict[tuple[int, ...], list[int]] = {} if note is None else {topology.world.ranks: []}
+    states = [_state(replica) for replica in copies] + [int(bool(note))]
+    world = topology.world
+    kinds: dict[tuple[int, ...], tuple[Group, list[int]]] = {} if note is None else {world.ranks: (world, [])}
     for i, replica in enumerate(copies):
         # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
-        kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
+        group = replica.group if replica.named else world
+        kinds.setdefault(group.ranks, (group, []))[1].append(i)
+    if note is not None:
+        kinds[world.ranks][1].append(len(copies))
+    reduced = []
     # In one order on all ranks, whichever names each of them has: they share several of the groups.
-    reduced, in_order = [], [members for _, members in sorted(kinds.items())]
-    for members in in_order:
-        group = copies[members[0]].group if members and copies[members[0]].named else topology.world
-        own = [states[i] for i in members]
-        if group is topology.world and note is not None:
-            own.append(int(note))
-            members.append(len(states))
-        flags = torch.tensor(own, dtype=torch.uint8, device=device_of(group))
+    for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
+        flags = torch.tensor([states[i] for i in members], dtype=torch.uint8, device=device_of(group))
         reduced.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
-    states.append(0)
     if reduced:
-        for i, state in zip(chain(*in_order), torch.cat(reduced).tolist(), strict=True):
+        places = chain.from_iterable(members for _, (_, members) in in_order)
+        for i, state in zip(places, torch.cat(reduced).tolist(), strict=True):
             states[i] = state
-    noted = bool(states.pop())
-    for replica, state in zip(copies, states, strict=True):
+    *of_copies, noted = states
+    for replica, state in zip(copies, of_copies, strict=True):
         if state == _SPARSE:  # on some rank: all of them raise, since "max" has told them all
             refusal = f"the gradient of {replica.name} is sparse. Make its embedding with sparse=False."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
-    return [state != _NONE for state in states], noted
+    return [state != _NONE for state in of_copies], bool(noted)
 
 
 def _state(replica: Replica) -> int:
@@ -294,7 +278,7 @@ def _state(replica: Replica) -> int:
 
 
 def _writable_gradient(replica: Replica) -> Tensor:
-    """This rank's part of the gradient, zeros if there is none, in memory that each element has to itself."""
+    """Returns this rank's part of the gradient, zeros if there is none, each element in memory of its own."""
     parameter = replica.parameter
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -307,46 +291,33 @@ def _writable_gradient(replica: Replica) -> Tensor:
 
 
 def _reduce(group: Group, gradients: list[Tensor], dtype: torch.dtype, divisor: int) -> None:
-    total = sum(gradient.numel() for gradient in gradients)
-    bucket = _Bucket(group, min(total, BUCKET_BYTES // dtype.itemsize), dtype, divisor)
+    """Sums gradients over a group, laid end to end into a buffer that a collective empties each time it is full."""
+    size = min(sum(gradient.numel() for gradient in gradients), BUCKET_BYTES // dtype.itemsize)
+    buffer = torch.empty(size, dtype=dtype, device=device_of(group))
+    filled = 0
+    parts: list[tuple[Tensor, Tensor]] = []  # part of a flat gradient, its place in the buffer
+    copied: list[tuple[Tensor, Tensor]] = []  # gradient that cannot be viewed flat, its copy
+
+    def flush() -> None:
+        nonlocal filled
+        if filled:
+            all_reduce(group, buffer[:filled], operation="gradient all-reduce").div_(divisor)
+        for target, source in (*parts, *copied):
+            target.copy_(source)
+        filled = 0
+        parts.clear()
+        copied.clear()
+
     for gradient in gradients:
-        bucket.add(gradient)
-    bucket.flush()
-
-
-class _Bucket:
-    """A flat buffer that gradients are laid into end to end; each time it is full, a collective empties it."""
-
-    def __init__(self, group: Group, size: int, dtype: torch.dtype, divisor: int) -> None:
-        self._group, self._divisor = group, divisor
-        self._buffer = torch.empty(size, dtype=dtype, device=device_of(group))
-        self._filled = 0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # (part of a flat gradient, its place in the buffer)
-        self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient that cannot be viewed flat, its flat copy)
-
-    def add(self, gradient: Tensor) -> None:
-        """Lays a gradient into the buffer, and empties it whenever it is full."""
-        flat = gradient.contiguous().view(-1)
-        start = 0
-        while start < flat.numel():
-            size = min(flat.numel() - start, self._buffer.numel() - self._filled)
-            place = self._buffer[self._filled : self._filled + size]
-            part = flat[start : start + size]
+        flat = rest = gradient.contiguous().view(-1)
+        while len(rest):
+            part, rest = rest[: size - filled], rest[size - filled :]
+            place = buffer[filled : filled + len(part)]
             place.copy_(part)
-            self._parts.append((part, place))
-            start, self._filled = start + size, self._filled + size
-            if self._filled == self._buffer.numel():
-                self.flush()
+            parts.append((part, place))
+            filled += len(part)
+            if filled == size:
+                flush()
         if not gradient.is_contiguous():
-            self._copied.append((gradient, flat))
-
-    def flush(self) -> None:
-        """Reduces what is in the buffer and puts it back into the gradients."""
-        if self._filled:
-            filled = self._buffer[: self._filled]
-            all_reduce(self._group, filled, operation="gradient all-reduce").div_(self._divisor)
-            for part, place in self._parts:
-                part.copy_(place)
-        for gradient, flat in self._copied:
-            gradient.copy_(flat.view(gradient.shape))
-        self._filled, self._parts, self._copied = 0, [], []
+            copied.append((gradient, flat.view(gradient.shape)))
+    flush()

@@ -26,12 +26,9 @@ def move(
 ) -> int:
     """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
 
-    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
+    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped. `copies`: of each
+    layer, those of its experts that go with them; they have no optimizer. Returns the bytes that this rank sent.
 
-    Args:
-        copies: of each layer, those of its experts that go with them; they have no optimizer.
-    Returns:
-        The bytes that this rank sent.
     Raises:
         ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
         RankError: the ranks' optimizers keep different state.
@@ -45,19 +42,22 @@ def move(
     # Before anything is sent: a rank whose optimizer has not stepped would wait for tensors that nobody sends.
     _require_same(group, [[sorted(tensors) for tensors in states] for states in kept])
     sent = 0
+
+    def moved(tensor: Tensor, before: Placement, after: Placement) -> Tensor:
+        nonlocal sent
+        received, bytes_ = _moved(tensor, before, after, group)
+        sent += bytes_
+        return received
+
     for (placed, sharding, following), states in zip(changing, kept, strict=True):
-        before = placed.placement
+        change = placed.placement, sharding
         for copy in following:
-            tensors = {name: _moved(p.data, before, sharding, group) for name, p in copy.experts.named_parameters()}
-            copy.reshard(sharding, {name: tensor for name, (tensor, _) in tensors.items()})
-            sent += sum(bytes_ for _, bytes_ in tensors.values())
+            copy.reshard(sharding, {name: moved(p.data, *change) for name, p in copy.experts.named_parameters()})
         parameters: dict[str, Tensor] = {}
         for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
-            parameters[name], bytes_ = _moved(parameter.data, before, sharding, group)
-            sent += bytes_
+            parameters[name] = moved(parameter.data, *change)
             for key, tensor in state.items():
-                optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
-                sent += bytes_
+                optimizer.state[parameter][key] = moved(tensor, *change)
         # Last: until here the layer, and its optimizer's state, are of the placement before.
         placed.reshard(sharding, parameters)
     return sent
@@ -68,19 +68,15 @@ def followers(
 ) -> list[list[DynamicExperts]]:
     """Lists for each layer the copies of its experts that change owners with it, in one order on all ranks. Collective.
 
-    Those are the ones of `given` models, and what `copy.deepcopy` has made of the layer, or of a copy, and nobody
-    trains.
-
-    Raises:
-        ConfigError: a copy with other owners than its layer, one that is trained, or one that not all ranks have.
+    Those are the ones of `given` models, and what `copy.deepcopy` has made of the layer, or of a copy. It raises
+    `ConfigError` for one with other owners than its layer, one that is trained, or one that not all ranks have.
     """
     here = [placed.placement.sharding for placed in layers]
-    for model in given:
-        if [copy.placement.sharding for copy in model] != here:
-            raise ConfigError(
-                "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
-                "the model as it is now: deepcopy(model), or AveragedModel(model)"
-            )
+    if any([copy.placement.sharding for copy in model] != here for model in given):
+        raise ConfigError(
+            "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
+            "the model as it is now: deepcopy(model), or AveragedModel(model)"
+        )
     known = {id(copy) for model in given for copy in model}
 
     def look() -> tuple[list[dict[tuple[int, ...], DynamicExperts]], list[list[list[tuple[bool, tuple[int, ...]]]]]]:
@@ -125,10 +121,7 @@ def _copies(placed: DynamicExperts, path: tuple[int, ...]) -> Iterator[tuple[tup
 
 def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
     """Raises `ConfigError` as `move` would, before anything has to move; and for experts that the optimizer does not
-    have, whose state would not move.
-
-    `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
-    """
+    have. `tries`: also for what it keeps after a step, as far as another one of its kind can be made."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():
@@ -181,9 +174,9 @@ def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) ->
     """Exchanges rows; returns this rank's, [owned, ...] in order of their experts, and the bytes that it sent."""
     me = group.index
     ours, wanted = before.owned(me), after.owned(me)
+    # Sorted by rank, then expert, on both sides: rows arrive in the order that they are expected in.
     leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
     coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
-    # Sorted by rank, then expert, on both sides: rows arrive in the order that they are expected in.
     send, recv = ([sum(rank == peer for rank, _ in pairs) for peer in range(group.size)] for pairs in (leaving, coming))
     # An expert's row is its place among those that the rank owns, in order of their numbers.
     row = {expert: at for at, expert in enumerate(ours)}

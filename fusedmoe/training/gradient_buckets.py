@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from weakref import ref
 
 import torch
@@ -35,7 +36,6 @@ class _Item:
 
     replica: Replica
     divisor: int
-    dtype: torch.dtype
     gradient: Tensor | None = None
     ready: bool = False
     sent: bool = False
@@ -44,6 +44,15 @@ class _Item:
     @property
     def size(self) -> int:
         return self.replica.parameter.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _sent_as(self.replica.parameter)
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype, int]:
+        """Neighbours of one kind share a collective."""
+        return self.replica.group.ranks, self.dtype, self.divisor
 
 
 class GradientBuckets:
@@ -73,12 +82,9 @@ class GradientBuckets:
     ) -> None:
         self._topology = topology
         layers = _dense_parts(model, topology, dense)
-        self._items = [
-            _Item(replica, divisor(replica, topology, mp_loss), _sent_as(replica))
-            for layer in reversed(layers)
-            for replica in reversed(layer)
-        ]
-        self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
+        of_layers = [[_Item(replica, divisor(replica, topology, mp_loss)) for replica in layer] for layer in layers]
+        self.layer_bytes = [sum(item.dtype.itemsize * item.size for item in layer) for layer in of_layers]
+        self._items = [item for layer in reversed(of_layers) for item in reversed(layer)]
         # A plan counts bytes of parts, not parameters: `_place` walks through the items as buckets take them.
         self._by_parameter = {id(item.replica.parameter): item for item in self._items}
         # The garbage collector does not look into these hooks: one that held us would hold the parameters for ever.
@@ -125,12 +131,9 @@ class GradientBuckets:
             self._reduce(task.size)
 
     def begin(self, tasks: Sequence[Task], behind: Callable[[], None] | None = None) -> None:
-        """Reduces buckets beside what the caller does; `wait` sees to the end of it.
+        """Reduces buckets beside what the caller does, in a thread, on CUDA on a stream; `wait` sees to the end of it.
 
         `behind`: waits until nothing else has the link any more (on CUDA the current stream does).
-
-        On a CPU a thread does it. On CUDA a stream does, and all of it is issued here: of several communicators NCCL
-        asks for one order on all ranks, which two threads would not keep (`fusedmoe/runtime/nccl.md`).
         """
         self.wait()
         if not self._open or not tasks:
@@ -140,6 +143,8 @@ class GradientBuckets:
             self._helper = self._helper or Helper("fusedmoe gradients")
             self._working = self._helper.begin(partial(self._reduce_all, tasks, behind))
             return
+        # All of it is issued here: of several communicators NCCL asks for one order on all ranks, which two threads
+        # would not keep (`fusedmoe/runtime/nccl.md`).
         self._beside = streams["inter"]
         self._beside.wait_stream(streams["compute"])  # gradients that are given were computed there
         with torch.cuda.stream(self._beside):
@@ -169,12 +174,10 @@ class GradientBuckets:
         self._open = False
         for given in self._items:
             given.gradient = None
-        done = [sent for sent in self._items[:item] if sent.whole is not None]
-        if not done:
-            return set()
+        done = {id(sent.replica.parameter): sent.whole for sent in self._items[:item] if sent.whole is not None}
         # The one wait of the host in a step, for all parameters together.
-        whole = torch.stack([sent.whole for sent in done if sent.whole is not None]).tolist()
-        return {id(sent.replica.parameter) for sent, all_have in zip(done, whole, strict=True) if all_have}
+        whole = torch.stack([*done.values()]).tolist() if done else []
+        return {key for key, all_have in zip(done, whole, strict=True) if all_have}
 
     def _reduce_all(self, tasks: Sequence[Task], behind: Callable[[], None] | None) -> None:
         if behind is not None:
@@ -185,18 +188,10 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _reduce(self, size: int) -> None:
-        """Reduces the next `size` bytes, with a flag for each parameter that begins in them.
-
-        Neighbours that the same ranks hold share a collective: most buckets are one.
-        """
-        together: list[tuple[_Item, int, int]] = []
-        for part in self._cut(size):
-            if together and _kind(together[0][0]) != _kind(part[0]):
-                self._reduce_together(together)
-                together = []
-            together.append(part)
-        if together:
-            self._reduce_together(together)
+        """Reduces the next `size` bytes, with a flag for each parameter that begins in them."""
+        # Neighbours that the same ranks hold share a collective: most buckets are one.
+        for _, parts in groupby(self._cut(size), key=lambda part: part[0].kind):
+            self._reduce_together(list(parts))
 
     def _cut(self, size: int) -> Iterator[tuple[_Item, int, int]]:
         """Yields (item, first element, end) of the next `size` bytes, as far as there are any."""
@@ -239,12 +234,8 @@ def _note(buckets: GradientBuckets | None, parameter: Tensor) -> None:
         buckets._by_parameter[id(parameter)].ready = True
 
 
-def _kind(item: _Item) -> tuple[tuple[int, ...], torch.dtype, int]:
-    return item.replica.group.ranks, item.dtype, item.divisor
-
-
-def _sent_as(replica: Replica) -> torch.dtype:
-    return torch.promote_types(replica.parameter.dtype, torch.float32)
+def _sent_as(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _flat(item: _Item) -> Tensor:
@@ -271,14 +262,13 @@ def bucketed_bytes(
 
     # In the world of one that made the model nothing is split, and nothing has a copy: sizes follow from shardings.
     def own_bytes(parameter: nn.Parameter) -> int:
-        split = "mp" in shardings.get(names[id(parameter)], {})
-        if (ranks // mp if split else ranks) == 1:
+        dim = shardings.get(names[id(parameter)], {}).get("mp")
+        if ranks == (1 if dim is None else mp):
             return 0
         shape = list(parameter.shape)
-        if split:
-            dim = shardings[names[id(parameter)]]["mp"]
+        if dim is not None:
             shape[dim] = -(-shape[dim] // mp)
-        return math.prod(shape) * torch.promote_types(parameter.dtype, torch.float32).itemsize
+        return math.prod(shape) * _sent_as(parameter).itemsize
 
     return [sum(map(own_bytes, of)) for of in (_before_experts(model) if dense is None else dense)]
 
@@ -288,28 +278,22 @@ def _dense_parts(
 ) -> list[list[Replica]]:
     """Lists the replicated parameters before the experts of each MoE layer, in order, or those that are given."""
     own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
-    bucketed = [replica for replica in replicas(model, topology) if _bucketed(replica)]
+    bucketed = [one for one in replicas(model, topology) if one.group.size > 1 and not (one.managed or one.named)]
     return [[replica for replica in bucketed if id(replica.parameter) in of] for of in own]
 
 
 def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Lists the parameters before the experts of each MoE layer, and after those of the layer before it, in order.
-
-    A shared expert, and all else that comes after the experts of a layer, counts to the next one.
-    """
+    """Lists the parameters before the experts of each MoE layer, and after those of the layer before it, in order."""
     experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
     found: list[list[nn.Parameter]] = [[] for _ in set(experts.values())]
     layer = 0
     for parameter in model.parameters():
         if id(parameter) in experts:
+            # A shared expert, and all else that comes after the experts of a layer, counts to the next one.
             layer = experts[id(parameter)] + 1
         elif layer < len(found):
             found[layer].append(parameter)
     return found
-
-
-def _bucketed(replica: Replica) -> bool:
-    return replica.group.size > 1 and not (replica.managed or replica.named)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

@@ -169,54 +169,44 @@ class PlanTuning:
         self._said = self.contest.settled
 
     def skip(self) -> None:
-        """The next step that is noted does not count: call it on every rank after what is no step, a checkpoint, say.
-
-        What some rank still does then, others wait for in their next step.
-        """
+        """Leaves the next step that is noted out: call it on every rank after what is no step, a checkpoint, say."""
+        # What some rank still does then, others wait for in their next step.
         self._skips = True
 
     def table(self) -> list[TriedPlan]:
         """Lists what was tried and measured, the fastest first."""
-        rows = [
-            TriedPlan(
-                one.candidate.name,
-                one.candidate.predicted_s,
-                one.median_s if one.seconds else None,
-                len(one.seconds),
-                one.rounds,
-            )
-            for one in self.contest.entries
-        ]
+        rows = []
+        for one in self.contest.entries:
+            measured_s = one.median_s if one.seconds else None
+            made, predicted_s = one.candidate.name, one.candidate.predicted_s
+            rows.append(TriedPlan(made, predicted_s, measured_s, len(one.seconds), one.rounds))
         return sorted(rows, key=lambda row: row.measured_s or math.inf)
 
     def line(self) -> str:
         """Describes the best plan so far, and by how much it is faster."""
-        best = self.contest.best
+        contest, best = self.contest, self.contest.best
         others: dict[str, Entry] = {}
-        for one in sorted(self.contest.entries, key=lambda one: one.median_s):
+        for one in sorted(contest.entries, key=lambda one: one.median_s):
             if one.seconds and one is not best:
                 others.setdefault(one.candidate.name if self._search else one.candidate.family, one)
         named = [(name, one) for name, one in others.items() if name != best.candidate.family]
         shown = [*named[:2], *(pair for pair in named[2:] if pair[0] == OFF)]
-        than = [f"{name} {one.median_s:.3g} s ({one.median_s / best.median_s - 1:+.0%})" for name, one in shown]
-        contest = self.contest
+        than = ", ".join(
+            f"{name} {one.median_s:.3g} s ({one.median_s / best.median_s - 1:+.0%})" for name, one in shown
+        )
         # Then predictions may count for more than what was measured.
         unsure = f" (steps differ by {contest.noise:.0%} by chance)" if contest.noise > _UNSURE else ""
-        return "; ".join(
-            [
-                f"schedule: {best.candidate.name}: {best.median_s:.3g} s a step",
-                *([", ".join(than)] if than else []),
-                f"{contest.tried} steps tried, {contest.spent_s:.2g} s spent{unsure}",
-            ]
-        )
+        first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s a step"
+        last = f"{contest.tried} steps tried, {contest.spent_s:.2g} s spent{unsure}"
+        return "; ".join(filter(None, (first, than, last)))
 
     def choice(self) -> str:
         """Writes the text of a file that a job which goes on with this one is given as `resumed`."""
         best = self.contest.best
         ranked = sorted((one for one in self.contest.entries if one.seconds), key=lambda one: one.median_s)
-        second = next((one.candidate for one in ranked if one is not best), None)
-        plans = [best.candidate, *([] if second is None else [second])]
-        return choice_text(self.line(), best.median_s, plans, [row._asdict() for row in self.table()])
+        second = [one.candidate for one in ranked if one is not best][:1]
+        rows = [row._asdict() for row in self.table()]
+        return choice_text(self.line(), best.median_s, [best.candidate, *second], rows)
 
     def _keep(self) -> None:
         if self._step.topology.is_first:
@@ -324,9 +314,9 @@ class BucketSearch:
         bytes_, seconds = (np.array(column, dtype=float) for column in zip(*self.tried, strict=True))
         spread = seconds.std() or 1.0
         values = (seconds - seconds.mean()) / spread
+        # Matérn 5/2: times bend where buckets begin to fill the link, but do not jump. White noise: steps differ.
         kernel = Matern(length_scale=0.3, length_scale_bounds=(0.02, 3.0), nu=2.5) + WhiteKernel(1e-3, (1e-6, 1e-1))
         process = GaussianProcessRegressor(kernel, random_state=self.seed)
-        # Matérn 5/2: times bend where buckets begin to fill the link, but do not jump. White noise: steps differ.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # few points do not always say how smooth they are
             process.fit(self._place(bytes_), values)

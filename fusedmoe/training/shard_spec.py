@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -195,10 +195,8 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
-    """Returns the size of the whole along dimensions in which ranks pad their parts to one size, by name.
-
-    Modules say so in their attribute `unpadded`, under names relative to themselves.
-    """
+    """Returns the size of the whole along dimensions in which ranks pad their parts to one size, by name."""
+    # Modules say so in their attribute `unpadded`, under names relative to themselves.
     return {
         plain_name(f"{prefix}.{name}".lstrip(".")): sizes
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -224,17 +222,16 @@ def _shard_spec(
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
     for axis, dim in sharding.items():
-        having = [rank for rank in _groups(topology)[axis].ranks if name in shapes[rank]]
+        having = [rank for rank in _group(axis, topology).ranks if name in shapes[rank]]
         if dim == NAMED and len(having) > 1:
             raise ConfigError(
                 f"the ranks {having} each have a {name} of their own, and one name for all: a checkpoint would keep "
                 "one of them. Make it [local experts, …], or say in its module's `shardings` along which dimension it "
                 "is split, or give it a name with the expert's number"
             )
-    shape = list(tensor.shape)
+    shape, own = list(tensor.shape), list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
-    own = list(tensor.shape)
     # Padding makes parts of ranks alike in size and is no part of the whole: the last parts are cut to what belongs.
     if not managed:
         for dim, size in unpadded.items():
@@ -243,39 +240,31 @@ def _shard_spec(
             own[dim] = max(0, min(own[dim], size - start))
     kept = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
     starts = _check_chunk(name, own, shape, sharding, topology, numbers is not None)
-    everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
+    axes = ("mp",) if "mp" in sharding else ("ep", "esp")
+    placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in axes)
+    mesh = topology.dense_mesh if "mp" in sharding else topology.expert_mesh
+    of_all = tuple(shape), holders(sharding, topology), True, NAMED not in sharding.values()
+    if not isinstance(tensor, DTensor):
+        # The first dimension of either mesh is that of the copies.
+        return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, kept)
+    assert mesh is not None
     # FSDP has split the copies among them: no other rank holds what this one holds.
     alone = topology.subgroup("own", (topology.rank,))
-    if "mp" not in sharding:
-        if isinstance(tensor, DTensor):
-            assert topology.expert_mesh is not None
-            by_axes = _placement(sharding.get("ep", NAMED)), _placement(sharding.get("esp", NAMED))
-            by_copies = _in_order(topology.expert_mesh, ("ep", "esp", "edp"))
-            return ShardSpec(tuple(shape), alone, True, everywhere, by_copies, (*by_axes, *tensor.placements))
-        placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
-        mesh = topology.expert_mesh
-        return ShardSpec(tuple(shape), group, True, everywhere, mesh, placements, numbers, starts, kept)
-    by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
-    if not isinstance(tensor, DTensor):
-        return ShardSpec(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
-    assert mesh is not None
-    mesh = _in_order(mesh, ("mp", "dp"))
-    return ShardSpec(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
+    by_copies = _in_order(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
+    return replace(ShardSpec(*of_all, by_copies, (*placements, *tensor.placements)), group=alone)
 
 
-def _groups(topology: Topology) -> dict[str, Group]:
-    """Returns the groups over which a `sharding` may split a tensor, by axis."""
-    return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
+def _group(axis: str, topology: Topology) -> Group:
+    """Returns the group over which a `sharding` splits a tensor along an axis."""
+    return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}[axis]
 
 
 def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Returns a mesh whose dimensions stand in another order.
-
-    FSDP has split what other axes had split before: dimensions in that order say so. The mesh serves only to find
-    places, so it needs no process groups.
-    """
+    """Returns a mesh whose dimensions stand in another order."""
+    # FSDP has split what other axes had split before: dimensions in that order say so.
     old = mesh.mesh_dim_names or ()
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
+    # It serves only to find places, so it needs no process groups.
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
 
 
@@ -292,7 +281,7 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
-            index = _groups(topology)[axis].index if sharding.get(axis) == NAMED else 0
+            index = _group(axis, topology).index if sharding.get(axis) == NAMED else 0
             ranks = ranks.narrow(place, index, 1)
     return ranks.flatten().tolist()
 
@@ -300,18 +289,16 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
 def _check_chunk(
     name: str, own: list[int], shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
 ) -> tuple[int, ...]:
-    """Returns where in the whole this rank's part begins, and refuses a part that torch.chunk would not have made.
-
-    Of `placed` rows any may be here.
-    """
+    """Returns where in the whole this rank's part begins, and refuses a part that torch.chunk would not have made."""
     # DTensor finds a part's place by cutting as torch.chunk does: other parts would land elsewhere in the file.
     expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
+        # Of experts under a placement any may be here.
         if placed and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
-            group = _groups(topology)[axis]
+            group = _group(axis, topology)
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))

@@ -187,15 +187,10 @@ class ShardedExperts:
         asks = self._measures or calibrates or callable(policy)
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
-        facts |= {
-            "overlap": overlap,
-            "reshard": reshard,
-            "calibrates": bool(calibrates),
-            "averaged": len(self.averaged),
-        }
-        facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates)}
+        facts |= {"averaged": len(self.averaged), "rematerialises": rematerialises}
         # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
-        topology.agree(facts, "ShardedExperts")
+        topology.agree(facts | {"costs": self._costs, "heap": heap is not None}, "ShardedExperts")
         # Now, and not in the step in which owners change for the first time, a hundred steps from here.
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
@@ -226,15 +221,22 @@ class ShardedExperts:
 
     def memory(self) -> ExpertMemory:
         """Returns the bytes that experts take on this rank."""
-        parts = [self._memory_of(parameter) for placed in self._layers for parameter in placed.parameters]
-        return ExpertMemory(*np.array([(0, 0, 0, 0), *parts]).sum(axis=0).tolist())
+        owned = held = gradients = state = 0
+        for parameter in (parameter for placed in self._layers for parameter in placed.parameters):
+            owned += parameter.nbytes
+            held += parameter.data.untyped_storage().nbytes()
+            gradients += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
+            kept = self._optimizer.state.get(parameter, {}).values()
+            state += sum(value.nbytes for value in kept if isinstance(value, Tensor))
+        return ExpertMemory(owned, held - owned, gradients, state)
 
     def hide_in(self, seconds: float) -> None:
         """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
         else to do (`schedule.sparse_collectives`), in place of what the first steps would measure. Only where `overlap`
         was left open, and before it was found."""
         if self._measures:
-            self._find_overlap(seconds)
+            expert_bytes = max(1, self._layers[0].expert_bytes)
+            self._set_overlap(overlap_degree(seconds, expert_bytes, self._costs.inter_bytes_s))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next placements follow from, the same on every rank; for `save_checkpoint(…, extra=…)`."""
@@ -267,10 +269,9 @@ class ShardedExperts:
         self._history.clear()
         self._history.extend(history)
         if overlap is not None and self._measures:
-            self.overlap = int(overlap)
-            self._stop_measuring()
-        here = [(placement.ranks, placement.experts) for placement in self.placements]
-        if [(placement.ranks, placement.experts) for placement in saved] == here:
+            self._set_overlap(int(overlap))
+        here, there = ([(one.ranks, one.experts) for one in placements] for placements in (self.placements, saved))
+        if there == here:
             self._install(saved)
         elif self._history:
             self._decide()  # saved placements are of other ranks; the loads are of the same experts
@@ -321,9 +322,8 @@ class ShardedExperts:
         # The rest is one layer's alone, and takes its time: ranks decide for some layers each.
         decided = []
         for layer in range(world.index, len(before), world.size):
-            placement = self._place(
-                LayerLoads(self.iteration, before[layer], history_ILE[:, layer], nodes, self._costs), layer
-            )
+            now = LayerLoads(self.iteration, before[layer], history_ILE[:, layer], nodes, self._costs)
+            placement = self._place(now, layer)
             decided.append((placement.owners, placement.replicas))
         owners = [placement.owners for placement in before]
         of_ranks = all_gather_object(world, (owners, decided), "placements")
@@ -337,19 +337,18 @@ class ShardedExperts:
 
     def _place(self, now: LayerLoads, layer: int) -> Placement:
         """Places the experts of one layer by the policy."""
-        if callable(self._policy):
-            placement = self._policy(now)
-            if (placement.ranks, placement.experts) != (now.placement.ranks, now.placement.experts) or not (
-                self._moves or placement.owners == now.placement.owners
-            ):
-                raise ConfigError(
-                    f"ShardedExperts: the policy has placed layer {layer} as\n{placement}\nafter\n{now.placement}\n"
-                    "Keep the ranks and experts of the layer, and with reshard=False their owners."
-                )
-            return placement
         if self._policy == "ep":
             return now.placement
-        return hecate(now, t=self.overlap, m=self._memory, searches=self._policy == "hecate")
+        if not callable(self._policy):
+            return hecate(now, t=self.overlap, m=self._memory, searches=self._policy == "hecate")
+        placement = self._policy(now)
+        same = (placement.ranks, placement.experts) == (now.placement.ranks, now.placement.experts)
+        if not same or not (self._moves or placement.owners == now.placement.owners):
+            raise ConfigError(
+                f"ShardedExperts: the policy has placed layer {layer} as\n{placement}\nafter\n{now.placement}\n"
+                "Keep the ranks and experts of the layer, and with reshard=False their owners."
+            )
+        return placement
 
     def _corrected(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
         assert self._correction is not None
@@ -372,24 +371,12 @@ class ShardedExperts:
         idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
         self._idle_s.append(float(idle_s))
         if len(self._idle_s) == WINDOW:
-            self._find_overlap(float(np.median(self._idle_s)))
+            self.hide_in(float(np.median(self._idle_s)))
 
-    def _find_overlap(self, seconds: float) -> None:
-        expert_bytes = max(1, self._layers[0].expert_bytes)
-        self.overlap = overlap_degree(seconds, expert_bytes, self._costs.inter_bytes_s)
-        self._stop_measuring()
-
-    def _stop_measuring(self) -> None:
-        self._measures = False
+    def _set_overlap(self, overlap: int) -> None:
+        self.overlap, self._measures = overlap, False
         for one in self._layers:
             one.clocked = False
-
-    def _memory_of(self, parameter: nn.Parameter) -> tuple[int, int, int, int]:
-        grad = 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
-        state = self._optimizer.state.get(parameter, {}).values()
-        held = parameter.data.untyped_storage().nbytes()
-        kept = sum(value.nbytes for value in state if isinstance(value, Tensor))
-        return parameter.nbytes, held - parameter.nbytes, grad, kept
 
 
 def _dynamic(model: nn.Module) -> list[DynamicExperts]:
@@ -400,7 +387,7 @@ def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
         # A process group of their own: experts travel beside the layers' collectives, and neither waits for the other.
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
-    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+    from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll  # which needs Triton
 
     return SparseCollectives(topology.ep, OneSidedAllToAll(heap))
 
@@ -408,12 +395,10 @@ def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
 def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
     """Measures what this machine takes for a token and an expert of a layer. Collective over all ranks."""
     assert layer.placed is not None
-    parameters = layer.placed.parameters
+    parameters, expert_bytes = layer.placed.parameters, layer.placed.expert_bytes
     first = parameters[0]
     lines = measured_costs(topology, first.device, first.dtype).lines
-    expert_bytes = layer.placed.expert_bytes
     inter = lines["all-to-all/ep"]
-    intra = lines.get("all-gather/esp", inter)
     # A multiplication and an addition for each parameter, forward, and twice as many backward.
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
     return PlacementCosts(
@@ -422,5 +407,5 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
         expert_bytes=expert_bytes,
         state_bytes=2 * expert_bytes,  # Adam's two moments; the optimizer has not stepped yet, so it cannot be asked
         inter_bytes_s=inter.per_s,
-        intra_bytes_s=intra.per_s,
+        intra_bytes_s=lines.get("all-gather/esp", inter).per_s,
     )

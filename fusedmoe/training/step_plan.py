@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,14 @@ class PlannedStep:
             if self.layer_costs is not self.costs:
                 layers = family_candidates(self.layer_costs, self.limit, None, show)
                 found = distinct([*(one for one in found if one.whole), *layers])
-            return [one for one in found if self.runs(one)]
+            return list(filter(self.runs, found))
 
     def runs(self, candidate: PlanCandidate) -> bool:
         """Returns whether a plan can run here."""
-        try:
+        with suppress(ConfigError):
             self._require_runnable(candidate)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     def _require_runnable(self, candidate: PlanCandidate) -> None:
         plan, number = candidate.plan, len(self._layers)
@@ -184,22 +184,20 @@ class PlannedStep:
             if self.blocks is None:
                 raise ConfigError("plan_step: micro-batches go through blocks only (fusedmoe.pipeline)")
             self.blocks.require_runnable(_passes(plan), self.buckets)
-            return
-        if not len(plan):
-            return
-        require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
-        # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
-        there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
-        if None in there or None in back or len(plan.degrees) > 2 * number:
-            raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
-        if there != back and not all(_any_degree(layer) for layer in self._layers):
-            raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
+        elif len(plan):
+            require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
+            # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
+            there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
+            if None in there or None in back or len(plan.degrees) > 2 * number:
+                raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
+            if there != back and not all(map(_any_degree, self._layers)):
+                raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
 
     def follow(self, candidate: PlanCandidate) -> Plan:
-        """Has steps follow this plan from now on. Collective over all ranks.
+        """Has steps follow this plan from now on; returns it with the sparse collectives of experts that move.
 
-        Returns:
-            The plan with the sparse collectives of experts that move.
+        Collective over all ranks.
+
         Raises:
             ConfigError: it cannot run here.
             RankError: ranks that come to different plans.
@@ -229,12 +227,11 @@ class PlannedStep:
 
     def choice_path(self, policy: str) -> Path:
         """Returns the file that keeps what was measured to be the fastest here. Collective over all ranks."""
-        parameters = [(list(one.shape), str(one.dtype)) for one in self._model.parameters()]
         facts = {
             "policy": policy,
             "workload": asdict(self._workload),
             "gradient_bytes": self.costs.gradient_bytes,
-            "parameters": parameters,
+            "parameters": [(list(one.shape), str(one.dtype)) for one in self._model.parameters()],
             "whole": self.blocks is not None,
             "limit": self.limit,
             "samples": self.samples,
@@ -248,17 +245,14 @@ class PlannedStep:
     def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
         """Reads the fastest plan as measured by an earlier job: its seconds, and it with the plans after it.
 
-        Collective over all ranks.
-
-        Returns:
-            None where nothing is kept, or the fastest does not run here.
+        None where nothing is kept, or the fastest does not run here. Collective over all ranks.
         """
         choice = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
         if choice is None:
             return None
         seconds, candidates = choice
         # A second best that runs must not pass for the fastest: its seconds were not kept.
-        runnable = [candidate for candidate in candidates if self.runs(candidate)]
+        runnable = list(filter(self.runs, candidates))
         return (seconds, runnable) if runnable[:1] == candidates[:1] else None
 
 
@@ -277,7 +271,6 @@ def model_costs(
     layer = (moe_layers(model) if blocks is None else blocks.experts)[0]
     assert isinstance(layer, MoELayer)
     here = Capabilities(layer.topology.ep.size, layer.topology.esp.size)
-    if blocks is None:
-        return workload.step_costs(costs, buckets.layer_bytes, runnable_kinds(here, "step"))
-    kinds, waits = runnable_kinds(here, "blocks"), any(blocks.waits)
-    return workload.step_costs(costs, buckets.layer_bytes, kinds, whole=True, waits=waits)
+    kinds = runnable_kinds(here, "step" if blocks is None else "blocks")
+    waits = blocks is not None and any(blocks.waits)
+    return workload.step_costs(costs, buckets.layer_bytes, kinds, whole=blocks is not None, waits=waits)

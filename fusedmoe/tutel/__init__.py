@@ -35,8 +35,8 @@ _HERE = __name__
 def install() -> None:
     """Makes `import tutel`, `from tutel import …` and deeper imports give this package's modules.
 
-    It wins over an installed Tutel. A second call changes nothing. `tutel.examples` are clients, which come with Tutel:
-    those of an installed Tutel, or of a checkout on the path, are found, and import this package.
+    It wins over an installed Tutel. `tutel.examples` are clients, which come with Tutel: those of an installed Tutel,
+    or of a checkout on the path, are found, and import this package.
 
     Raises:
         ConfigError: the real Tutel has been imported already.

@@ -1,4 +1,4 @@
-"""Communication by Tutel's names."""
+"""Communication by Tutel's names, and its optimizer."""
 
 from __future__ import annotations
 
@@ -9,58 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.tutel.impls.communicate import (
-    all_gather,
-    all_to_all,
-    all_to_all_single,
-    allreduce_backward,
-    allreduce_forward,
-    barrier,
-    batch_all_gather_v,
-    batch_all_to_all_v,
-    reduce_scatter,
-    simple_all_gather,
-    simple_all_reduce,
-    simple_all_to_all,
-    simple_broadcast,
-    simple_reduce_scatter,
-    simple_split,
-    spatial_split,
-    zero_gather,
-    zero_scatter,
-)
-from fusedmoe.tutel.impls.groups import (
-    create_groups_from_world,
-    create_standalone_group,
-    get_world_rank,
-    get_world_size,
-)
-
-__all__ = [
-    "TutelDistributedOptimizer",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_single",
-    "allreduce_backward",
-    "allreduce_forward",
-    "barrier",
-    "batch_all_gather_v",
-    "batch_all_to_all_v",
-    "create_groups_from_world",
-    "create_standalone_group",
-    "get_world_rank",
-    "get_world_size",
-    "reduce_scatter",
-    "simple_all_gather",
-    "simple_all_reduce",
-    "simple_all_to_all",
-    "simple_broadcast",
-    "simple_reduce_scatter",
-    "simple_split",
-    "spatial_split",
-    "zero_gather",
-    "zero_scatter",
-]
+from fusedmoe.tutel.impls import communicate
+from fusedmoe.tutel.impls.communicate import *  # noqa: F403
 
 
 class TutelDistributedOptimizer:
@@ -72,9 +22,7 @@ class TutelDistributedOptimizer:
     A step sums the gradients of shared parameters over the group; each rank updates its part of each parameter, and all
     get the result. Experts' parameters, known by their attribute `_tutel_expert`, are each rank's own.
 
-    Args:
-        group: the ranks that share parameters; None for all.
-        average_shared: divide the summed gradients of shared parameters by the number of ranks.
+    `average_shared`: the summed gradients of shared parameters are divided by the number of ranks.
     """
 
     def __init__(
@@ -106,16 +54,17 @@ class TutelDistributedOptimizer:
     def step(self) -> None:
         """Updates all parameters. Collective: a parameter has a gradient on all ranks of the group, or on none."""
         assert self.local_optim is not None, "call warp_local first"
-        share = get_world_size(self.group) if self.average_shared else 1
+        share = communicate.get_world_size(self.group) if self.average_shared else 1
         for p, part in zip(self.params, self.virt_params, strict=True):
             # The parameter may have been loaded since the last step: its value now counts.
             part.copy_(self._part(p))
             part.grad = None
             if p.grad is not None:
-                part.grad = zero_scatter(p.grad / share, simple_reduce_scatter, group=self.group)[0]
+                grad = p.grad / share
+                part.grad = communicate.zero_scatter(grad, communicate.simple_reduce_scatter, group=self.group)[0]
         self.local_optim.step()
         for p, part in zip(self.params, self.virt_params, strict=True):
-            p.copy_(simple_all_gather(part, self.group)[: p.numel()].view(p.shape))
+            p.copy_(communicate.simple_all_gather(part, self.group)[: p.numel()].view(p.shape))
 
     def _part(self, p: Tensor) -> Tensor:
-        return zero_scatter(p.detach(), simple_split, group=self.group)[0]
+        return communicate.zero_scatter(p.detach(), communicate.simple_split, group=self.group)[0]

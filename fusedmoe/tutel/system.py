@@ -15,7 +15,7 @@ from fusedmoe.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from fusedmoe.tutel.impls.groups import ParallelEnv
+    from fusedmoe.tutel.impls.communicate import ParallelEnv
 
 _NODES = "/sys/devices/system/node"
 
@@ -41,15 +41,8 @@ def _numbers(folder: str, name: str) -> list[int]:
 
 
 def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> ParallelEnv:
-    """Initialises torch.distributed from the launcher's environment; without one, this is a single process.
-
-    Args:
-        group_count: into how many groups of consecutive ranks the world is split (`model_group`).
-        backend: "nccl" or "gloo".
-    Raises:
-        ConfigError: see `net.create_groups_from_world`.
-    """
-    from fusedmoe.tutel.impls.groups import create_groups_from_world
+    """Initialises torch.distributed from the launcher's environment, as `net.create_groups_from_world` says."""
+    from fusedmoe.tutel.impls.communicate import create_groups_from_world
 
     env = create_groups_from_world(group_count, include_init=backend)
     if not hasattr(init_data_model_parallel, "default_env"):
@@ -67,11 +60,7 @@ def _leave() -> None:
 
 
 def get_local_session() -> ParallelEnv:
-    """Returns the object that `init_data_model_parallel` returned last.
-
-    Raises:
-        ConfigError: it has not been called.
-    """
+    """Returns the object that `init_data_model_parallel` returned last; raises `ConfigError` where there is none."""
     env: ParallelEnv | None = getattr(init_data_model_parallel, "default_env", None)
     if env is None:
         raise ConfigError("call system.init_data_model_parallel() first (record_time works without: is_cuda=False)")

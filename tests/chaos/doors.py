@@ -12,7 +12,7 @@ from fusedmoe import ops
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.tutel import moe
-from fusedmoe.tutel.impls import groups
+from fusedmoe.tutel.impls import communicate
 from tests.training.placed import DIM, EXPERTS
 
 HIDDEN, K = 4, 2
@@ -55,7 +55,8 @@ class Tutel(nn.Module):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        groups.TIMEOUT_S = topology.job.timeout_s  # as TUTEL_GLOBAL_TIMEOUT_SEC does where a process starts
+        # As the environment does where a process starts.
+        communicate.TUTEL_GLOBAL_TIMEOUT_SEC = topology.job.timeout_s
         count = EXPERTS // topology.size
         experts = {"type": "ffn", "num_experts_per_device": count, "hidden_size_per_expert": HIDDEN}
         self.layer = moe.moe_layer({"type": "top", "k": K, "capacity_factor": 0}, DIM, experts).double()

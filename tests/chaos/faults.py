@@ -72,7 +72,7 @@ PLACES: dict[str, Place] = {
     "tuning": Place((("layers/measure.py", ""), ("layers/scheduled_plans.py", ""), ("runtime/profiler.py", ""))),
     "profile": Place((("runtime/cache.py", "cached_profile"),)),
     "plan": Place((("training/step_plan.py", "plan_step"),)),
-    "one-sided": Place((("comm/one_sided_all_to_all.py", ""), ("comm/heap.py", ""), ("comm/heaps/", ""))),
+    "one-sided": Place((("comm/one_sided/", ""),)),
     "copies": Place((("layers/dynamic_experts.py", ""), ("comm/sparse.py", ""))),
     "re-sharding": Place((("training/sharded_experts.py", ""),)),
     "waiting": Place((("comm/collectives.py", "wait"),)),

@@ -385,7 +385,7 @@ class Rank:
     def one_sided(self) -> dict[str, Any]:
         """All-to-alls by puts; rank r sends d to rank p in step s bytes that follow from all three."""
         from fusedmoe.comm.one_sided.heaps import open_heap
-        from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
+        from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
         heap = self.stack.enter_context(open_heap(self.topology.ep, CPU))
         exchange, ranks = OneSidedAllToAll(heap, rows=2), range(self.layout.world)

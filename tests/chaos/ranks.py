@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.kernels import backend
-from fusedmoe.tutel.impls.groups import _TOPOLOGIES
+from fusedmoe.tutel.impls.communicate import _TOPOLOGIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
 from tests.chaos.jobs import INPUTS, LAYOUTS, Rank, Spec, needs_puts
 from tests.lifetime import end_with
@@ -220,7 +220,7 @@ def _left(idle: Counter[str], patience_s: float) -> dict[str, int]:
 
 def _interpret_puts() -> None:
     """Triton's interpreter for the kernels that put and wait; everything else stays as on any CPU."""
-    name = "fusedmoe.comm.one_sided.one_sided_all_to_all"
+    name = "fusedmoe.comm.one_sided.receive_buffers"
     if name in sys.modules:
         return
     os.environ["TRITON_INTERPRET"] = "1"

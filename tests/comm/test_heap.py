@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe.comm.one_sided import heaps
 from fusedmoe.comm.one_sided.heap import Heap
-from fusedmoe.comm.one_sided.heaps import find_backend, local_heaps, open_heap
+from fusedmoe.comm.one_sided.heaps import find_backend, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster

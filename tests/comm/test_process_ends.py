@@ -31,7 +31,7 @@ def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     for board in boards:
         tell_others_of_uncaught(board)
     hook, error = sys.excepthook, ValueError("lost")
-    monkeypatch.setattr(boards[0], "post_own", lost_store)
+    monkeypatch.setattr(boards[0], "post", lost_store)
     hook(ValueError, error, None)
     assert seen == [error], "the traceback is printed as before, once"
     assert boards[0].read() is None
@@ -51,7 +51,7 @@ def test_the_store_stays_until_the_others_have_heard(monkeypatch: pytest.MonkeyP
     start = time.monotonic()
     host.linger(start + 100.0)
     assert time.monotonic() - start < 50, "nothing has happened"
-    culprit.post_own("the program", "it failed")
+    culprit.post(culprit.rank, "the program", "it failed")
     assert host.read() is not None
     start = time.monotonic()
     host.linger(start + 0.2)

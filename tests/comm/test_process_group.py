@@ -254,7 +254,7 @@ def next_attempt(rank: int, world: int) -> None:
         topology = Topology.from_sizes(2, timeout_s=20.0)
         assert not store.check([f"cpu//0/{rank}"])  # the address of this process
         if rank == 1:
-            topology.world.board.post_own("the program", "a fault of the first attempt")
+            topology.world.board.post(topology.world.board.rank, "the program", "a fault of the first attempt")
         assert topology.world.board.read(wait_s=20.0) is not None
         # Its end: the process groups of the pool, and what this process knows of it.
         group._OF_JOB.clear()

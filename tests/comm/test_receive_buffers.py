@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.virtual_heaps import LocalHeap
 from fusedmoe.comm.group import Job
-from fusedmoe.comm.one_sided.heaps import LocalHeap
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
 from fusedmoe.kernels.one_sided import Network
 

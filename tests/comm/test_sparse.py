@@ -61,7 +61,7 @@ def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, .
 def exchange_by_puts(rank: int, world: int, seeds: int) -> int:
     """The same, in Triton's interpreter, through a receive buffer that is smaller than an expert."""
     from fusedmoe.comm.one_sided.heaps import open_heap
-    from fusedmoe.comm.one_sided.one_sided_all_to_all import OneSidedAllToAll
+    from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     with open_heap(topology.ep, torch.device("cpu")) as heap:

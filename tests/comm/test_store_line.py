@@ -115,7 +115,7 @@ def test_one_line_that_ends_with_its_store() -> None:
     stores = [dist.PrefixStore("a job", host), dist.PrefixStore("another", dist.PrefixStore("within", host))]
     boards = [Board(store, 1) for store in stores for _ in range(3)]
     assert all(board.read() is None for board in boards)
-    boards[0].post_own("a test", "it failed")
+    boards[0].post(boards[0].rank, "a test", "it failed")
     assert [board.read() is None for board in boards] == [False] * 3 + [True] * 3, "jobs do not read of each other"
     assert lines() == 1 and sockets() == before + 2, "the server's end is here, too"
     del boards

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm.group import Group, Job
-from fusedmoe.comm.one_sided import watch
+from fusedmoe.comm.one_sided import heap as heap_module
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
@@ -25,8 +25,8 @@ class Gpu:
         self.launched: list[Callable[[], None]] = []
         self.waits = 0
         self.captures = False
-        patch.setattr(watch, "_shared", lambda count, device: torch.zeros(count, dtype=torch.int64))
-        patch.setattr(watch, "_settle", lambda device: self.settle())
+        patch.setattr(heap_module, "_shared", lambda count, device: torch.zeros(count, dtype=torch.int64))
+        patch.setattr(heap_module, "_settle", lambda device: self.settle())
 
     def settle(self) -> bool:
         if self.captures:

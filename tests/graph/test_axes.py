@@ -17,9 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
-from fusedmoe.graph.micro_batches import chosen_ranges, grouped, in_order, stage_plan
-from fusedmoe.graph.range_split import InstructionRange, RangeSplit, infer
-from fusedmoe.graph.rewriting import cut, join, rewrite, run_chunk
+from fusedmoe.graph.micro_batches import PlanSettings, chosen_ranges, grouped, in_order, infer
+from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, cut, join, rewrite, run_chunk, stage_plan
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
@@ -253,7 +252,8 @@ def test_the_programme_splits_what_is_worth_it() -> None:
     def found(costs: Steady, most: int = 8) -> list[int]:
         seconds = lambda node: costs.operator_s(None, tuple(one.meta["val"] for one in node.all_input_nodes), {})  # noqa: E731
         shown: list[tuple[int, int]] = []
-        ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda *step: shown.append(step))
+        settings = PlanSettings(most, 2)
+        ranges = chosen_ranges(of, seconds, {}, costs, settings, lambda *step: shown.append(step), {})
         assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
         return [one.chunks for one, _ in ranges]
 

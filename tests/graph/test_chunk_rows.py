@@ -18,9 +18,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.graph import GraphBackend
 from fusedmoe.graph.axes import Axis, Rows, same_rows, way_of
 from fusedmoe.graph.instructions import Instructions
-from fusedmoe.graph.micro_batches import stage_plan
-from fusedmoe.graph.range_split import InstructionRange, RangeSplit, infer
-from fusedmoe.graph.rewriting import rewrite
+from fusedmoe.graph.micro_batches import infer
+from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, rewrite, stage_plan
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.cluster import Cluster

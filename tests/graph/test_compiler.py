@@ -373,7 +373,7 @@ def test_the_plain_function(world: None) -> None:
     assert torch.equal(torch.compile(nn.ReLU(), backend=own)(x_SM), x_SM.relu()) and not own.reports
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"groups": 0}, {"reach": -1}, {"timeout_s": 0.0}])
+@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"groups": 0}, {"timeout_s": 0.0}])
 def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="graph backend"):
         GraphBackend(**wrong)  # type: ignore[arg-type]

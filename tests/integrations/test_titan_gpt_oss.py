@@ -23,7 +23,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 from torchtitan.models.gpt_oss.sharding import _GPT_OSS_EXPERTS_PARAM_LAYOUT as LAYOUT
 
 import fusedmoe.titan
-from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
+from fusedmoe.kernels.activation import define_clamped_swiglu
 from tests.cluster import Cluster
 from tests.integrations.test_titan import DIM, EXPERTS, HIDDEN, K, error_on_ranks, inputs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fusedmoe import ops
+from fusedmoe.kernels.activation import define_clamped_swiglu
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
 
 ALPHA, LIMIT = 1.702, 2.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

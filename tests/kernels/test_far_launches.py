@@ -10,15 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from bench.gpu import returned_rows
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, ReceiveBuffer
-from fusedmoe.kernels.triton.one_sided import network, put, wait
+from fusedmoe.kernels.triton.one_sided import network, put, remote
 from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
 PEERS, CAPACITY, WIDTH, TILE = 8, 4096, 4096, 128
 KERNELS = {
-    put: ("put_rows_kernel", "credit_kernel", "return_rows_kernel", "put_values_kernel"),
-    wait: ("wait_metadata_kernel", "wait_signals_kernel"),
+    put: ("put_rows_kernel", "credit_kernel", "put_values_kernel"),
+    returned_rows: ("return_rows_kernel",),
+    remote: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
 }
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
@@ -64,11 +66,11 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
     for name, run in (
         ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 3, bounds)),
-        ("wait metadata", lambda: wait.wait_metadata(metadata, 32, 3, bounds)),
-        ("wait 256", lambda: wait.wait_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
+        ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 3, bounds)),
+        ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
         ("credit", lambda: put.give_credit(tokens, 3)),
         ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
-        ("return rows bfloat16 4096", lambda: put.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
+        ("return rows bfloat16 4096", lambda: returned_rows.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):
         launches.clear()
         run()
@@ -82,6 +84,6 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
 def test_a_wait_that_reads_nothing_asks_nobody(launches: list[Launch]) -> None:
     """Credits say what may be written."""
     bounds: Any = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
-    wait.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), 3, bounds)
+    remote.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), 3, bounds)
     (launch,) = launches
     assert launch.arguments["NVSHMEM"] is False and not launch.libraries

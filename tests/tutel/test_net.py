@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.tutel import net
-from fusedmoe.tutel.impls import groups as groups_of_ranks
+from fusedmoe.tutel.impls import communicate
 from tests.cluster import Cluster
 
 Function = Callable[[Tensor], Tensor]
@@ -150,9 +150,9 @@ def test_sizes_that_do_not_fit(cluster: Cluster) -> None:
 def late(rank: int, world: int, call: str) -> None:
     """The last rank does not come, and ends when the others have said so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_of_ranks, "TIMEOUT_S", 1.0)
+        patch.setattr(communicate, "TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
         if rank == world - 1:
-            assert groups_of_ranks.as_group(None).board.read(wait_s=30.0) is not None
+            assert communicate.as_group(None).board.read(wait_s=30.0) is not None
             return
         x = torch.ones(4)
         calls: dict[str, Callable[[], object]] = {

@@ -94,12 +94,12 @@ def test_launchers() -> None:
         run.command(host, ["script.py"])
     found = run.command(host | {"MASTER_ADDR": "first"}, ["script.py"])
     assert {"--nproc_per_node=8", "--nnodes=4", "--node_rank=2", "--master_addr=first", "--master_port=5"} < set(found)
-    assert execl.command({}, ["script.py", "3"]) == [sys.executable, "-m", "fusedmoe.tutel", "script.py", "3"]
-    assert execl.command({}, ["-m", "package"]) == [sys.executable, "-m", "fusedmoe.tutel", "-m", "package"]
-    assert execl.command({}, ["sh", "-c", "true"])[0].endswith("/sh")
+    assert execl.command(["script.py", "3"]) == [sys.executable, "-m", "fusedmoe.tutel", "script.py", "3"]
+    assert execl.command(["-m", "package"]) == [sys.executable, "-m", "fusedmoe.tutel", "-m", "package"]
+    assert execl.command(["sh", "-c", "true"])[0].endswith("/sh")
     for nothing in ([], ["-m"]):
         with pytest.raises(ConfigError, match="name a program"):
-            execl.command({}, nothing)
+            execl.command(nothing)
 
 
 @pytest.mark.slow

@@ -30,18 +30,20 @@ def lost(
 
     Args:
         where: the group of `ranks`, in words.   reason: the backend's.
-        exit_s: how long a peer may take to be gone, in seconds; None: as long as after an error (`Board.exit_s`).
+        exit_s: seconds that a peer may take to be gone; None: as long as after an error.
         absent: the ranks that had not come when the connection could not be made.
     """
     peers = tuple(rank for rank in ranks if rank != board.rank)
     earlier, cut_off, dead = None, False, board.gone(peers)
     deadline = time.monotonic() + (board.exit_s if exit_s is None else exit_s)
     while (verdict := board.explain()) is None and not dead and time.monotonic() < deadline:
-        board.waits(f"{operation} over {where}", ranks)  # this rank is not late: its peers see it live
+        # This rank is not late: its peers see it live.
+        board.waits(f"{operation} over {where}", ranks)
         earlier = earlier or board.waiting(peers)
         time.sleep(0.02)
         dead = board.gone(peers)
-        if board.cut_off and not cut_off:  # no rank can say why any more
+        # Once it is cut off from the store, no rank can say why any more.
+        if board.cut_off and not cut_off:
             cut_off, deadline = True, min(deadline, time.monotonic() + _HOST_EXIT_S)
     if verdict is not None:
         return _ended(board, operation, where, verdict)
@@ -63,10 +65,7 @@ def lost(
 def late(
     board: Board, ranks: Sequence[int], operation: str, where: str, timeout_s: float, earlier: Mapping[int, Note]
 ) -> RankError:
-    """Returns the error for a wait that lasted too long, with what the other ranks do instead of answering.
-
-    `earlier`: what they waited for when the time was nearly up.
-    """
+    """Returns the error for a wait that lasted too long; `earlier`: what others waited for when time was nearly up."""
     call, now = f"{operation} over {where}", board.waiting(ranks)
     silent = stopped(earlier, now)
     absent = [rank for rank, note in now.items() if not note.operation]
@@ -75,7 +74,8 @@ def late(
     elsewhere = [rank for rank, note in waiting.items() if note.operation != call]
     places = [f"rank {rank} is not there" for rank in absent]
     places += [f"rank {rank} was stopped while it waited for {now[rank].operation}" for rank in silent]
-    if absent or silent or elsewhere:  # no rank can know whose operation is the right one: all are named
+    # No rank can know whose operation is the right one: all are named.
+    if absent or silent or elsewhere:
         places += [f"rank {rank} waits for {note.operation}" for rank, note in waiting.items()]
     text = (
         f"not all ranks came within {timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. {ORDER}; "

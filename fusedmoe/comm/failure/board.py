@@ -4,11 +4,6 @@ A rank that fails writes one verdict to the board (the first writer wins). A ran
 short waits, so that it ends with an error that names the rank at fault instead of waiting for a peer that will never
 come. It also notes there what it waits for, so that a rank whose patience ends can tell who is missing. The board sends
 no rows: it works when the data path does not.
-
-An exception that nobody catches is told to the other ranks at once (`tell_others_of_uncaught`), and its process ends
-soon. Before a process ends it destroys its process groups, and Gloo then waits for what a rank that will never come
-owes it: for a minute or half an hour, while a launcher waits for the process. After such an exception there is nothing
-to wait for.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,8 +43,7 @@ BACKWARD = "in the backward pass"
 _CURE = "The process was stopped, has ended or cannot be reached: let it go on, or start the job again; see its log"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The reason why the job stopped: the rank at fault, what it was doing and what it said."""
 
     rank: int
@@ -62,10 +55,7 @@ class Verdict:
 
 
 class Note(NamedTuple):
-    """A rank's note of what it waits for, and how often it has called that.
-
-    A rank that goes on waiting renews its note: two looks find two marks.
-    """
+    """A rank's note of what it waits for, and how often it has called that; who goes on waiting renews the mark."""
 
     operation: str
     mark: int
@@ -78,14 +68,11 @@ def stopped(earlier: Mapping[int, Note], now: Mapping[int, Note]) -> list[int]:
 
 
 def order_of_blame(waiting: Mapping[int, Note]) -> list[int]:
-    """Sorts ranks that wait for different operations by who has probably left the order of all.
-
-    First come those whose operation the fewest wait for. Where two operations have as many ranks, first comes who has
-    missed a backward pass, since its peers are in it; then who calls what it has seldom called before (it saves, or
-    closes its topology).
-    """
+    """Sorts ranks that wait for different operations by who has probably left the order of all."""
     operations = {rank: note.operation.split(" over the ")[0] for rank, note in waiting.items()}
     many = Counter(operations.values())
+    # First those whose operation the fewest wait for. Where two operations have as many ranks, who has missed a
+    # backward pass, since its peers are in it; then who calls what it has seldom called before (it saves, or closes).
     return sorted(
         waiting, key=lambda rank: (many[operations[rank]], BACKWARD in operations[rank], waiting[rank].often, -rank)
     )
@@ -106,11 +93,13 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._line = line_to(store)
-        self._store = store  # its host may be this process
+        self._store = store
         self._prefix = ""
         self.rank = rank
-        self.standing: Verdict | None = None  # as far as this rank knows; it stays
-        self._unheard = False  # this rank has refused, and not all ranks of the job have raised it
+        #: The verdict, as far as this rank knows; it stays.
+        self.standing: Verdict | None = None
+        # This rank has refused, and not all ranks of the job have raised it.
+        self._unheard = False
         #: How long a rank may take to be gone, or to say why, once its connections broke: it closes them first.
         self.exit_s = _EXIT_S
         self._processes = _PROCESSES.setdefault(store, {})
@@ -129,19 +118,18 @@ class Board:
     ) -> list[T]:
         """Waits until all `ranks` have come as often as this one; returns each rank's facts, as JSON has them.
 
-        Args:
-            operation, cure: the words of the error where a rank does not come.
-        Raises:
-            RankError: some rank failed, or did not come in time.
+        `operation`, `cure`: the words of the `RankError` where a rank failed, or does not come in time.
         """
         place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
         own = json.dumps([socket.gethostname(), os.getpid(), facts])
 
         def come(store: dist.Store) -> dict[int, str]:
-            number = store.add(f"meetings/{place}/{self.rank}", 1)  # meetings of other ranks have their own numbers
+            # Meetings of other ranks have their own numbers.
+            number = store.add(f"meetings/{place}/{self.rank}", 1)
             keys = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
             store.set(keys[self.rank], own)
-            store.delete_key(f"meeting/{place}/{number - 2}/{self.rank}")  # who came to the next one has read it
+            # Who came to the next one has read it.
+            store.delete_key(f"meeting/{place}/{number - 2}/{self.rank}")
             return keys
 
         # A meeting is short where all are on time: looks begin close together and grow apart.
@@ -157,7 +145,7 @@ class Board:
             if said is None and pause == LOOK_S and (dead := self.gone(tuple(ranks))):
                 said = self.post(dead[0], operation, PROCESS_ENDED)
             if said is None and (self._line.broke or time.monotonic() > deadline):
-                missing = [rank for rank, key in keys.items() if not self._ask(partial(_values, keys=[key]))]
+                missing = [rank for rank, key in keys.items() if self._get(key) is None]
                 said = self._not_met(operation, missing, timeout_s, cure)
             if said is not None:
                 raise RankError(f"rank {self.rank}: {operation} ended because {said}")
@@ -184,17 +172,15 @@ class Board:
         return self.blame(order_of_blame(waiting)[0], operation, text)
 
     def forget_addresses(self) -> None:
-        """Takes this rank's address for the default group from torchrun's store, once all ranks are connected.
-
-        PyTorch leaves it there: ranks of the next attempt would wait for a connection to a process that has ended.
-        """
+        """Takes this rank's address for the default group from torchrun's store, once all ranks are connected."""
+        # PyTorch leaves it there: ranks of the next attempt would wait for a connection to a process that has ended.
         if _agent():
             self._ask(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
-        words = json.dumps(asdict(own))
+        words = json.dumps(own._asdict())
         return self._learn(lambda store: store.compare_set("verdict", "", words)) or own
 
     def blame(self, rank: int, operation: str, message: str) -> str:
@@ -202,25 +188,20 @@ class Board:
         said = self.post(rank, operation, message)
         return f"{_host()}: {self._line.trouble}. {_CURE}" if self._line.trouble else str(said)
 
-    def post_own(self, operation: str, message: str) -> Verdict:
-        """Posts this rank's own failure."""
-        return self.post(self.rank, operation, message)
-
     def refuse(self, operation: str, message: str, heard_by: int) -> None:
-        """Notes why this rank takes no part in an operation of `heard_by` ranks, which learn of it from the operation.
-
-        The refusal is over once they have raised it. Where they are not all ranks of the job, the rest finds it when
-        it has waited in vain (`explain`), until this rank has gone on.
-        """
-        own = json.dumps(asdict(Verdict(self.rank, operation, message)))
+        """Notes why this rank takes no part in an operation of `heard_by` ranks, which learn of it from that."""
+        own = json.dumps(Verdict(self.rank, operation, message)._asdict())
         key = f"refusal/{self.rank}"
+        # The refusal is over once they have raised it. Where they are not all ranks of the job, the rest finds it when
+        # it has waited in vain (`explain`), until this rank has gone on.
         self._unheard = heard_by < dist.get_world_size()
 
         def note(store: dist.Store) -> None:
             store.set(key, own)
             if self._unheard:
                 store.set("unheard", own)
-            store.get(key)  # `set` has no answer; after this one the note is in the store
+            # `set` has no answer; after this one the note is in the store.
+            store.get(key)
 
         self._ask(note)
 
@@ -232,8 +213,8 @@ class Board:
 
     def refusal(self, rank: int) -> Verdict:
         """Returns the last refusal that a rank noted."""
-        noted = self._ask(partial(_values, keys=[f"refusal/{rank}"]))
-        return Verdict(**json.loads(noted[0])) if noted else Verdict(rank, "something", "see its log")
+        noted = self._get(f"refusal/{rank}")
+        return Verdict(**json.loads(noted)) if noted else Verdict(rank, "something", "see its log")
 
     def read(self, wait_s: float = 0.0) -> Verdict | None:
         """Returns the standing verdict, or None; looks again until `wait_s` seconds have passed."""
@@ -257,25 +238,22 @@ class Board:
         return self.standing
 
     def linger(self, deadline: float) -> None:
-        """Waits, where the store may end with this process, until all ranks have heard of the verdict or have ended.
-
-        A rank that finds no store, and had not looked at the board before, takes the store's host for the rank at
-        fault.
-        """
+        """Waits, where the store may end with this process, until all ranks have heard of the verdict or have ended."""
+        # A rank that finds no store, and had not looked at the board before, takes the store's host for the culprit.
         if self.rank != _HOST or _agent():
             return
         silent = tuple(range(dist.get_world_size()) if dist.is_initialized() else self._processes)
         while self.standing and not self._line.trouble and time.monotonic() < deadline:
-            unheard = [rank for rank in silent if self._ask(partial(_values, keys=[f"heard/{rank}"])) is None]
-            silent = tuple(rank for rank in unheard if rank not in self.gone(tuple(unheard)))
+            unheard = [rank for rank in silent if self._get(f"heard/{rank}") is None]
+            silent = tuple(set(unheard) - set(self.gone(tuple(unheard))))
             if not silent:
                 return
             time.sleep(0.01)
 
     def explain(self) -> Verdict | None:
         """Returns the standing verdict, for a rank that cannot go on; a refusal not heard by all becomes it then."""
-        noted = None if self.read() else self._ask(partial(_values, keys=["unheard"]))
-        return self.post(**json.loads(noted[0])) if noted and noted[0] else self.standing
+        noted = None if self.read() else self._get("unheard")
+        return self.post(**json.loads(noted)) if noted else self.standing
 
     @property
     def cut_off(self) -> bool:
@@ -294,20 +272,15 @@ class Board:
         return pid if host == socket.gethostname() and _runs(pid) else None
 
     def waits(self, call: str, ranks: Sequence[int] = ()) -> None:
-        """Notes what this rank waits for, with which ranks; "" for nothing more.
-
-        A rank that waits renews its note at each look, so that all see it live.
-        """
+        """Notes what this rank waits for, with which ranks; "" for nothing more."""
         often = self.calls[call.split(" over the ")[0]]
-        note = json.dumps([call, list(ranks), time.monotonic_ns(), often])  # the time tells it from the note before
+        # The time tells the note from the one before: at each look a rank that waits is seen to live.
+        note = json.dumps([call, list(ranks), time.monotonic_ns(), often])
         self._ask(lambda store: store.set(f"waits/{self.rank}", note))
 
     @contextmanager
     def noted(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Wraps a wait of PyTorch's own, which looks at no board: a thread looks, and renews the note.
-
-        After an error the note stays: this rank tells of the error next, and is not late.
-        """
+        """Wraps a wait of PyTorch's own, which looks at no board: a thread looks, and renews the note."""
         over = threading.Event()
         self._looker = self._looker or Helper("fusedmoe-board")
         looking = self._looker.begin(partial(self._renew, call, ranks, over))
@@ -316,6 +289,7 @@ class Board:
         finally:
             over.set()
             noted = self._looker.result(looking)
+        # After an error the note stays: this rank tells of the error next, and is not late.
         if noted:
             self.waits("")
 
@@ -335,8 +309,8 @@ class Board:
         while queue:
             rank = queue.pop(0)
             if rank not in notes and rank != self.rank:
-                noted = self._ask(partial(_values, keys=[f"waits/{rank}"]))
-                call, peers, mark, often = json.loads(noted[0]) if noted else ("", [], 0, 0)
+                noted = self._get(f"waits/{rank}")
+                call, peers, mark, often = json.loads(noted) if noted else ("", [], 0, 0)
                 notes[rank] = Note(call, mark, often)
                 queue += peers
         return notes
@@ -345,11 +319,16 @@ class Board:
         """Returns those of `ranks`, and of the ranks they wait for, that wait for none: late, or stopped."""
         return [rank for rank, note in self.waiting(ranks).items() if not note.operation]
 
+    def _get(self, key: str) -> bytes | None:
+        values = self._ask(partial(_values, keys=[key]))
+        return None if values is None else values[0]
+
     def _ask(self, question: Callable[[dist.Store], T], patience_s: float = PATIENCE_S) -> T | None:
         """Returns what the store answers; None if it does not in time."""
 
         def in_own_place(line: dist.Store) -> T:
-            if not self._prefix:  # all ranks get the first one's; the line's store may serve other jobs, too
+            # All ranks get the first one's prefix; the line's store may serve other jobs, too.
+            if not self._prefix:
                 name = self._store.compare_set(f"fusedmoe/{attempt()}", "", uuid4().hex)
                 self._prefix = name.decode()
             return question(dist.PrefixStore(self._prefix, line))
@@ -359,10 +338,10 @@ class Board:
 
 def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
     """Returns what the store has under all of these keys; None, at once, where one of them is missing."""
-    if not store.check(keys):  # its own wait would warn at each time-out
+    # The store's own wait would warn at each time-out.
+    if not store.check(keys):
         return None
-    values: list[bytes] = store.multi_get(keys)
-    return values
+    return store.multi_get(keys)
 
 
 def _host() -> str:
@@ -394,8 +373,8 @@ def _runs(pid: int) -> bool:
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_LONGEST = 500  # characters of an uncaught exception that others are told
-_END_S = 5.0  # for the destructors of a process that ends with one
+# Characters of an uncaught exception that others are told, and seconds for the destructors of a process that ends so.
+_LONGEST, _END_S = 500, 5.0
 # Ranks that wait look at the board a few times a second.
 _LINGER_S = 2.0
 
@@ -409,7 +388,8 @@ class _TellOthers:
         self.boards: WeakSet[Board] = WeakSet()
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        self._before(kind, error, traceback)  # first: the store may be slow to answer
+        # First, as the store may be slow to answer.
+        self._before(kind, error, traceback)
         self.tell(error)
 
     def tell(self, error: BaseException) -> None:
@@ -417,29 +397,32 @@ class _TellOthers:
         deadline = time.monotonic() + _LINGER_S
         for board in list(self.boards):
             with suppress(Exception):
-                board.explain() or board.post_own("the program", f"{type(error).__name__}: {error}"[:_LONGEST])
+                words = f"{type(error).__name__}: {error}"[:_LONGEST]
+                board.explain() or board.post(board.rank, "the program", words)
                 board.linger(deadline)
 
     def end(self) -> None:
         """Gives the destructors, which follow, a few seconds; then native code ends the process (no Python may run)."""
+        # They destroy process groups, and Gloo then waits for what a rank that will never come owes it: for a minute or
+        # half an hour, while a launcher waits for the process.
         if not self._failed:
             return
         try:
             faulthandler.dump_traceback_later(_END_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
-        except RuntimeError:  # there was no memory for a thread
+        except RuntimeError:
+            # There was no memory for a thread.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(int(_END_S))
 
 
 def tell_others_of_uncaught(board: Board) -> None:
-    """Posts to `board`, while it is alive, each exception that nobody catches on the main thread from now on.
-
-    Without this the other ranks learn of it when the process has ended, which threads of the user's may put off; on
-    other hosts when their time is up.
-    """
+    """Posts to `board`, while it is alive, each exception that nobody catches on the main thread from now on."""
+    # Else the other ranks learn of it when the process has ended, which threads of the user's may put off; on other
+    # hosts when their time is up.
     if not isinstance(sys.excepthook, _TellOthers):
         sys.excepthook = _TellOthers(sys.excepthook)
-        atexit.register(sys.excepthook.end)  # before most others, and so it runs after them
+        # Before most others, and so it runs after them.
+        atexit.register(sys.excepthook.end)
     sys.excepthook.boards.add(board)
 
 

@@ -3,10 +3,6 @@
 A client of torch's TCPStore has no time-out for answers: where the process that hosts the store is stopped, a question
 blocks for ever in native code. So a thread asks, over a connection of its own, and the rank leaves it behind when its
 patience ends. The connection of `torch.distributed` may be blocked for as long as some rank has not come.
-
-One connection serves a process for as long as its store is there. For each new connection the store's only thread asks
-the name service about the client (torch 2.13), and answers no question meanwhile: five seconds where a name server is
-slow.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ class StoreLine:
         self._lock = Lock()
         self._last: Future[object] | None = None
         self._since = 0.0
-        #: The words of the error with which the connection broke; "" if it did not. Then it asks nothing any more: the
-        #: client is noisy.
+        #: The words of the error with which the connection broke, after which it asks nothing, as the client is noisy.
         self.broke = ""
 
     @property
@@ -93,7 +88,8 @@ class _Asked:
             return _Broken(self._broken)
         try:
             return question(self._connected(patience_s))
-        except RuntimeError as error:  # of the store's client; its own class is younger than some PyTorch
+        except RuntimeError as error:
+            # Of the store's client, whose own class of errors is younger than some PyTorch.
             self._broken = f"the connection to it broke: {error}"
             return _Broken(self._broken)
 
@@ -108,17 +104,18 @@ class _Asked:
 
 
 def _second(store: dist.Store, patience_s: float) -> dist.Store:
-    """Connects to the same store once more.
-
-    Where its host is gone the client tries again until its time-out has passed. A clone would have the time-out of the
-    job's store, half an hour; a rank waits no longer than for the first answer.
-    """
+    """Connects to the same store once more."""
     if isinstance(store, dist.TCPStore):
+        # Where its host is gone the client tries again until its time-out has passed. A clone would have that of the
+        # job's store, half an hour; a rank waits no longer than for the first answer.
         bound, libuv = timedelta(seconds=patience_s), getattr(store, "libuvBackend", True)
         return dist.TCPStore(store.host, store.port, timeout=bound, wait_for_workers=False, use_libuv=libuv)
-    return store.clone() if hasattr(store, "clone") else store  # PyTorch 2.6 cannot have a second connection
+    # PyTorch 2.6 cannot have a second connection.
+    return store.clone() if hasattr(store, "clone") else store
 
 
+# One connection serves a process for as long as its store is there. For each new one the store's only thread asks the
+# name service about the client (torch 2.13), and answers no question meanwhile: 5 s where a name server is slow.
 _LINES: WeakKeyDictionary[dist.Store, StoreLine] = WeakKeyDictionary()
 
 

@@ -1,12 +1,9 @@
-"""NVSHMEM between the ranks of a group: symmetric memory on GPUs of one node or many, and waits for it.
+"""NVSHMEM between the ranks of a group: the symmetric heap over GPUs of one node or many.
 
 The library that csrc/nvshmem is built into lies beside this file (`make nvshmem`); it is loaded when it is needed, and
-NVSHMEM from its pip package with it. A process takes part in one NVSHMEM job: that of the group for which it is opened
-first, or one that other code has begun (PyTorch does), which must then span exactly the group. Where several are open
-for the same ranks they share it.
-
-Waits on the host for other ranks are bounded by the job's time-out and end with a `RankError`. Waits on a stream are
-not bounded; `Nvshmem.settle` looks at the stream with a bound.
+NVSHMEM from its pip package with it. A process takes part in one NVSHMEM job: that of the group whose heap it opens
+first, or one that other code has begun (PyTorch does), which must then span exactly the group. Heaps of the same ranks
+share it.
 """
 
 from __future__ import annotations
@@ -19,8 +16,9 @@ from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +26,10 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
+from fusedmoe.comm.one_sided.heap import Heap, no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
+from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_bitcode, nvshmem_home, nvshmem_packages
+from fusedmoe.kernels.one_sided import Network
 from fusedmoe.threads import LOOK_S, Helper
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ class _Failed(Exception):
 
 
 class Library:
-    """The C library; `library.call("allocate", …)` raises `_Failed` where the function fails."""
+    """The C library; `call("allocate", …)` raises `_Failed` where the function fails."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -81,7 +80,7 @@ class Library:
             raise _Failed(self._functions.fusedmoe_nvshmem_last_error().decode())
 
     def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the versions of the NVSHMEM that it was built with, and of the one that is loaded."""
+        """Returns the versions of NVSHMEM that it was built with, and that is loaded."""
         built, loaded = (c_int * 3)(), (c_int * 3)()
         self.call("version", built, loaded)
         return tuple(built), tuple(loaded)
@@ -109,7 +108,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of NVSHMEM in this process: who began it, this PE, the number of PEs, the id of our own job."""
+    """State of NVSHMEM in this process: who began it, this PE, the number of PEs, the id of our own job."""
 
     owner: int
     pe: int
@@ -156,12 +155,9 @@ def _no_library() -> str:
 
 @cache
 def load() -> Library:
-    """Loads the library, and NVSHMEM with it: the one that is loaded already (PyTorch brings one), else the package's.
-
-    Raises:
-        OSError: it does not exist, or cannot be loaded.   AttributeError: it lacks a function.
-    """
+    """Loads the library, and NVSHMEM with it; raises OSError, or AttributeError where it lacks a function."""
     host = "libnvshmem_host.so.3"
+    # The one that is loaded already (PyTorch brings one), else the package's: two would each have a job of their own.
     try:
         ctypes.CDLL(host, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -171,61 +167,54 @@ def load() -> Library:
 
 
 def register_module(module: int) -> None:
-    """Makes a CUDA module that Triton has loaded known to NVSHMEM, if it has device functions of it.
-
-    Raises:
-        ConfigError: NVSHMEM refuses it.
-    """
+    """Makes a CUDA module that Triton has loaded known to NVSHMEM, if it has device functions of it."""
     try:
         load().call("register_module", module)
     except _Failed as error:
         raise ConfigError(f"a kernel cannot use NVSHMEM: {error}") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Memory of the same size on every rank of a group of W.
+class NvshmemHeap(Heap):
+    """The heap over GPUs of several nodes. The host's waits for other ranks are bounded, and end with a `RankError`.
 
-    Attributes:
-        own: uint8, this rank's, cleared.
-        table: [W] int64 on the device, the address of each rank's memory; 0 where this GPU cannot address it: only
-            NVSHMEM's functions reach it, with an address in `own` and the rank's PE.
-        pe_W: int32 on the device, each rank's PE.
-    """
-
-    own: Tensor
-    table: Tensor
-    pe_W: Tensor
-
-
-class Nvshmem:
-    """NVSHMEM, open for a group; as a context it closes itself. Everything but `put_signal` and `wait` is collective.
-
-    Args:
-        device: the GPU of this rank, None for the current one.
     Raises:
-        ConfigError: it cannot be used on some rank; all ranks raise it, and it names them.
-        RankError: NVSHMEM did not start, or not all ranks came in time.
+        ConfigError: NVSHMEM cannot be used on some rank; all ranks raise it, and it names them.
     """
 
-    def __init__(self, group: Group, device: torch.device | None = None) -> None:
-        self.group = group
+    backend = "nvshmem"
+    one_host = False
+
+    def __init__(self, group: Group, device: torch.device) -> None:
         reason = why_not()
         state = None if reason else load().state()
         answers = all_gather_object(group, (reason, state), "opening NVSHMEM")
-        if refused := {rank: why for rank, (why, _) in zip(group.ranks, answers, strict=True) if why}:
-            raise ConfigError(f"NVSHMEM over the {group}: {_each(refused)}")
-        self.device = device or torch.device("cuda")
-        if self.device == torch.device("cuda"):  # of this thread: other threads have a current GPU of their own
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        if any(refusals := [why for why, _ in answers]):
+            raise ConfigError(f"NVSHMEM over the {group}: {_each(group, refusals)}")
+        super().__init__(group, device)
         self._library = load()
         self._pes = self._start([state for _, state in answers])
-        self._open: list[Memory] = []
-        self._closed = False
+        self._mapped: list[int] = []
 
         from fusedmoe.kernels.triton.one_sided.network import tell_of_modules
 
         tell_of_modules(register_module)
+        spare, addresses = self._map(8)
+        # A peer without an address here is far: only NVSHMEM's functions reach it.
+        if any(self._gather(not all(addresses))):
+            pe_W = torch.tensor(self._pes, dtype=torch.int32, device=self.device)
+            self.network = Network(pe_W, spare.view(torch.int64), nvshmem_bitcode())
+
+    @staticmethod
+    def why_not(device: torch.device) -> str:
+        if device.type != "cuda":
+            return "it is memory of CUDA GPUs; CPUs take host"
+        if reason := why_not():
+            return reason
+        try:
+            nvshmem_bitcode()
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _start(self, states: list[_State]) -> list[int]:
         """Begins a job or joins the one there is; returns the ranks' PEs."""
@@ -237,83 +226,37 @@ class Nvshmem:
         pes = [state.pe for state in states]
         alike = {(state.owner, state.pes, state.job) for state in states}
         if alike != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
-            places = {
-                rank: "is in none" if state.owner == _CLOSED else f"is PE {state.pe} of {state.pes}"
-                for rank, state in zip(group.ranks, states, strict=True)
-            }
+            places = ["is in none" if s.owner == _CLOSED else f"is PE {s.pe} of {s.pes}" for s in states]
             raise ConfigError(
                 f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and these ranks are in others: "
-                f"{_each(places)}. Open it for the same ranks everywhere, or close the other one first."
+                f"{_each(group, places)}. Open it for the same ranks everywhere, or close the other one first."
             )
         self._all(lambda: self._library.call("adopt"), operation)
         return pes
 
-    def allocate(self, size: int) -> Memory:
-        """Symmetric memory of `size` bytes, the same on all ranks, cleared everywhere before anyone returns.
-
-        Raises:
-            ConfigError: ranks ask for different sizes, or for none. RankError: there is no room.
-        """
-        self._need_open()
+    def _map(self, size: int) -> tuple[Tensor, list[int]]:
         operation = "allocating symmetric memory"
-        sizes = all_gather_object(self.group, size, operation)
-        if len(set(sizes)) > 1 or size < 1:
-            asked = _each({rank: f"{each} bytes" for rank, each in zip(self.group.ranks, sizes, strict=True)})
-            raise ConfigError(f"{operation} over the {self.group}: all must ask for the same size, above 0: {asked}")
         address = self._bounded(lambda: self._library.allocate(size), operation)
+        self._mapped.append(address)
         own = tensor_at(address, size, self.device)
         # Cleared before the gather below returns on any rank: a peer may put as soon as it has the address.
         own.zero_()
-        self.settle(operation)
-        every = self._all(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
-        table = torch.tensor(every[self.group.index], dtype=torch.int64, device=self.device)
-        memory = Memory(own, table, torch.tensor(self._pes, dtype=torch.int32, device=self.device))
-        self._open.append(memory)
-        return memory
+        self._settle(operation)
+        addresses = self._all(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
+        return own, addresses[self.group.index]
 
-    def free(self, memory: Memory) -> None:
-        """Gives memory back, once no rank uses it any more; its tensor must not be touched afterwards."""
-        self._need_open()
-        operation = "freeing symmetric memory"
+    def _free(self) -> None:
+        """Frees the memory, and ends this use of the job; with the last use a job ends that was begun here."""
+        operation = "closing NVSHMEM"
         # First this rank's stream, then all ranks: no kernel anywhere still uses the memory.
-        self.settle(operation)
-        self._meet(operation)
-        self._open = [other for other in self._open if other is not memory]
-        self._bounded(lambda: self._library.call("free", memory.own.data_ptr()), operation)
+        self._settle(operation)
+        all_gather_object(self.group, None, operation)
+        for address in reversed(self._mapped):
+            self._bounded(partial(self._library.call, "free", address), operation)
+        self._bounded(lambda: self._library.call("finalize"), operation)
 
-    def put_signal(self, dest: Tensor, source: Tensor, signal: Tensor, value: int, rank: int) -> None:
-        """Copies `source`, on the current stream, to the place of `dest` on a rank of the group, then sets its signal.
-
-        Args:
-            dest, signal: contiguous parts of symmetric memory, int64 [1] for the signal. rank: its index in the group.
-        """
-        self._need_open()
-        size = source.numel() * source.element_size()
-        alike = size == dest.numel() * dest.element_size() and source.is_contiguous() and dest.is_contiguous()
-        if not (size and alike):
-            raise ConfigError("put_signal: source and dest must be contiguous and of the same size, above 0")
-        places = dest.data_ptr(), source.data_ptr(), size, signal.data_ptr()
-        operation = f"putting {size} bytes to rank {self.group.ranks[rank]}"
-        pe, stream = self._pes[rank], self._stream()
-        self._attempt(lambda: self._library.call("put_signal", *places, value, pe, stream), operation)
-
-    def wait(self, signal: Tensor, value: int) -> None:
-        """Waits, on the current stream, until this rank's signal is at least `value`, however long."""
-        self._need_open()
-        place = signal.data_ptr()
-        self._attempt(lambda: self._library.call("wait", place, value, self._stream()), "waiting for a signal")
-
-    def barrier(self) -> None:
-        """Waits, on the current stream, for all ranks and for all that they have put, however long."""
-        self._need_open()
-        self._attempt(lambda: self._library.call("barrier", self._stream()), "a barrier of NVSHMEM")
-
-    def settle(self, operation: str) -> None:
-        """Waits on the host until the current stream is done, no longer than the job's time-out.
-
-        Raises:
-            RankError: a rank failed meanwhile, or the time is up.
-        """
+    def _settle(self, operation: str) -> None:
+        """Waits on the host until the current stream is done: no longer than the job's time-out."""
         done, deadline = record(self.device), time.monotonic() + self.group.job.timeout_s
         pause = 1e-5
         while not done():
@@ -321,76 +264,28 @@ class Nvshmem:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
 
-    def close(self) -> None:
-        """Waits for the stream and for the other ranks, frees what is still allocated, and ends this use of the job.
-
-        With its last use a job ends that was begun here. A second call does nothing.
-        """
-        if self._closed:
-            return
-        for memory in reversed(self._open):
-            self.free(memory)
-        self._closed = True
-        self.settle("closing NVSHMEM")
-        self._meet("closing NVSHMEM")
-        self._bounded(lambda: self._library.call("finalize"), "closing NVSHMEM")
-
-    def __enter__(self) -> Nvshmem:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Leaves NVSHMEM after an error, when the other ranks may not come any more: it ends with the process."""
-        self._closed = True
-
-    def _need_open(self) -> None:
-        if self._closed:
-            raise ConfigError(f"NVSHMEM over the {self.group} is closed")
-
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
-
-    def _meet(self, operation: str) -> None:
-        all_gather_object(self.group, None, operation)
-
     def _all(self, call: Callable[[], T], operation: str) -> list[T]:
-        """Returns what the call returns on each rank; where it fails on one, all raise it.
-
-        A rank that waits in a collective of NCCL does not look at the board, so each tells the others how it ended.
-        """
+        """Returns what the call returns on each rank; where it fails on one, all raise it."""
         value: T | None = None
         try:
             value, reason = call(), ""
         except _Failed as error:
             reason = str(error)
+        # A rank that waits in a collective of NCCL does not look at the board, so each tells the others how it ended.
         answers = all_gather_object(self.group, (reason, value), operation)
         for rank, (why, _) in zip(self.group.ranks, answers, strict=True):
             if why:
                 raise self._error(operation, why, rank)
         return [value for _, value in answers]
 
-    def _attempt(self, call: Callable[[], T], operation: str) -> T:
-        """Returns what the call returns; where it fails, all ranks are told."""
-        try:
-            return call()
-        except _Failed as error:
-            raise self._error(operation, str(error)) from error
-
     def _bounded(self, call: Callable[[], T], operation: str) -> T:
-        """Returns what a call returns that waits for other ranks; where it fails, all ranks are told.
-
-        The call runs in a thread of its own, which is left behind where the other ranks do not come.
-        """
+        """Returns what a call returns that waits for other ranks; where it fails, all ranks are told."""
 
         def work() -> T:
             make_current(self.device)
             return call()
 
+        # In a thread of its own, which is left behind where the other ranks do not come.
         done = Helper(f"fusedmoe: {operation}").begin(work)
         deadline = time.monotonic() + self.group.job.timeout_s
         while True:
@@ -398,7 +293,10 @@ class Nvshmem:
                 done.exception(LOOK_S)
                 break
             self._look(operation, deadline)
-        return self._attempt(done.result, operation)
+        try:
+            return done.result()
+        except _Failed as error:
+            raise self._error(operation, str(error)) from error
 
     def _look(self, operation: str, deadline: float) -> None:
         """Raises, between two short waits, if a rank has failed or the time is up."""
@@ -421,22 +319,11 @@ class Nvshmem:
         return group.ended(operation, verdict)
 
 
-class _Bytes:
-    """Device memory that is not PyTorch's, as PyTorch asks for its description."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """Returns device memory that is not PyTorch's as a uint8 tensor."""
-    return torch.as_tensor(_Bytes(address, size), device=device)
+    # As PyTorch asks for the description of somebody else's memory.
+    described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=device)
 
 
 def make_current(device: torch.device) -> None:
@@ -452,5 +339,5 @@ def record(device: torch.device) -> Callable[[], bool]:
     return event.query
 
 
-def _each(texts: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+def _each(group: Group, texts: list[str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=True) if text)

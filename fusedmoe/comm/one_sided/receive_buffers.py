@@ -1,4 +1,4 @@
-"""The receive buffers of one-sided dispatch: kernels of a rank's peers put tokens, routing metadata and results there.
+"""Receive buffers: kernels of a rank's peers put tokens, routing metadata and results there, and experts that move.
 
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
 read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
@@ -9,16 +9,18 @@ be many: their staging holds one exchange, so that a new one waits until peers h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.one_sided.heap import Heap, Symmetric
-from fusedmoe.comm.one_sided.watch import Watch
+from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
+from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 #: Exchanges that may be under way at once.
 SLOTS = 2
@@ -53,8 +55,6 @@ class ReceiveBuffers:
         values: [slots, tokens·K] float32, a number with each result.
         network: leads to far peers; None where no peer is far.
         watch: bounds waits.
-    Raises:
-        ConfigError: experts that the ranks cannot share evenly.
     """
 
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
@@ -64,19 +64,16 @@ class ReceiveBuffers:
             raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
         self.experts = sizes.experts // size
         self._tile = min(TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
-        capacity, lines = _up(max(sizes.tokens, 1), self._tile), self.experts + sizes.tokens * sizes.k
+        tiles, lines = -(-max(sizes.tokens, 1) // self._tile), self.experts + sizes.tokens * sizes.k
         if self.experts > _METADATA_TILE:
-            raise ConfigError(
-                f"{self.experts} experts a rank are too many: routing metadata has room for {_METADATA_TILE}"
-            )
-        self.tokens = make_receive_buffer(
-            heap, (size, capacity, sizes.width), sizes.dtype, self._tile, capacity // self._tile
-        )
+            text = f"{self.experts} experts a rank are too many"
+            raise ConfigError(f"{text}: routing metadata has room for {_METADATA_TILE}")
+        tokens = size, tiles * self._tile, sizes.width
+        self.tokens = make_receive_buffer(heap, tokens, sizes.dtype, self._tile, tiles)
         # A line for each local expert's count, then one for each row; one signal for each tile of lines.
-        lines = _up(lines, _METADATA_TILE)
-        self.metadata = make_receive_buffer(
-            heap, (size, lines, 2), torch.int32, _METADATA_TILE, lines // _METADATA_TILE
-        )
+        parts = -(-lines // _METADATA_TILE)
+        metadata = size, parts * _METADATA_TILE, 2
+        self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE, parts)
         results = max(1, sizes.tokens * sizes.k)
         self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree)
         self.values = heap.allocate((SLOTS, results), torch.float32)
@@ -106,53 +103,42 @@ class ReceiveBuffers:
         return self.watch.bounds
 
     def refuse(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
-        """Raises where the buffers have no room for a batch, before anything is sent.
-
-        Raises:
-            ConfigError: the batch does not fit; it says what to do.
-        """
+        """Raises `ConfigError` where the buffers have no room for a batch, before anything is sent."""
         sizes = self.sizes
-        for name, has, most in (
-            ("tokens", tokens, sizes.tokens),
-            ("k", k, sizes.k),
-            ("degree", degree, sizes.degree),
-        ):
-            if has > most:
-                raise ConfigError(
-                    f"{name}={has} is more than the receive buffers have room for ({name}={most}); make them larger"
-                )
+        for name, has in (("tokens", tokens), ("k", k), ("degree", degree)):
+            if has > (most := getattr(sizes, name)):
+                room = f"more than the receive buffers have room for ({name}={most})"
+                raise ConfigError(f"{name}={has} is {room}; make them larger")
         if (dtype, width) != (sizes.dtype, sizes.width):
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
     def results_behind(self, epoch: int) -> int:
         """Returns the last exchange of results that peers must have read before results of this one are put."""
+        # Their staging, where a peer is far, holds one exchange.
         return epoch - (SLOTS if self.network is None else 1)
 
     def result_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
         """Returns addresses of results at their tokens' ranks; for far peers, in staging from row `first` on."""
-        rows = self.results.rows
-        target_R = (self.results.slot(epoch) * rows.shape[2] + place_R) * (rows.shape[3] * rows.itemsize)
         staged = None if self.network is None else self._staged_rows[first:]
-        return self._addresses(rows, self.results.row_table, peer_R, target_R, staged)
+        return self._addresses(self.results.rows[:, 0], self.results.row_table, peer_R, place_R, epoch, staged)
 
     def value_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
         """Returns addresses of the number that goes with each result, as `result_addresses` does of the results."""
-        own, table = self.values.own, self.values.table
-        target_R = (self.results.slot(epoch) * own.shape[1] + place_R) * own.itemsize
         staged = None if self.network is None else self._staged_values[first:]
-        return self._addresses(own, table, peer_R, target_R, staged)
+        return self._addresses(self.values.own[..., None], self.values.table, peer_R, place_R, epoch, staged)
 
     def _addresses(
-        self, own: Tensor, table: Tensor, peer_R: Tensor, target_R: Tensor, staged: Tensor | None
+        self, own: Tensor, table: Tensor, peer_R: Tensor, place_R: Tensor, epoch: int, staged: Tensor | None
     ) -> Addresses:
-        """Returns addresses `target_R` bytes into the peers' copies of an allocation; for far peers, in staging."""
-        base_R = table[peer_R.long()]
+        """Returns addresses of rows in the peers' copies of [slots, places, width]; for far peers, in staging."""
+        row_bytes = own.shape[2] * own.itemsize
+        base_R, target_R = table[peer_R.long()], (self.results.slot(epoch) * own.shape[1] + place_R) * row_bytes
         store_R = base_R + target_R
         if staged is None:
             return Addresses(peer_R, store_R)
-        row_R = torch.arange(peer_R.numel(), device=peer_R.device)
-        staged_R = staged.data_ptr() + row_R * (staged.shape[1] * staged.itemsize)
-        far_R = base_R == 0  # no address of theirs leads there
+        staged_R = staged.data_ptr() + torch.arange(peer_R.numel(), device=peer_R.device) * row_bytes
+        # No address of theirs leads there.
+        far_R = base_R == 0
         target_R = torch.where(far_R, own.data_ptr() + target_R, 0)
         return Addresses(peer_R, torch.where(far_R, staged_R, store_R), target_R, self.network)
 
@@ -182,31 +168,84 @@ def make_receive_buffer(
 ) -> ReceiveBuffer:
     """Makes a buffer of [slots, *shape] on every rank; each peer has `signals` signals for its rows. Collective."""
     size = heap.group.size
-
-    def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:
-        return heap.allocate(shape, dtype)
-
-    rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
-    staging = allocate(SLOTS, *shape, dtype=dtype).own if tile and heap.network is not None else None
-    return ReceiveBuffer(
-        rows.own,
-        rows.table,
-        signal.own,
-        signal.table,
-        tile,
-        credit.own,
-        credit.table,
-        heap.group.index,
-        heap.network,
-        staging,
-    )
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    rows = heap.allocate((SLOTS, *shape), dtype)
+    signal, credit = heap.allocate((SLOTS, size, signals), torch.int64), heap.allocate((size,), torch.int64)
+    staging = heap.allocate((SLOTS, *shape), dtype).own if tile and heap.network is not None else None
+    own_signal, own_credit = (signal.own, signal.table), (credit.own, credit.table)
+    me, network = heap.group.index, heap.network
+    return ReceiveBuffer(rows.own, rows.table, *own_signal, tile, *own_credit, me, network, staging)
 
 
 def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
     """Returns the peer of a signal (`count` in a slot, `parts` for each peer), and the words for its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)
+
+
+# Of experts that move: elements of a row, of four bytes each, and rows for each peer in a round, a quarter of a MiB.
+_WIDTH, _ROWS = 1024, 64
+_ROW_BYTES = 4 * _WIDTH
+
+
+class OneSidedAllToAll:
+    """An all-to-all of bytes by one-sided puts, for sparse collectives over a heap's group. Making it is collective.
+
+    Args:
+        rows: how many rows of 4 KiB each peer may have in the buffer at once.
+    """
+
+    def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
+        self.heap, self._rows = heap, rows
+        self._place = make_receive_buffer(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
+        self._watch = Watch(heap)
+        self._epoch = 0
+
+    def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], most: int, operation: str) -> Tensor:
+        """Sends `send[i]` bytes to the i-th rank and returns those received, in rank order. Collective.
+
+        Args:
+            bytes_: [sum(send)] uint8, ordered by destination.
+            most: the most bytes that any rank sends another; the same number on all ranks.
+        Raises:
+            RankError: a rank failed or did not come.
+        """
+        place, size = self._place, self.heap.group.size
+        self._watch.name(place.credits, operation, lambda index: (index, "the credit"))
+        self._watch.name(place.signals, operation, lambda index: (index % size, "the experts"))
+        rows_W = [_rows_of(count) for count in send]
+        x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
+        starts = [sum(rows_W[:peer]) for peer in range(len(rows_W))]
+        for start, part in zip(starts, bytes_.split(list(send)), strict=True):
+            x.view(-1)[start * _ROW_BYTES : start * _ROW_BYTES + len(part)] = part
+        words = x.view(torch.int32)
+        received: list[list[Tensor]] = [[] for _ in recv]
+        # As many rounds as the longest message of any two ranks needs: signals and credits count exchanges, so all
+        # ranks make them all, also with nothing to send.
+        for done in range(0, _rows_of(most), self._rows):
+            self._round(words, starts, [rows - done for rows in rows_W], done)
+            rows = place.rows[place.slot(self._epoch)]
+            for peer, count in enumerate(recv):
+                arrived = min(max(0, _rows_of(count) - done), self._rows)
+                received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
+            give_credit(place, self._epoch)
+        parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
+        return torch.cat(parts) if parts else bytes_.new_empty(0)
+
+    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int) -> None:
+        """Puts the next rows of each message, and waits for those of the peers."""
+        place, device = self._place, self.heap.device
+        self._epoch += 1
+        bounds = self._watch.bounds
+        used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
+        first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
+        source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
+        with self._watch.over():
+            put_rows(words, source_WC, used_W, place, self._epoch, bounds)
+        slot, size = place.slot(self._epoch), self.heap.group.size
+        index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
+        with self._watch.over():
+            wait_signals(place.signals, index_W, self._epoch, bounds, place.network)
+
+
+def _rows_of(count: int) -> int:
+    return -(-count // _ROW_BYTES)

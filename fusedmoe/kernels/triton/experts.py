@@ -33,6 +33,7 @@ def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedC
 
     `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
     """
+    # The interpreter knows bulk copies, and has nothing to tune.
     if INTERPRET:
         return GroupedCall(layout, like, untuned(None), True)
     gpu = torch.cuda.get_device_properties(like.device)
@@ -48,24 +49,7 @@ def experts_forward(
     call = make_call(layout, x_SM)
     h, a = up(call, x_SM, weights, activation)
     out_NM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start)
-    hidden = weights.w2.shape[2]
-    shape = (layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden)
-    return gather_sum(out_NM, layout, weight_N), h.view(shape)
-
-
-def experts_backward(
-    dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
-    layout: Layout,
-    weight_N: Tensor | None,
-    weights: Weights,
-    activation: Activation,
-) -> Gradients:
-    """The backward, as in the contract."""
-    dx_SM, ds_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
-    return replace(grads, x_SM=dx_SM, weight_N=ds_N)
+    return gather_sum(out_NM, layout, weight_N), h.view(layout.rows, *weights.w1.shape[1:-1])
 
 
 def experts_backward_rows(
@@ -82,8 +66,8 @@ def experts_backward_rows(
     call = make_call(layout, x_SM)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation)
-    up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
-    dx_SM = gather_sum(product(call, "dinput", dh, up_ENM, False), layout)
+    # dH is times the router weights already, so this sum has none.
+    dx_SM = gather_sum(product(call, "dinput", dh, weights.w1.flatten(1, -2), False), layout)
     if weights.b2 is not None and ds_N is not None:
         ds_N = ds_N + _bias_dot(call, dy_SM, weights)
     if ds_N is not None:
@@ -99,6 +83,7 @@ def experts_backward_weights(
     call = make_call(layout, x_SM)
     dw1 = dweight(call, "dw1", dh, x_SM, "right").view_as(weights.w1)
     dw2 = dweight(call, "dw2", dy_SM, a, "left")
+    # Σ over an expert's rows is the product of a column of ones with them: the same kernel, and the same order of sums.
     one_N1 = None
     if weights.b1 is not None or weights.b2 is not None:
         one_N1 = dh.new_ones((layout.rows, 1))
@@ -123,8 +108,7 @@ def forward_in_flight(
     call = make_call(layout, x_CM, in_flight=True)
     h, a = up(call, x_CM, weights, activation, wait)
     product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start, put)
-    hidden = weights.w2.shape[2]
-    return h.view((layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden))
+    return h.view(layout.rows, *weights.w1.shape[1:-1])
 
 
 def backward_rows_in_flight(
@@ -154,8 +138,7 @@ def backward_rows_in_flight(
         sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
     put_values(ds_R, values, layout.offsets_E1[-1:])
-    up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
-    product(call, "dinput", dh, up_ENM, False, put=put)
+    product(call, "dinput", dh, weights.w1.flatten(1, -2), False, put=put)
     return dy_RM, Hidden(a, dh)
 
 

@@ -26,17 +26,9 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
 
 @jit
 def sum_rows_kernel(
-    rows_ptr,
-    row_ptr,
-    weight_ptr,
-    y_ptr,
-    M,
-    stride,
-    K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    TOTAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, row_ptr, weight_ptr, y_ptr, M, stride,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=TOTAL)
@@ -75,18 +67,10 @@ def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor
     if y_SM.numel():
         block, warps = columns(dim)
         sum_rows_kernel[(tokens, triton.cdiv(dim, block))](
-            rows_NM,
-            row_SK.contiguous(),
-            weight_N if weight_N is None else weight_N.contiguous(),
-            y_SM,
-            dim,
-            rows_NM.stride(0),
-            K=k,
-            WEIGHTED=weight_N is not None,
-            TOTAL=total_dtype(rows_NM.dtype),
-            BLOCK=block,
-            num_warps=warps,
-        )
+            rows_NM, row_SK.contiguous(), weight_N if weight_N is None else weight_N.contiguous(), y_SM,
+            dim, rows_NM.stride(0),
+            K=k, WEIGHTED=weight_N is not None, TOTAL=total_dtype(rows_NM.dtype), BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return y_SM
 
 

@@ -46,18 +46,9 @@ def _token_and_pair(p, inside, order_ptr, tokens, K, ORDERED: tl.constexpr):
 
 @jit(do_not_specialize=_UNSPECIAL)
 def count_kernel(
-    expert_ptr,
-    order_ptr,
-    key_ptr,
-    count_ptr,
-    tokens,
-    positions,
-    E,
-    K,
-    ORDERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EP: tl.constexpr,
-):
+    expert_ptr, order_ptr, key_ptr, count_ptr, tokens, positions, E, K,
+    ORDERED: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     p = block * BLOCK + tl.arange(0, BLOCK)
     inside = p < positions
@@ -103,26 +94,13 @@ def scan_kernel(
 
 @jit(do_not_specialize=_UNSPECIAL)
 def place_kernel(
-    key_ptr,
-    before_ptr,
-    total_ptr,
-    order_ptr,
-    counts_ptr,
-    offsets_ptr,
-    source_ptr,
-    pair_ptr,
-    row_ptr,
-    tokens,
-    positions,
-    capacity,
-    bound,
-    E,
-    K,
-    ORDERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EP: tl.constexpr,
-):
+    # What the launches before have made.
+    key_ptr, before_ptr, total_ptr, order_ptr,
+    # The layout.
+    counts_ptr, offsets_ptr, source_ptr, pair_ptr, row_ptr,
+    tokens, positions, capacity, bound, E, K,
+    ORDERED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     p = block * BLOCK + i
@@ -190,35 +168,13 @@ def sort_pairs(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
     count_kernel[(blocks,)](expert_SK, order_S, key_P, count, tokens, positions, experts, K, **constants, num_warps=4)
     length = triton.cdiv(triton.cdiv(blocks, SCAN_PROGRAMS), SCAN_WIDE) * SCAN_WIDE
     scan_kernel[(triton.cdiv(experts, SCAN_EXPERTS), triton.cdiv(blocks, length))](
-        count,
-        before,
-        total_E,
-        blocks,
-        length,
-        experts,
-        EXPERTS=SCAN_EXPERTS,
-        BLOCKS=SCAN_BLOCKS,
-        WIDE=SCAN_WIDE,
-        num_warps=4,
-    )
+        count, before, total_E, blocks, length, experts,
+        EXPERTS=SCAN_EXPERTS, BLOCKS=SCAN_BLOCKS, WIDE=SCAN_WIDE, num_warps=4,
+    )  # fmt: skip
     place_kernel[(blocks,)](
-        key_P,
-        before,
-        total_E,
-        order_S,
-        layout.counts_E,
-        layout.offsets_E1,
-        layout.source_N,
-        layout.pair_N,
-        layout.row_SK,
-        tokens,
-        positions,
-        positions if capacity is None else capacity,
-        bound,
-        experts,
-        K,
-        **constants,
-        CHUNK=CHUNK,
-        num_warps=8,
-    )
+        key_P, before, total_E, order_S,
+        layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK,
+        tokens, positions, positions if capacity is None else capacity, bound, experts, K,
+        **constants, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
     return layout

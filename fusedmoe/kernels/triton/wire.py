@@ -49,15 +49,9 @@ def _finite_magnitude(x):
 
 @jit
 def pack_fp8_kernel(
-    x_ptr,
-    out_ptr,
-    M,
-    stride,
-    LARGEST: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, out_ptr, M, stride,
+    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     x_ptr += n * stride
     out_ptr += n * (M + 4)
@@ -68,6 +62,7 @@ def pack_fp8_kernel(
         for first in range(BLOCK, M, BLOCK):
             more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, _finite_magnitude(more))
+    # Rounded divisions: a reciprocal's error would move numbers to the next code.
     scale = tl.maximum(tl.div_rn(tl.max(largest, 0), LARGEST), SMALLEST_SCALE)
     inverse = tl.div_rn(1.0, scale)
     tl.store(out_ptr + column, _e4m3_bits(x, inverse), mask=column < M)

@@ -252,11 +252,11 @@ class Gate(nn.Module):
 
     def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
         """Σ coefficient · loss over `aux`; a loss that is not asked for is not computed."""
+        weighted = [
+            terms[name]() * coefficient if coefficient != 1 else terms[name]() for name, coefficient in self.aux.items()
+        ]
         # A tensor also without losses, so that who adds it up need not ask.
-        total = like.new_zeros(())
-        for name, coefficient in self.aux.items():
-            total = total + coefficient * terms[name]()
-        return total
+        return sum(weighted[1:], weighted[0]) if weighted else like.new_zeros(())
 
     def require(self, condition: bool, text: str) -> None:
         """Raises ConfigError with the gate's name unless `condition` holds."""
@@ -300,4 +300,6 @@ def router_dtype(x: Tensor) -> torch.dtype:
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """A context in which autocast does not lower the precision of operations on `device_type`."""
     # Only meta tensors have no autocast. (`is_autocast_available` would say so, too, but not in a compiled graph.)
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
-from fusedmoe.autograd.linear import linear
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, outside_autocast, router_dtype
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums

@@ -66,19 +66,11 @@ class NodeMemory:
                     path.unlink()
 
     def keep(self) -> None:
-        """Has a process remove all of it when the agent ends. To be called on one rank of the node; again does no harm.
-
-        The process holds nothing of this one, and is no child of it.
-        """
+        """Has a process remove all of it when the agent ends. For one rank of the node; again does no harm."""
         command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
-        subprocess.run(
-            [*command, str(self._folder), self._prefix],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            check=True,
-        )
+        nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        # The process holds nothing of this one, and is no child of it.
+        subprocess.run([*command, str(self._folder), self._prefix], **nowhere, start_new_session=True, check=True)
 
     def check(self) -> None:
         """Raises `RankError` if the agent is gone: what is written now nobody would ever remove."""
@@ -124,11 +116,7 @@ class NodeMemory:
         _write(self._folder / f"{self._prefix}note", sealed(note))
 
     def note(self) -> dict[str, Any] | None:
-        """Returns what `write_note` was given last, by any rank of this node; None before.
-
-        Raises:
-            ConfigError: it is damaged.
-        """
+        """Returns what `write_note` was given last, by any rank of this node; None before, `ConfigError` if damaged."""
         path = self._folder / f"{self._prefix}note"
         try:
             text = _read(path)
@@ -167,11 +155,10 @@ class Slot:
                     with suppress(OSError):
                         self._path.unlink()
                     room = os.statvfs(folder := self._path.parent)
-                    free = room.f_bavail * room.f_frsize / 1e6
                     raise OSError(
                         f"no room in {folder} for a copy of {size / 1e6:.0f} MB ({error.strerror}; "
-                        f"{free:.0f} MB are free). Give it more (mount -o remount,size=…; "
-                        "docker --shm-size), or train without copies"
+                        f"{room.f_bavail * room.f_frsize / 1e6:.0f} MB are free). Give it more (mount -o "
+                        "remount,size=…; docker --shm-size), or train without copies"
                     ) from error
                 self._bytes = _mapped(file.fileno(), size, mmap.ACCESS_WRITE)
         return self._bytes
@@ -181,11 +168,7 @@ class Slot:
         _write(self._header, sealed(header))
 
     def read(self, size: int) -> Tensor:
-        """Returns the bytes of a whole snapshot, [size] uint8; writing into them changes no file.
-
-        Raises:
-            ConfigError: they are fewer, or not this user's.
-        """
+        """Returns the bytes of a whole snapshot, [size] uint8; writing into them changes no file."""
         try:
             file = _opened(self._path, os.O_RDONLY)
         except OSError as error:
@@ -218,13 +201,10 @@ def _stranger(found: os.stat_result) -> str | None:
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:
-    """Opens a file of this user's own. Checked is what was opened, whatever the name means later.
-
-    Raises:
-        OSError: there is none, or it is somebody else's.
-    """
+    """Opens a file of this user's own; raises `OSError` where there is none, or it is somebody else's."""
     # O_NOFOLLOW: no link of another user's leads elsewhere; O_NONBLOCK: no pipe of theirs is waited for.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    # Checked is what was opened, whatever the name means later.
     why = _stranger(os.fstat(file))
     if why is not None:
         os.close(file)
@@ -233,11 +213,7 @@ def _opened(path: Path, flags: int) -> BinaryIO:
 
 
 def _made(path: Path) -> BinaryIO:
-    """Opens a new file for this user alone, in the place of an own one.
-
-    Raises:
-        ConfigError: another user has taken the name.
-    """
+    """Opens a new file for this user alone, in the place of an own one; `ConfigError` where the name is taken."""
     with _taken(path):
         with suppress(FileNotFoundError):
             why = _stranger(path.lstat())
@@ -260,11 +236,7 @@ def _taken(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """Reads a file of this user's own; returns None where there is none, with a warning where it is another's.
-
-    Raises:
-        ConfigError: it is larger than any of ours.
-    """
+    """Reads a file of this user's own; returns None where there is none, with a warning where it is another's."""
     try:
         with _opened(path, os.O_RDONLY) as file:
             if os.fstat(file.fileno()).st_size > MOST_BYTES:

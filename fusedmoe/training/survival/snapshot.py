@@ -64,7 +64,7 @@ class JobNodes:
 
     def speaks(self, rank: int) -> bool:
         """Tells that a rank does what is done once on each node."""
-        return self.ranks(self.of_rank[rank])[0] == rank
+        return self.of_rank.index(self.of_rank[rank]) == rank
 
     def keeps(self, key: str, holders: Sequence[int], rank: int) -> bool:
         """Returns whether `rank`, one of the holders of `key`, is the one that keeps it on its node."""
@@ -77,12 +77,10 @@ class JobNodes:
         return len({self.of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
-        """Returns the rank that gets copies of what only the node of `rank` has; None where there is one node.
-
-        It is on the next node, at the same place there.
-        """
+        """Returns the rank that gets copies of what only the node of `rank` has; None where there is one node."""
         if self.count == 1:
             return None
+        # On the next node, at the same place there.
         own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
@@ -133,15 +131,13 @@ class Price:
 class Snapshots:
     """Writes the state of a model and its optimizer into the nodes' memory.
 
-    Args:
-        generation: larger than that of any earlier process of the job.
+    `generation` is larger than that of any earlier process of the job.
     """
 
     def __init__(self, memory: NodeMemory, topology: Topology, nodes: JobNodes, generation: int) -> None:
         self._memory, self._topology, self._nodes, self._generation = memory, topology, nodes, generation
         rank = topology.world.index
-        self._names = [slot_name(generation, rank, number) for number in (0, 1)]
-        self._slots: list[Slot] = [memory.slot(name) for name in self._names]
+        self._slots: list[Slot] = [memory.slot(f"{generation}-{rank}-{number}") for number in (0, 1)]
         self._written = 0
         # This rank's share of the cores: all ranks of the node do this at once.
         self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.of_rank[rank])))
@@ -157,10 +153,9 @@ class Snapshots:
             ConfigError: as for `save_checkpoint`.
             RankError: a rank has no room for it, failed or did not come; the state kept before stands.
         """
-        topology, nodes = self._topology, self._nodes
-        world, operation = topology.world, f"keeping the state of step {step}"
+        nodes, world, operation = self._nodes, self._topology.world, f"keeping the state of step {step}"
         me = world.index
-        parts, values = _own_parts(model, optimizer, topology, nodes, extra)
+        parts, values = _own_parts(model, optimizer, self._topology, nodes, extra)
         self._compare(parts, extra, world, operation)
         bases: dict[int, int] = {}
         total = end_of(parts)
@@ -187,29 +182,17 @@ class Snapshots:
         for source, base in bases.items():
             held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
         keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+        header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
         # After the last byte: a header says that its bytes are whole.
-        slot.commit(
-            {
-                "format": FORMAT,
-                "generation": self._generation,
-                "step": step,
-                "bytes": total,
-                "parts": held,
-                "digests": part_digests(memory, held, self._threads),
-                "keys": keys,
-            }
-        )
+        slot.commit(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
     def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
-        """Gathers every rank's parts, which are told again only where some have changed.
-
-        Raises:
-            RankError: `extra` is not the same on all ranks: each node would keep that of one of its ranks.
-        """
+        """Gathers every rank's parts, and refuses an `extra` that is not the same on all ranks."""
         own = _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
         every = all_gather_object(world, own, operation)
+        # Each node would keep that of one of its ranks.
         for rank, (_, of_extra) in zip(world.ranks, every, strict=True):
             if of_extra != every[0][1]:
                 raise RankError(
@@ -226,12 +209,9 @@ class Snapshots:
 def exchange_bytes(
     world: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], longest: int, operation: str
 ) -> None:
-    """Sends bytes to other ranks and receives theirs, in chunks. Collective over the world.
+    """Sends bytes to other ranks and receives theirs, by rank, [n] uint8. Collective over the world.
 
-    Args:
-        outgoing: by rank, [n] uint8.
-        incoming: by rank, the memory to receive into, [n] uint8, as long as what that rank sends here.
-        longest: bytes of the longest of all ranks' tensors: all go through as many exchanges.
+    `longest`: bytes of the longest of all ranks' tensors: all go through as many exchanges.
     """
     nothing = torch.empty(0, dtype=torch.uint8)
     # In chunks, because on a GPU they lie in its memory on the way, which training has filled.
@@ -243,11 +223,6 @@ def exchange_bytes(
         received = all_to_all_rows(world, torch.cat(rows).to(device_of(world)), send, recv, operation)
         for place, part in zip(places, received.split(recv), strict=True):
             place.copy_(part)
-
-
-def slot_name(generation: int, rank: int, number: int) -> str:
-    """Names the slot of a rank; `number` is 0 or 1."""
-    return f"{generation}-{rank}-{number}"
 
 
 def generation_of(slot: str) -> int:
@@ -276,10 +251,7 @@ def _digest(data: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Reduces a value to plain types, which are equal where values are, whatever object is which.
-
-    Tensors become their bits, unknown objects their classes.
-    """
+    """Reduces a value to plain types, which are equal where values are, whatever object is which."""
     if isinstance(value, Tensor):
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
@@ -288,6 +260,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     known = isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | None)
+    # Other objects may be equal and not say so: of them the class counts.
     return value if known else type(value).__qualname__
 
 

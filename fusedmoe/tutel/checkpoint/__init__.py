@@ -5,8 +5,10 @@ This file has what `gather` and `scatter` share: the layers of a checkpoint, and
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +23,18 @@ _BIAS, _ITS_WEIGHT = "batched_fc2_bias", "batched_fc2_w"
 State = dict[str, Any]
 
 
-def read(path: str, namespace: str) -> tuple[Any, State]:
-    """Reads a file; returns its content, and the state_dict in it under `namespace`, keys joined by slashes.
+def arguments_of(description: str | None, given: Sequence[str] | None, **required: str) -> argparse.Namespace:
+    """Reads the command line of `gather` or `scatter`; `required`: its own options, with their help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, text in required.items():
+        parser.add_argument(f"--{name}", type=int if name.endswith("size") else str, required=True, help=text)
+    parser.add_argument("--namespace", default="", help="where in a file the state_dict is: keys, by slashes")
+    parser.add_argument("--default_num_global_experts", type=int, default=0, help="for a file that does not tell")
+    return parser.parse_args(given)
 
-    Raises:
-        ConfigError: a file that is not there, is damaged, holds objects of classes, or nothing under `namespace`.
-    """
+
+def read(path: str, namespace: str) -> tuple[Any, State]:
+    """Reads a file; returns its content, and the state_dict in it under `namespace`, keys joined by slashes."""
     # A pipe would be waited for.
     if not os.path.isfile(path):
         raise ConfigError(f"{path} is not there, or no file")
@@ -53,10 +61,7 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
 def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
     """Maps the prefix of each layer's expert parameters to the number of experts it has in all.
 
-    Args:
-        experts: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
-    Raises:
-        ConfigError: no layer is found.
+    `experts`: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
     """
     if not any(_tells(key) for key in state) and experts > 0:
         for key in list(state):
@@ -92,21 +97,14 @@ def joined(parts: list[Tensor], experts: int) -> Tensor:
 
 def without_padding(key: str, state: State) -> Tensor:
     """Returns a joined parameter; of an output bias without the padding behind its expert's results."""
-    whole: Tensor = state[key]
     if not key.endswith(_BIAS):
-        return whole
-    return whole[:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
+        return state[key]
+    return state[key][:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
 
 
 def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
-    """Splits [E, …] into the parts of `size` ranks; experts are shared where there are fewer than ranks.
-
-    Raises:
-        ConfigError: neither number divides the other, or an expert's second dimension.
-    """
-    if whole.dim() == 1:
-        return _even(whole, size)
-    if experts % size == 0:
+    """Splits [E, …] into the parts of `size` ranks; experts are shared where there are fewer than ranks."""
+    if whole.dim() == 1 or experts % size == 0:
         return _even(whole, size)
     # Fewer experts than ranks: the ranks that share one hold equal shards of it.
     shards = size // experts

@@ -5,29 +5,19 @@ python -m fusedmoe.tutel.checkpoint.gather --inputs 'out/{rank}-of-{size}.ckpt' 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fusedmoe.tutel.checkpoint import joined, layer_of, layers_of, read, without_padding
+from fusedmoe.tutel.checkpoint import arguments_of, joined, layer_of, layers_of, read, without_padding
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Joins the checkpoints.
-
-    Raises:
-        ConfigError: no file holds a layer.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_size", type=int, required=True, help="W")
-    parser.add_argument("--inputs", required=True, help="file names with {rank} and {size}")
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--namespace", default="", help="where in the files the state_dict is: keys, by slashes")
-    parser.add_argument("--default_num_global_experts", type=int, default=0, help="for files that do not tell")
-    args = parser.parse_args(arguments)
+    """Joins the checkpoints of all ranks."""
+    names = "file names with {rank} and {size}"
+    args = arguments_of(__doc__, arguments, input_size="W", inputs=names, output="one file")
     parts: dict[str, list[Tensor]] = {}
     for rank in range(args.input_size):
         path = apply_rank_size_from_pattern(args.inputs, rank, args.input_size, create_dir=False)
@@ -40,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         experts = layer_of(key, layers)
         assert experts is not None
         state[key] = joined(tensors, experts)
+    # Only then: the width of a bias is that of its joined weight.
     for key in parts:
         state[key] = without_padding(key, state)
     torch.save(whole, args.output)

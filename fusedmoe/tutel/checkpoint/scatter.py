@@ -5,35 +5,22 @@ python -m fusedmoe.tutel.checkpoint.scatter --input all.ckpt --output_size 8 --o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 
-from fusedmoe.tutel.checkpoint import layer_of, layers_of, read, split
+from fusedmoe.tutel.checkpoint import arguments_of, layer_of, layers_of, read, split
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Splits the checkpoint.
-
-    Raises:
-        ConfigError: the file holds no layer, or its experts cannot be spread over so many ranks.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_size", type=int, required=True, help="W")
-    parser.add_argument("--input", required=True)
-    parser.add_argument("--outputs", required=True, help="file names with {rank} and {size}")
-    parser.add_argument("--namespace", default="", help="where in the file the state_dict is: keys, by slashes")
-    parser.add_argument("--default_num_global_experts", type=int, default=0, help="for a file that does not tell")
-    args = parser.parse_args(arguments)
+    """Splits the checkpoint for all ranks."""
+    names = "file names with {rank} and {size}"
+    args = arguments_of(__doc__, arguments, output_size="W", input="one file", outputs=names)
     whole, state = read(args.input, args.namespace)
     layers = layers_of(args.input, state, args.default_num_global_experts)
-    pieces = {}
-    for key, tensor in state.items():
-        experts = layer_of(key, layers)
-        if experts is not None:
-            pieces[key] = split(key, tensor, experts, args.output_size)
+    counts = {key: experts for key in state if (experts := layer_of(key, layers)) is not None}
+    pieces = {key: split(key, state[key], experts, args.output_size) for key, experts in counts.items()}
     for rank in range(args.output_size):
         for key, parts in pieces.items():
             state[key] = parts[rank]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,16 @@ from torch.overrides import TorchFunctionMode
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
-from fusedmoe.tutel.impls.communicate import zero_gather
-from fusedmoe.tutel.impls.groups import get_world_rank, topology_of
+from fusedmoe.tutel.impls.communicate import get_world_rank, topology_of, zero_gather
 
 if TYPE_CHECKING:
     from fusedmoe.tutel.impls.moe_layer import MOELayer
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Parameters [e, n, …] of `members` ranks, joined to [experts, n·parts, …].
+class Shards(NamedTuple):
+    """Parameters [e, n, …] of the ranks of a group, to be joined to [experts, n·parts, …].
 
-    Attributes:
-        group: those ranks; unused where there is one.
-        members, experts: how many ranks, and how many experts the joined parameters have.
-        first: the number of the first joined shard among those of its expert.
+    `first`: the number of the first joined shard among those of its expert.
     """
 
     group: dist.ProcessGroup | None
@@ -63,14 +57,8 @@ def shards_of(ctx: MOELayer) -> Shards:
     return Shards(block.handle, size, 1, first)
 
 
-_RELU = (F.relu, torch.relu, Tensor.relu)
-_SILU = (F.silu,)
-_GELU = (F.gelu,)
+_KNOWN = {F.relu: "relu", torch.relu: "relu", Tensor.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-
-
-class _Unknown(Exception):
-    """Raised where a function is no known activation."""
 
 
 class _Watch(TorchFunctionMode):
@@ -84,15 +72,14 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if self.name or not args or args[0] is not self.x or len(args) > 1 or options.pop("inplace", False):
-            raise _Unknown
-        # The approximation is an option of one function, and two activations of ours.
-        if func in _GELU:
-            self.name = _GELUS.get(options.pop("approximate", "none"), "")
-        elif func in _RELU or func in _SILU:
-            self.name = "relu" if func in _RELU else "silu"
-        if not self.name or options:
-            raise _Unknown
+        name = _KNOWN.get(func, "")
+        if name == "gelu":
+            # The approximation is an option of one function, and two activations of ours.
+            name = _GELUS.get(options.pop("approximate", "none"), "")
+        alone = len(args) == 1 and args[0] is self.x and not options.pop("inplace", False) and not options
+        if self.name or not name or not alone:
+            raise LookupError("no known activation")
+        self.name = name
         # Returned instead of computing: if it is also what the function returns, nothing followed.
         self.result = torch.empty(0)
         return self.result
@@ -101,7 +88,7 @@ class _Watch(TorchFunctionMode):
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
     """Returns a name of `fusedmoe.ops.ACTIVATIONS` if the function is one operation on its argument, else None.
 
-    The function is called with a tensor without elements, and nothing is computed: its first operation decides.
+    Nothing is computed: the function's first operation decides.
     """
     # Made outside the mode, which would take it for the first operation.
     x = torch.empty(0)
@@ -110,7 +97,7 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
         with watch:
             result = function(x)
     except Exception:
-        # Either `_Unknown`, or the function cannot take a tensor without elements: no known activation.
+        # The function may also be one that cannot take a tensor without elements.
         return None
     return watch.name if watch.name and result is watch.result else None
 
@@ -134,9 +121,6 @@ class FusedExpertsNetwork(nn.Module):
         output_dim: D_out, by default D.
         init: "0.4", uniform, W1 in ±1/√D and W2 in ±1/√(H/s), and zero biases, as Tutel 0.4 draws; or "0.3", as
             `nn.Linear` draws, expert by expert, as Tutel 0.3.3 does.
-
-    Raises:
-        ConfigError: H does not divide by s, both activations are given, or `init` is unknown.
     """
 
     batched_fc1_w: nn.Parameter
@@ -159,10 +143,8 @@ class FusedExpertsNetwork(nn.Module):
     ) -> None:
         super().__init__()
         if hidden_size_per_expert % sharded_count:
-            raise ConfigError(
-                f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks; choose "
-                "a multiple"
-            )
+            text = f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks"
+            raise ConfigError(f"{text}; choose a multiple")
         if activation_fn is not None and activation_fn_with_self is not None:
             raise ConfigError("give activation_fn or activation_fn_with_self, not both")
         if init not in INITIALISATIONS:
@@ -173,10 +155,9 @@ class FusedExpertsNetwork(nn.Module):
         self.hidden_size = hidden_size_per_expert // sharded_count
         self.output_dim = output_dim or model_dim
         self.init = init
-        if activation_fn_with_self is not None:
-            with_self = activation_fn_with_self
-            activation_fn = lambda x: with_self(x, self)  # noqa: E731
-        self.activation_fn: Activation = activation_fn or nn.functional.relu
+        with_self = activation_fn_with_self
+        plain = activation_fn or nn.functional.relu
+        self.activation_fn: Activation = plain if with_self is None else lambda x: with_self(x, self)
         e, H = num_experts_per_device, self.hidden_size
         self.batched_fc1_w = nn.Parameter(torch.empty(e, H, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(e, H, self.output_dim))
@@ -222,12 +203,8 @@ class FusedExpertsNetwork(nn.Module):
         return Weights(w1, w2.transpose(1, 2), b1, b2, start)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """Returns weights in x's dtype and the activation's name for the library's own operation; None where `forward`
-        is better, or does something else.
-
-        Args:
-            rows: about how many rows x is routed to.
-        """
+        """Returns weights in x's dtype and the activation's name for the library's own operation on about `rows` rows;
+        None where `forward` is better, or does something else."""
         # A subclass with a forward of its own computes something else.
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
@@ -239,11 +216,8 @@ class FusedExpertsNetwork(nn.Module):
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
-        experts = self.local_experts * ep
-        hidden = self.hidden_size * self.sharded_count
-        return Workload(
-            1, rows * esp, self.model_dim, hidden, experts, k=1, expert="ffn", ep=ep, esp=esp, itemsize=itemsize
-        )
+        D, H, E = self.model_dim, self.hidden_size * self.sharded_count, self.local_experts * ep
+        return Workload(1, rows * esp, D, H, E, k=1, expert="ffn", ep=ep, esp=esp, itemsize=itemsize)
 
     def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
         """Computes [e, rows, D_out] of [e, rows, D]; with shards this rank's summand."""
@@ -261,24 +235,20 @@ class FusedExpertsNetwork(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        return (
-            f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, output_dim={self.output_dim}, "
-            f"num_experts_per_device={self.local_experts}, has_fc1_bias={self.batched_fc1_bias is not None}, "
-            f"has_fc2_bias={self.batched_fc2_bias is not None}"
-        )
+        sizes = f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, output_dim={self.output_dim}"
+        biases = f"has_fc1_bias={self.batched_fc1_bias is not None}, has_fc2_bias={self.batched_fc2_bias is not None}"
+        return f"{sizes}, num_experts_per_device={self.local_experts}, {biases}"
 
 
 def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
     """Returns whether the library's operation may replace a call of these experts, and is the faster.
 
-    It may not where a call does more than `forward`, as with a wrapper's hooks. On a CPU it is slower for small
-    products, and half precision has to be rounded where Tutel rounds, as `forward` does.
-
-    Args:
-        hidden: elements of the hidden activations.
+    `hidden`: elements of the hidden activations.
     """
+    # A call does more than `forward` where a wrapper has put hooks.
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return False
+    # On a CPU half precision has to be rounded where Tutel rounds, as `forward` does.
     return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= SMALL
 
 

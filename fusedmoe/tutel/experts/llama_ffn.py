@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
 from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
-from fusedmoe.tutel.impls.communicate import zero_gather
-from fusedmoe.tutel.impls.groups import topology_of
+from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
 
 if TYPE_CHECKING:
     from fusedmoe.tutel.impls.moe_layer import MOELayer
@@ -58,11 +57,8 @@ class LlamaFFNNetwork(nn.Module):
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
         """Joins W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 those of all experts."""
-        return (
-            self._joined(ctx, self.W_fc1, self._up),
-            self._joined(ctx, self.W_fc2, self._up),
-            self._joined(ctx, self.W_fc3, self._down),
-        )
+        w1, w2 = self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up)
+        return w1, w2, self._joined(ctx, self.W_fc3, self._down)
 
     def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:
         if ctx.adaptive_degree == 0 and ctx.world_size > 1:
@@ -89,19 +85,16 @@ class LlamaFFNNetwork(nn.Module):
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload, as `FusedExpertsNetwork.workload` does."""
-        experts = self.local_experts * ep
-        return Workload(
-            1, rows, self.model_dim, self.hidden_size, experts, k=1, expert="swiglu", ep=ep, itemsize=itemsize
-        )
+        D, H, E = self.model_dim, self.hidden_size, self.local_experts * ep
+        return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize)
 
     def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
         w1, w2, w3 = self.whole(ctx)
         return (self.activation_fn(x @ w1) * (x @ w2)) @ w3
 
     def extra_repr(self) -> str:
-        return (
-            f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, num_experts_per_device={self.local_experts}"
-        )
+        sizes = f"model_dim={self.model_dim}, hidden_size={self.hidden_size}"
+        return f"{sizes}, num_experts_per_device={self.local_experts}"
 
 
 ExpertModule = LlamaFFNNetwork

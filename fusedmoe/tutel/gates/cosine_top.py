@@ -19,14 +19,10 @@ class CosineTopKGate(nn.Module):
 
     Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix`
     [P, E], normal with standard deviation 0.01. With `fp32_gate` logits are float32, and so are the parameters of the
-    projector, also in a model that is converted to another dtype; `sim_matrix` and `temperature` go with the model, as
-    in Tutel.
+    projector, also in a converted model; `sim_matrix` and `temperature` go with the model, as in Tutel.
 
     Args:
-        k: experts of a token, from 1 on; more than E are E.
-        proj_dim: P.
-        init_t: τ at the start.
-        options: as for `LinearTopKGate`.
+        proj_dim: P.   init_t: τ at the start.   k, options: as for `LinearTopKGate`.
     """
 
     def __init__(

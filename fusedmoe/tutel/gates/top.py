@@ -20,12 +20,7 @@ ORDERED = 2**15
 
 
 def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """Computes x·Wᵀ in the weights' dtype, or by the library's router in float32.
-
-    A matrix library sums in an order that depends on its version and on the CPU, and gates, softmax and drops turn its
-    last bit into other numbers. Small products in float32 on a CPU are summed as on the machine where Tutel's numbers
-    were captured (`summed_in_order`): small models have the same numbers everywhere.
-    """
+    """Computes x·Wᵀ in the weights' dtype, or by the library's router in float32."""
     if fp32:
         x_SM, weight_EM = x_SM.float(), weight_EM.float()
     x_SM = x_SM.to(weight_EM.dtype)
@@ -33,6 +28,9 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
     if x_SM.dtype.itemsize < 4:
         return nn.functional.linear(x_SM, weight_EM)
     logits_SE = router_logits(x_SM, weight_EM)
+    # A matrix library sums in an order that depends on its version and on the CPU, and gates, softmax and drops turn
+    # its last bit into other numbers. Small products in float32 on a CPU are summed as on the machine where Tutel's
+    # numbers were captured, so small models have the same numbers everywhere.
     M = x_SM.shape[1]
     small = M <= ORDERED_M and logits_SE.numel() * M <= ORDERED
     if not small or logits_SE.device.type != "cpu" or logits_SE.dtype != torch.float32:
@@ -41,10 +39,8 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
 
 
 def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """Computes x·Wᵀ, [S, E], in four sums: sum i takes products i, i + 4, i + 8, …, and all are (0 + 2) + (1 + 3).
-
-    Each step is an operation by itself and rounds by itself, so that no CPU has a choice.
-    """
+    """Computes x·Wᵀ, [S, E], in four sums: sum i takes products i, i + 4, i + 8, …, and all are (0 + 2) + (1 + 3)."""
+    # Each step is an operation by itself and rounds by itself, so that no CPU has a choice.
     products_SEM = x_SM[:, None] * weight_EM
     whole = nn.functional.pad(products_SEM, (0, -products_SEM.shape[2] % 4))
     first, *rest = whole.split(4, dim=2)
@@ -71,18 +67,17 @@ class _Ordered(Function):
 class Float32Linear(nn.Linear):
     """A linear map that `.to(torch.bfloat16)` and the like leave in float32, with values rounded as they were asked to.
 
-    Tutel makes such parameters float32 in its first forward, so that the optimizer trains them so: the parameters
-    themselves, which an optimizer may hold already. Here they are it at once, with the same values: what is built
-    around a model between its conversion and its first forward, such as DDP's buckets, sees the dtype that stays.
-    (FSDP's `fully_shard` wants one dtype for what it shards together: shard this module by itself first.) Where the
-    parameters are in another dtype all the same, as under FSDP's mixed precision, the product raises copies.
+    FSDP's `fully_shard` wants one dtype for what it shards together: shard this module by itself first.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # At once, where Tutel does it in its first forward: what is built around a model before that, such as DDP's
+        # buckets and optimizers, sees the dtype that stays.
         self.float()
 
     def forward(self, input: Tensor) -> Tensor:
+        # Parameters may be in another dtype all the same, as under FSDP's mixed precision.
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
 
@@ -126,10 +121,7 @@ class LinearTopKGate(nn.Module):
 
     Args:
         k: experts of a token, from 1 on; more than E are E.
-        options: `capacity_factor` and `gate_noise`, which the layer reads.
-
-    Raises:
-        ConfigError: any other option; a `k` below 1.
+        options: `capacity_factor` and `gate_noise`, which the layer reads; any other is a `ConfigError`.
     """
 
     def __init__(
@@ -150,8 +142,7 @@ class LinearTopKGate(nn.Module):
         self.fp32_gate = fp32_gate
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.wg(x)
-        return logits
+        return self.wg(x)
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Collectives with and without gradients (Tutel's signatures). Clients find those of `groups.py` here, too.
+"""Groups of ranks, and collectives with and without gradients (Tutel's signatures).
 
 Gradients, of the ranks' losses summed where a result is used differently on every rank:
 
@@ -17,58 +17,236 @@ Every backward runs on the group of its forward.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedmoe import ranks
+from fusedmoe import Topology, ranks
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Move, linear, make_all_to_all
 from fusedmoe.ranks import Group, Traffic
-from fusedmoe.tutel.impls.groups import TIMEOUT_S, as_group, get_world_size, topology_of
-from fusedmoe.tutel.impls.groups import TUTEL_GROUPING_CACHE as TUTEL_GROUPING_CACHE
-from fusedmoe.tutel.impls.groups import create_groups_from_world as create_groups_from_world
-from fusedmoe.tutel.impls.groups import create_standalone_group as create_standalone_group
-from fusedmoe.tutel.impls.groups import get_world_rank as get_world_rank
+
+TUTEL_GLOBAL_TIMEOUT_SEC = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
+#: The backend under "", and what `create_groups_from_world` made, by its argument.
+TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
 
-def part_of(length: int, group: Group) -> int:
-    """Returns the length of each rank's part of a dimension.
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Returns the number of ranks of a group, by default of the job; 1 where nothing is initialised."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
-    Raises:
-        ConfigError: the ranks cannot have equal parts.
+
+def get_world_rank(group: ProcessGroup | None = None) -> int:
+    """Returns this rank's place in a group; 0 where nothing is initialised."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def size_of(handle: ProcessGroup | None) -> int:
+    """Returns the number of ranks of a group, this one among them."""
+    size = get_world_size(handle)
+    if size < 1:
+        raise ConfigError("this rank is not one of the group's; make layers and collectives over it on its ranks alone")
+    return size
+
+
+def as_group(handle: ProcessGroup | None) -> Group:
+    """Returns a group whose waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and whose errors name ranks."""
+    if size_of(handle) == 1:
+        return Group("tutel")
+    return ranks.group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
+
+
+# By (world, ranks, shards and degree, ranks of a node); the world, as a process may end one and make another.
+_TOPOLOGIES: dict[tuple[object, tuple[int, ...], tuple[int, int], int | None], Topology] = {}
+
+
+def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
+    """Returns the topology for experts that s = `shards` consecutive ranks of a group share. Collective on first use.
+
+    An expert's work is split in r = `degree` parts: the s ranks are r blocks of s/r; a block holds one part (gathered
+    from its ranks) and its ranks share the tokens. ep numbers (expert, place in the block), esp the blocks.
     """
+    W = get_world_size(handle)
+    if W == 1:
+        return Topology()
+    handle = handle or dist.group.WORLD
+    per_node = int(os.environ["LOCAL_SIZE"]) if "LOCAL_SIZE" in os.environ else None
+    key = (dist.group.WORLD, tuple(dist.get_process_group_ranks(handle)), (shards, degree), per_node)
+    if key not in _TOPOLOGIES:
+        # Topologies of an ended world hold dead process groups.
+        for old in [known for known in _TOPOLOGIES if known[0] is not dist.group.WORLD]:
+            del _TOPOLOGIES[old]
+        experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
+        timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
+        _TOPOLOGIES[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
+    return _TOPOLOGIES[key]
+
+
+class ParallelEnv(SimpleNamespace):
+    """This rank's place in `group_count` groups of `model_size` consecutive ranks; `_split` has its attributes."""
+
+
+def create_standalone_group() -> ProcessGroup | None:
+    """Makes a group of this rank alone. Collective over all ranks."""
+    if not dist.is_initialized():
+        return None
+    _meet(None)
+    return [dist.new_group(ranks=[rank]) for rank in range(get_world_size())][get_world_rank()]
+
+
+def create_groups_from_world(
+    group_count: int, include_init: str | None = None, parent_group: ProcessGroup | None = None
+) -> ParallelEnv:
+    """Splits the world into `group_count` groups of consecutive ranks; a negative count is minus the size of a group.
+
+    Collective over the parent's ranks; the same arguments give the same object.
+
+    Args:
+        include_init: the backend to initialise with from the launcher's environment ("nccl", "gloo"); without a
+            launcher the result is that of a single process. None: takes what is initialised.
+        parent_group: split this group instead of the world; ranks are then places in it.
+    Raises:
+        ConfigError: the groups do not come out even; another backend than before; "nccl" without a GPU.
+    """
+    parent = None if parent_group in (None, dist.group.WORLD) else parent_group
+    if include_init is not None:
+        _initialise(include_init)
+    world = parent if parent is not None else dist.group.WORLD if dist.is_initialized() else None
+    key = group_count if parent is None else (group_count, parent)
+    # A world that was ended and made again has other groups under the same key.
+    if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not world:
+        _meet(parent)
+        TUTEL_GROUPING_CACHE[key] = _split(group_count, world)
+    return TUTEL_GROUPING_CACHE[key]
+
+
+def _meet(parent: ProcessGroup | None) -> None:
+    """Waits for the ranks that make groups together."""
+    members = as_group(parent)
+    if members.size > 1:
+        # The store's keys tell who is here; PyTorch's `new_group` waits without a name.
+        timeout_s, cure = TUTEL_GLOBAL_TIMEOUT_SEC, "set TUTEL_GLOBAL_TIMEOUT_SEC to more seconds"
+        members.board.meet(members.ranks, None, timeout_s, operation="making groups", cure=cure)
+
+
+def _initialise(backend: str) -> None:
+    if backend not in ("nccl", "gloo"):
+        raise ConfigError(f"unknown backend {backend!r}; choose nccl or gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("backend='nccl' needs a CUDA GPU; give backend='gloo' to run on CPUs")
+    if not dist.is_initialized():
+        TUTEL_GROUPING_CACHE.clear()
+    # Under Tutel's own key, which clients read.
+    known = TUTEL_GROUPING_CACHE.setdefault("", backend)
+    if known != backend:
+        raise ConfigError(f"initialised with {known} before, now asked for {backend}: one backend a job")
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
+    environment = os.environ
+    # Open MPI's launcher, which sets neither RANK nor MASTER_PORT.
+    if "LOCAL_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" in environment:
+        where = f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', '23456')}"
+        rank, size = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=timeout)
+    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
+    size, rank = get_world_size(world), get_world_rank(world)
+    count = size // -group_count if group_count < 0 else group_count
+    if count < 1 or size % count or (group_count < 0 and count * -group_count != size):
+        raise ConfigError(f"{size} ranks do not divide into {group_count} groups (a negative count is minus a size)")
+    inner = size // count
+    data_rank, model_rank = divmod(rank, inner)
+    backend = TUTEL_GROUPING_CACHE.get("")
+    if backend is None and world is not None:
+        backend = dist.get_backend(world)
+    on_gpu = backend == "nccl"
+    device = None if backend is None else torch.device("cpu")
+    local_rank = _local("RANK", "0")
+    if on_gpu:
+        local_rank = min(local_rank, torch.cuda.device_count() - 1)
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+
+    def print_on_first(*args: Any, **more: Any) -> None:
+        if get_world_rank() == 0:
+            print(*args, **more)
+
+    return ParallelEnv(
+        global_size=size,
+        global_rank=rank,
+        group_count=count,
+        data_rank=data_rank,
+        model_size=inner,
+        model_rank=model_rank,
+        local_device=device,
+        local_rank=local_rank,
+        local_size=_local("SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
+        model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
+        global_group=world,
+        is_distributed=world is not None,
+        is_cuda=on_gpu,
+        dist_print=print_on_first,
+    )
+
+
+def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> ProcessGroup | None:
+    """Makes the group of one line of a grid of places in the world."""
+    if world is None or len(grid) == 1:
+        return world
+    timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
+    of_place = dist.get_process_group_ranks(world)
+    lines = [[of_place[place] for place in line] for line in grid]
+    if world is dist.group.WORLD:
+        # `new_group` over the world is collective over all ranks, so every rank makes every line.
+        return [dist.new_group(ranks=line, timeout=timeout) for line in lines][own]
+    return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
+
+
+def _local(what: str, default: str) -> int:
+    return int(os.environ.get(f"LOCAL_{what}", os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", default)))
+
+
+def _part_of(length: int, group: Group) -> int:
+    """Returns the length of each rank's part of a dimension."""
     if length % group.size:
         raise ConfigError(f"a dimension of {length} has no equal parts for the {group.size} ranks of the {group}")
     return length // group.size
 
 
-def swap_parts(group: Group, rows: Tensor) -> Tensor:
+def _swap_parts(group: Group, rows: Tensor) -> Tensor:
     """Sends part i of [W·n, …] to rank i, and returns the received parts in rank order. Its own adjoint."""
-    counts = [part_of(len(rows), group)] * group.size
+    counts = [_part_of(len(rows), group)] * group.size
     return ranks.all_to_all_rows(group, rows, counts, counts)
 
 
-def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
-    """Does `swap_parts` by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
+def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
+    """Does `_swap_parts` by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
     algorithm = make_all_to_all("2dh", topology_of(handle))
     size = algorithm.group.size
     # All parts are equal, so the ranks need not tell each other how many rows they send.
-    count = part_of(len(rows), algorithm.group)
+    count = _part_of(len(rows), algorithm.group)
     traffic = Traffic([count] * size, [count] * size, np.full((size, size), count))
     ranks.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
 def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]:
-    """Starts `swap_parts` on contiguous rows, and returns the result and a function that waits for it."""
-    part_of(len(rows), group)
+    """Starts `_swap_parts` on contiguous rows, and returns the result and a function that waits for it."""
+    _part_of(len(rows), group)
     out = torch.empty_like(rows)
     _begin(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
@@ -79,29 +257,23 @@ def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None
     ranks.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
-def gather_parts(group: Group, rows: Tensor) -> Tensor:
+def _gather_parts(group: Group, rows: Tensor) -> Tensor:
     """Gathers [n, …] of each rank to [W·n, …]."""
     return ranks.all_gather_rows(group, rows, [len(rows)] * group.size)
 
 
-def sum_and_split(group: Group, rows: Tensor) -> Tensor:
+def _sum_and_split(group: Group, rows: Tensor) -> Tensor:
     """Sums [W·n, …] of each rank, in rank order, and returns this rank's [n, …]."""
-    return ranks.reduce_scatter_rows(group, rows, [part_of(len(rows), group)] * group.size)
+    return ranks.reduce_scatter_rows(group, rows, [_part_of(len(rows), group)] * group.size)
 
 
-def own_part(group: Group, rows: Tensor) -> Tensor:
-    """Returns this rank's [n, …] of [W·n, …]."""
-    count = part_of(len(rows), group)
+def _own_part(group: Group, rows: Tensor) -> Tensor:
+    """Returns this rank's [n, …] of [W·n, …], a view."""
+    count = _part_of(len(rows), group)
     return rows[group.index * count : (group.index + 1) * count]
 
 
-def padded_parts(flat: Tensor, group: Group) -> Tensor:
-    """Pads a flat tensor with zeros up to equal parts."""
-    return torch.nn.functional.pad(flat, (0, -len(flat) % group.size))
-
-
-ProcessGroup = dist.ProcessGroup
-TUTEL_GLOBAL_TIMEOUT_SEC = int(TIMEOUT_S)
+_OfGroup = Callable[[Group, Tensor], Tensor]
 _SUM = dist.ReduceOp.SUM
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
@@ -112,11 +284,7 @@ def skips_all_to_all() -> bool:
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Waits until all ranks of the group are here.
-
-    Raises:
-        RankError: some did not come within TUTEL_GLOBAL_TIMEOUT_SEC, or failed; it names them.
-    """
+    """Waits until all ranks of the group are here; ends with an error that names who is not in time, or failed."""
     members = as_group(group)
     # An all-reduce of one number: its wait is bounded and names who did not come. `tolist` waits for the GPU.
     arrived = torch.zeros(1, device=ranks.device_of(members))
@@ -147,26 +315,26 @@ def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, backgrou
     if get_world_size(group) == 1 or skips_all_to_all():
         return (rows, lambda *_: None) if background else rows
     members = as_group(group)
-    return start_swap(members, rows) if background else swap_parts(members, rows)
+    return start_swap(members, rows) if background else _swap_parts(members, rows)
 
 
 def simple_split(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    return own_part(as_group(group), input)
+    return _own_part(as_group(group), input)
 
 
 def simple_reduce_scatter(input: Tensor, group: ProcessGroup | None = None, op: Any = _SUM) -> Tensor:
     members = as_group(group)
     if op == _SUM:
-        return sum_and_split(members, input.detach())
-    part_of(len(input), members)
-    # Not every backend has a reduce-scatter for every operation.
-    return own_part(members, simple_all_reduce(input, group, op))
+        return _sum_and_split(members, input.detach())
+    # Not every backend has a reduce-scatter for every operation. What has no equal parts is not sent.
+    _part_of(len(input), members)
+    return _own_part(members, simple_all_reduce(input, group, op))
 
 
 def simple_all_gather(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Gathers tensors along dimension 0; numbers without a dimension as [W]."""
     members = as_group(group)
-    return input.detach() if members.size == 1 else gather_parts(members, torch.atleast_1d(input.detach()))
+    return input.detach() if members.size == 1 else _gather_parts(members, torch.atleast_1d(input.detach()))
 
 
 def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = None) -> Tensor:
@@ -181,18 +349,11 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
 # With gradients.
 
 
-def _on_rows(input: Tensor, dim: int, there: Move, back: Move, name: str) -> Tensor:
-    """Applies a move along a dimension; its gradient is `back`."""
-    return linear(input.movedim(dim, 0).contiguous(), there, back, name).movedim(0, dim)
-
-
 def all_to_all_single(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Swaps equal parts along dimension 0."""
-    members = as_group(group)
-    if members.size == 1 or skips_all_to_all():
+    if skips_all_to_all():
         return input
-    move = partial(swap_parts, members)
-    return linear(input, move, move, "all_to_all_single")
+    return _along(input, 0, group, "all_to_all_single", _swap_parts, _swap_parts)
 
 
 def all_to_all(
@@ -205,14 +366,12 @@ def all_to_all(
 ) -> Any:
     """Splits `output_dim` over the ranks and joins the received parts along `input_dim`.
 
-    Args:
-        background: start now; returns a function that waits and gives the result.
-        use_2dh: by the two-level algorithm.
+    `background`: start now; returns a function that waits and gives the result. `use_2dh`: in two levels.
     """
     members = as_group(group)
     if input_dim == output_dim or members.size == 1:
         return (lambda *_: input) if background else input
-    part_of(input.shape[output_dim], members)
+    _part_of(input.shape[output_dim], members)
     parts = input.unflatten(output_dim, (members.size, -1)).movedim(output_dim, 0).contiguous()
 
     def joined(received: Tensor) -> Tensor:
@@ -220,7 +379,7 @@ def all_to_all(
 
     if skips_all_to_all():
         return (lambda *_: joined(parts)) if background else joined(parts)
-    move: Move = partial(swap_parts_2dh, group) if use_2dh else partial(swap_parts, members)
+    move: Move = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
     if not background:
         return joined(linear(parts, move, move, "all_to_all"))
     if use_2dh:
@@ -229,7 +388,7 @@ def all_to_all(
     begun = [out]
 
     def there(rows: Tensor) -> Tensor:
-        # The second derivative sends the same way once more.
+        # Begun once: the second derivative sends the same way once more.
         if not begun:
             return move(rows)
         wait()
@@ -239,29 +398,28 @@ def all_to_all(
 
 
 def all_gather(input: Tensor, dim: int, fused: bool = False, group: ProcessGroup | None = None) -> Tensor:
-    members = as_group(group)
-    if members.size == 1:
-        return input
-    back = partial(sum_and_split, members) if fused else _own_copy(members)
-    return _on_rows(input, dim, partial(gather_parts, members), back, "all_gather")
+    return _along(input, dim, group, "all_gather", _gather_parts, _sum_and_split if fused else _own_copy)
 
 
 def reduce_scatter(input: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    members = as_group(group)
-    if members.size == 1:
-        return input
-    return _on_rows(input, dim, partial(sum_and_split, members), partial(gather_parts, members), "reduce_scatter")
+    return _along(input, dim, group, "reduce_scatter", _sum_and_split, _gather_parts)
 
 
 def spatial_split(input: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
+    return _along(input, dim, group, "spatial_split", _own_copy, _gather_parts)
+
+
+def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, there: _OfGroup, back: _OfGroup) -> Tensor:
+    """Applies a move of rows along a dimension; its gradient is `back`."""
     members = as_group(group)
     if members.size == 1:
         return input
-    return _on_rows(input, dim, _own_copy(members), partial(gather_parts, members), "spatial_split")
+    rows = linear(input.movedim(dim, 0).contiguous(), partial(there, members), partial(back, members), name)
+    return rows.movedim(0, dim)
 
 
-def _own_copy(members: Group) -> Move:
-    return lambda rows: own_part(members, rows).clone()
+def _own_copy(members: Group, rows: Tensor) -> Tensor:
+    return _own_part(members, rows).clone()
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
@@ -276,7 +434,8 @@ def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
     """Returns `scatter_fn` (such as `simple_split`) of the flat tensor, padded to equal parts, and the shape."""
-    return scatter_fn(padded_parts(input.reshape(-1), as_group(group)), group=group), input.shape
+    flat = input.reshape(-1)
+    return scatter_fn(torch.nn.functional.pad(flat, (0, -len(flat) % size_of(group))), group=group), input.shape
 
 
 def allreduce_forward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None = None) -> Tensor:
@@ -301,15 +460,11 @@ def batch_all_to_all_v(
         raise ConfigError(f"batch_all_to_all_v: {len(send)} sizes for {members.size} ranks; give one for each")
     _require_length("batch_all_to_all_v", datas, sum(send))
     # The ranks tell each other how many elements come, so that any sizes fit.
-    recv_W = swap_parts(members, torch.tensor(send, device=datas[0].device))
+    recv_W = _swap_parts(members, torch.tensor(send, device=datas[0].device))
     recv = recv_W.tolist()
-    there = partial(_swap_ragged, members, send, recv)
-    back = partial(_swap_ragged, members, recv, send)
+    there = partial(ranks.all_to_all_rows, members, send=send, recv=recv)
+    back = partial(ranks.all_to_all_rows, members, send=recv, recv=send)
     return [linear(data.reshape(-1), there, back, "batch_all_to_all_v") for data in datas], recv_W
-
-
-def _swap_ragged(members: Group, send: Sequence[int], recv: Sequence[int], rows: Tensor) -> Tensor:
-    return ranks.all_to_all_rows(members, rows, send, recv)
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
@@ -320,16 +475,9 @@ def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = Non
     """
     members = as_group(group)
     _require_length("batch_all_gather_v", datas, datas[0].numel())
-    own = torch.tensor([datas[0].numel()], device=datas[0].device)
-    counts_W = gather_parts(members, own)
-    counts = counts_W.tolist()
-
-    def there(rows: Tensor) -> Tensor:
-        return ranks.all_gather_rows(members, rows, counts)
-
-    def back(rows: Tensor) -> Tensor:
-        return ranks.reduce_scatter_rows(members, rows, counts)
-
+    counts_W = _gather_parts(members, torch.tensor([datas[0].numel()], device=datas[0].device))
+    there = partial(ranks.all_gather_rows, members, counts=counts_W.tolist())
+    back = partial(ranks.reduce_scatter_rows, members, counts=counts_W.tolist())
     return [linear(data.reshape(-1), there, back, "batch_all_gather_v") for data in datas], counts_W
 
 

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,15 +25,15 @@ _OLD_OPTIONS = {
     "nn.Dropout(p), and for results apply nn.Dropout(p) to what the layer returns",
     "fused_custom_fn": "write such experts as a module and give {'type': 'custom', 'module': …}",
 }
-_KINDS = {"gates": ("top", "cosine_top"), "experts": ("ffn", "llama_ffn")}
+# By folder: its modules, the name of their class, and the word in errors.
+_KINDS = {
+    "gates": (("top", "cosine_top"), "Gate", "gate"),
+    "experts": (("ffn", "llama_ffn"), "ExpertModule", "experts"),
+}
 
 
 def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> Sequence[Description]:
-    """Returns one description for each gate.
-
-    Raises:
-        ConfigError: a name that is none of the old ones, 'Top1Gate', 'Top2Gate', ….
-    """
+    """Returns one description for each gate; 'Top1Gate', 'Top2Gate', … are old forms of one."""
     if isinstance(gate_type, str):
         named = re.fullmatch(r"Top(\d+)Gate", gate_type)
         if named is None:
@@ -44,24 +44,18 @@ def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> S
 
 
 def make_gate(description: Description, model_dim: int, num_global_experts: int) -> nn.Module:
-    """Makes a gate with `top_k`, `gate_noise` and `capacity_factor`.
-
-    Raises:
-        ConfigError: its type is unknown, a custom one lacks its module, or does not say its `top_k`.
-    """
+    """Makes a gate with `top_k`, `gate_noise` and `capacity_factor`."""
     # A copy: Tutel's constructor pops keys from the caller's dict, which breaks a second layer.
     options = dict(description)
     kind = options.pop("type", None)
-    module = _custom_module(options, "gate") if kind == "custom" else _module_of("gates", kind).Gate
-    gate: Any = module(model_dim=model_dim, num_global_experts=num_global_experts, **options)
+    gate = _maker("gates", kind, options)(model_dim=model_dim, num_global_experts=num_global_experts, **options)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
         gate.capacity_factor = options.get("capacity_factor", float(os.environ.get("CAP_FACTOR", 1.0)))
     if not hasattr(gate, "top_k"):
         raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
-    made: nn.Module = gate
-    return made
+    return gate
 
 
 def wanted_experts(description: Description) -> float:
@@ -70,11 +64,7 @@ def wanted_experts(description: Description) -> float:
 
 
 def experts_in_all(wanted: float, ranks: int) -> int:
-    """Returns E for n experts on each rank, or for −n or 1/n: n ranks share one.
-
-    Raises:
-        ConfigError: none of these, or ranks that cannot share evenly.
-    """
+    """Returns E for n experts on each rank, or for −n or 1/n: n ranks share one."""
     if 0 < wanted < 1:
         # 1/n and −n both mean that n ranks share an expert.
         wanted = -round(1 / wanted)
@@ -98,11 +88,7 @@ def valid_degree(degree: Any) -> Degree:
 
 
 def make_experts(description: Description, model_dim: int, count: int, shards: int) -> nn.Module:
-    """Makes `count` experts, or one of `shards` parts of an expert.
-
-    Raises:
-        ConfigError: their type is unknown, custom ones lack their module, or an option is one of old versions of Tutel.
-    """
+    """Makes `count` experts, or one of `shards` parts of an expert."""
     options = {key: value for key, value in description.items() if key not in _COUNTS}
     kind = options.pop("type", None)
     if kind != "custom":
@@ -110,8 +96,7 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
         for old, cure in _OLD_OPTIONS.items():
             if old in options:
                 raise ConfigError(f"experts take no {old!r}, which Tutel has given up: {cure}")
-    module: Callable[..., nn.Module]
-    module = _custom_module(options, "experts") if kind == "custom" else _module_of("experts", kind).ExpertModule
+    module = _maker("experts", kind, options)
     options |= {"model_dim": model_dim, "sharded_count": shards}
     try:
         return module(num_experts_per_device=count, **options)
@@ -122,19 +107,16 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
         return module(local_experts=count, **options)
 
 
-def _custom_module(options: dict[str, Any], what: str) -> Callable[..., nn.Module]:
-    if "module" not in options:
-        raise ConfigError(f"custom {what} without a 'module'; give the class that makes them")
-    module: Callable[..., nn.Module] = options.pop("module")
-    return module
-
-
-def _module_of(folder: str, kind: Any) -> Any:
-    """Imports the module `fusedmoe.tutel.gates.KIND` or `fusedmoe.tutel.experts.KIND`."""
-    known = _KINDS[folder]
+def _maker(folder: str, kind: Any, options: dict[str, Any]) -> Any:
+    """Returns the client's own class, or that of the module `KIND` in `fusedmoe/tutel/gates` or `experts`."""
+    known, name, kinds = _KINDS[folder]
+    if kind == "custom":
+        if "module" not in options:
+            raise ConfigError(f"custom {kinds} without a 'module'; give the class that makes them")
+        return options.pop("module")
     if kind not in known:
         raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")
-    return importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}")
+    return getattr(importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}"), name)
 
 
 def say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
@@ -143,8 +125,8 @@ def say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, m
 
 
 def require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    """Refuses another rank's experts; a hook of `load_state_dict`. A plain dict, and a state of Tutel's own, do not say
-    whose they are."""
+    """Refuses another rank's experts; a hook of `load_state_dict`."""
+    # A plain dict, and a state of Tutel's own, do not say whose they are.
     given = metadata.get(NUMBERS, numbers)
     if given != numbers:
         raise other_experts(prefix, given, numbers, "A state put together by hand loads as dict(state)")

@@ -10,20 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedmoe import Schedule, Topology
-from fusedmoe.dispatchers import (
-    Assigned,
-    AutogradExperts,
-    ChunkExperts,
-    Collectives,
-    GroupedExperts,
-    InputChecks,
-    Local,
-    Plans,
-    Routed,
-    no_plans,
-    no_wider,
-)
+from fusedmoe import Schedule, Topology, dispatchers
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
 from fusedmoe.ops import (
     Exchange,
@@ -47,13 +34,11 @@ Blocks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
-    """The experts of a rank, in one of two ways.
+    """The experts of a rank, e = `count`.
 
     Attributes:
-        count: e.
-        fused: parameters and activation for the library's own operation; else
-        blocks: any function of [e, C, D], with rows of zeros where an expert has fewer, and
-        parameters: what gets gradients in it.
+        fused: parameters and activation for the library's own operation; None: the experts are `blocks`, any function
+            of [e, C, D] with rows of zeros where an expert has fewer, whose `parameters` get gradients.
         workload: tells what a pass amounts to, `workload(rows, itemsize, ep, esp)`; None if unknown.
     """
 
@@ -64,18 +49,11 @@ class LocalExperts:
     workload: Callable[[int, int, int, int], Workload] | None
 
     def __call__(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_N: Tensor | None,
-        places: int = 0,
-        counts_RE: Tensor | None = None,
+        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, places: int = 0, counts_RE: Tensor | None = None
     ) -> Tensor:
         """Returns the sum of each row's weighted results, over its sorted copies.
 
-        Args:
-            places: in a block, at least, for the rows of each source.
-            counts_RE: rows of each source for each expert, in the order in which they are sorted; None for one source.
+        `places`: in a block, at least, for the rows of each source. `counts_RE`: these rows; None for one source.
         """
         if self.fused is not None:
             return fused_experts(x_SM, layout, weight_N, *self.fused)
@@ -98,8 +76,10 @@ class LocalExperts:
             out_NM = scaled(out_NM, weight_N[: layout.rows])
         return unpermute(out_NM, layout)
 
-    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        return GroupedExperts(*self.fused) if self.fused is not None else AutogradExperts(self, self.parameters)
+    def in_chunks(self, x_SM: Tensor) -> dispatchers.ChunkExperts:
+        if self.fused is not None:
+            return dispatchers.GroupedExperts(*self.fused)
+        return dispatchers.AutogradExperts(self, self.parameters)
 
 
 class LayerDispatcher:
@@ -116,26 +96,22 @@ class LayerDispatcher:
         self, topology: Topology, dispatch: str = "direct", copies: int = 1, beside: Topology | None = None
     ) -> None:
         self.topology, self.copies = topology, copies
-        self.checks, self._beside = InputChecks(topology, "moe_layer"), None
+        self.checks, self._beside = dispatchers.InputChecks(topology, "moe_layer"), None
         if beside is not None and beside.size > 1:
-            self._beside = Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
+            self._beside = dispatchers.Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
         # One dispatcher serves all calls: its exchanges are numbered, and ranks compare the numbers.
-        self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        self._collectives = dispatchers.Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
         # Streams overlap NCCL's kernels with ours; Gloo's threads need none.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
-        self._plans: dict[tuple[Any, ...], Plans] = {}
+        self._plans: dict[tuple[Any, ...], dispatchers.Plans] = {}
 
     def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
-        """Says what is wrong with the numbers of this rank, if anything; `through_experts` then ends all ranks.
-
-        Raises:
-            RankError: something is wrong, here or on another rank, where no rows travel that would tell. (On CUDA,
-                where the host would have to wait to know, a later call tells.)
-        """
+        """Says what is wrong with the numbers of this rank, if anything; `through_experts` then ends all ranks."""
         refusal = self.checks.of_numbers(x_SM, weight_SK)
+        # On CUDA, where the host would have to wait to know, a later call tells.
         if self._beside is not None and not x_SM.is_cuda:
-            # An exchange of no rows carries the refusal, and ends all ranks alike.
+            # No rows travel that would tell: an exchange of none carries the refusal, and ends all ranks alike.
             nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
             self._beside.exchange(nothing_E, x_SM.dtype, refusal)
         return refusal
@@ -160,8 +136,8 @@ class LayerDispatcher:
             weight_SK: multiplies results, or without `postscore` what experts are given.
             capacity: rows that an expert accepts of this rank.
             degree: chunks that overlap with each other; "auto" has the library choose. Results do not depend on it.
-            places: for rows of each source in the blocks that experts without an operation of their own are given.
-            stay: rows stay on this rank, whose experts stand for all others; for timing what remains.
+            places: as for `LocalExperts`.
+            stay: rows stay on this rank; for timing what remains.
             refusal: why this rank cannot take part, if so.
         """
         if not self._crosses(stay):
@@ -182,31 +158,34 @@ class LayerDispatcher:
         # travels for each pair.
         in_blocks = experts.fused is None and self._crosses(stay)
         if postscore and not weighted_here and not in_blocks:
-            return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
+            return self._through(dispatchers.Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
         layout = layout.exact()
         # Rows are sorted here, and travel as tokens of their own with the layout that leaves them as they are.
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._through(Routed(rows_NM, contiguous, None, refusal), experts, degree, places, stay)
+        out_NM = self._through(dispatchers.Routed(rows_NM, contiguous, None, refusal), experts, degree, places, stay)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
     def _crosses(self, stay: bool) -> bool:
         """Returns whether rows travel to other ranks."""
         return not stay and self.topology.ep.size * self.topology.esp.size > 1
 
-    def _through(self, routed: Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool) -> Tensor:
+    def _through(
+        self, routed: dispatchers.Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool
+    ) -> Tensor:
         crosses = self._crosses(stay)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         if crosses and (overlaps or experts.fused is not None):
-            self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
+            plans = partial(self._plans_for, degree, experts.workload)
+            self._collectives.plans = plans if overlaps else dispatchers.no_plans
             return self._collectives.through_experts(routed, experts)
         # Experts that are called as a module, once for all rows: autograd sees all that they do.
-        dispatcher = self._collectives if crosses else Local()
+        dispatcher = self._collectives if crosses else dispatchers.Local()
         rows_RM, handle = dispatcher.dispatch(routed)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
-        return dispatcher.combine(no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
+        return dispatcher.combine(dispatchers.no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
 
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
@@ -218,7 +197,7 @@ class LayerDispatcher:
 
     def _plans_for(
         self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, exchange: Exchange, experts: Any
-    ) -> Assigned:
+    ) -> dispatchers.Assigned:
         """Returns plans for as many rows as the rank sends that sends the most. The first call of a kind is
         collective."""
         topology = self.topology
@@ -245,4 +224,4 @@ class LayerDispatcher:
                 # Ranks with different plans would wait for each other for ever.
                 require_same_plans(topology, plans)
             self._plans[key] = plans
-        return Assigned(self._plans[key])
+        return dispatchers.Assigned(self._plans[key])

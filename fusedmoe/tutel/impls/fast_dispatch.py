@@ -23,8 +23,7 @@ class Choice:
     """The choice of experts for T tokens.
 
     Attributes:
-        expert_SK: [T, K] int64.
-        weight_SK: [T, K] in the scores' dtype, differentiable.
+        expert_SK, weight_SK: [T, K] int64, and in the scores' dtype, differentiable.
         priority_S: [T] the surest tokens are placed first; None for token order.
         count_E: [E] tokens that chose each expert, drops included.
     """
@@ -44,15 +43,12 @@ class Choice:
         return layout.row_SK - layout.offsets_E1.long()[self.expert_SK]
 
     def dispatch_count(self) -> Tensor:
-        """Returns [E], as Tutel does: without priorities `count_E`.
-
-        With priorities Tutel reads it off the last token, and it is no count: the tokens with that expert as an earlier
-        choice, plus one, plus the last token's place where that is its last choice. It is so here as well, since runs
-        are compared by it; capacities rest on `count_E`.
-        """
+        """Returns [E] as Tutel does: without priorities `count_E`, with them no count."""
         if self.priority_S is None or not len(self.expert_SK):
             return self.count_E
-        # Tutel's formula, kept bit for bit.
+        # Tutel reads it off the last token: the tokens with an expert as an earlier choice, plus one, plus the last
+        # token's place where that is its last choice. It is so here as well, since runs are compared by it; capacities
+        # rest on `count_E`.
         told_E = expert_load(self.expert_SK[:, :-1], self.experts)
         last = self.expert_SK[-1, -1]
         told_E[last] = self.locations()[-1, -1]
@@ -60,11 +56,7 @@ class Choice:
 
 
 def experts_of_a_token(k: int, experts: int) -> int:
-    """Returns `k`, a whole number of Python, NumPy or a tensor, but at most all experts.
-
-    Raises:
-        ConfigError: there is no such choice.
-    """
+    """Returns `k`, a whole number of Python, NumPy or a tensor, but at most all experts."""
     if int(k) < 1:
         raise ConfigError(f"a token cannot get k = {int(k)} experts; choose a number from 1 on")
     return min(int(k), experts)
@@ -74,9 +66,6 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
     """Chooses the k highest scores of each token, at most all; between equal scores the lower expert wins.
 
     Weights are the scores, for k > 1 with `normalize` divided by their sum (at least eps): not renewed after drops.
-
-    Raises:
-        ConfigError: k is below 1, or scores are not [T, E].
     """
     if scores_SE.dim() != 2:
         raise ConfigError(f"routing takes scores [tokens, experts], not {list(scores_SE.shape)}; flatten the tokens")
@@ -100,13 +89,12 @@ def capacity_of(
     factor: float, top_k: int, tokens: int, experts: int, most_chosen: Callable[[], int], alignment: int = 1
 ) -> int:
     """Returns k·int(f·⌈T/E⌉) for f > 0; the most that any expert needs for f = 0; for f < 0 the smaller of that and
-    k·int(−f·⌈T/E⌉).
+    k·int(−f·⌈T/E⌉). Rounded up to a multiple of `alignment`.
 
-    Worked example: 24 tokens, 4 experts, k = 2, f = 1.25 give 2·int(1.25·6) = 14; with alignment 4, 16.
+    24 tokens, 4 experts, k = 2, f = 1.25 give 2·int(1.25·6) = 14; with alignment 4, 16.
 
     Args:
         most_chosen: tells how many tokens of any rank chose the same expert; asked for f ≤ 0 only.
-        alignment: the result is rounded up to a multiple.
     """
     share = -(-tokens // experts)
     if factor > 0:
@@ -119,10 +107,7 @@ def capacity_of(
 
 
 def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> int:
-    """Returns the number of which Tutel makes the capacity a multiple: shards · degree, and a block of sparse products.
-
-    This admits tokens, and so changes results with the degree. A degree that the scheduler picks counts as 1 here.
-    """
+    """Returns the number of which Tutel makes the capacity a multiple: shards · degree, and whole sparse blocks."""
     block = max(megablocks_size, 1)
     alignment = -(-shards * overlap_degree // block) * block
     return -(-alignment // _TILE) * _TILE if alignment > _TILED else alignment
@@ -174,6 +159,7 @@ def agreed_capacity(
     """Returns `capacity_of` a rank's choice; collective with a factor ≤ 0 or `inequivalent_tokens`."""
 
     def most(value: int) -> int:
+        """Returns the largest value of any rank."""
         return int(simple_all_reduce(choice.count_E.new_tensor(value), group, dist.ReduceOp.MAX))
 
     tokens, top_k = choice.expert_SK.shape
@@ -183,8 +169,7 @@ def agreed_capacity(
 
 
 def get_dispatch_count(critial_data: Sequence[Any]) -> Tensor:
-    count: Tensor = critial_data[-1]
-    return count
+    return critial_data[-1]
 
 
 def get_topk_selection(critial_data: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -221,12 +206,11 @@ class _Scaled(Function):
 
 def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
     """Returns weight_N[n] · rows_NM[n] in the weights' dtype, which is at least as wide. Saves both as they are."""
-    out: Tensor = _Scaled.apply(rows_NM, weight_N)
-    return out
+    return _Scaled.apply(rows_NM, weight_N)
 
 
 class _Places(NamedTuple):
-    """The (token, k) pairs that have a place in [E, C], sorted by it: their layout, and the places."""
+    """The (token, k) pairs that have a place in [E, C], sorted by it."""
 
     experts: int
     capacity: int
@@ -235,7 +219,6 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _Places:
-        """Makes places of each choice's experts (negative for none) and locations."""
         expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
         # Clients mark dropped pairs by a negative expert or a place beyond the capacity.
         kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
@@ -258,8 +241,7 @@ class TutelMoeFastDispatcher:
     """Moves rows by given choices: `update(indices, locations, gates)`, `encode` [T, D] -> [E·C, D], `decode` back.
 
     A negative index, or a location beyond the capacity, is no row; rows with the same index and location add up.
-    Results have the dtype `dispatch_dtype`, whatever the data's is; rows are weighted and added in `dtype`, which is at
-    least float32.
+    Results have the dtype `dispatch_dtype`, whatever the data's is; rows are weighted and added in at least float32.
     """
 
     def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype) -> None:
@@ -282,17 +264,13 @@ class TutelMoeFastDispatcher:
                 each, as [T] or [T, 1].
             capacity: C from now on; None or 0 leaves it.
             is_postscore: `decode` weights rows, else `encode`.
-        Raises:
-            ConfigError: lists of different lengths, tensors of different sizes, or an expert that there is not.
         """
         indices, locations = ([t.to(torch.int32).reshape(-1) for t in given] for given in (indices_, locations_))
         gates = self._weights(gates_)
         sizes = [[len(t) for t in given] for given in (indices, locations, gates)]
         if not indices or sizes != [[len(indices[0])] * len(indices)] * 3:
-            raise ConfigError(
-                f"a dispatcher's update got indices, locations and gates of {sizes} elements; give one tensor of each "
-                "for every choice, all with an element a token"
-            )
+            text = f"a dispatcher's update got indices, locations and gates of {sizes} elements"
+            raise ConfigError(f"{text}; give one tensor of each for every choice, all with an element a token")
         # Tutel takes 0 and None for: as before.
         capacity = int(capacity or 0) or self.capacity
         self._places = _Places.of(self.num_global_experts, capacity, indices, locations)
@@ -300,19 +278,11 @@ class TutelMoeFastDispatcher:
         self.sample_size, self.capacity, self.is_postscore = len(indices[0]), capacity, is_postscore
 
     def encode(self, data: Tensor) -> Tensor:
-        """Moves [T, D] or […, D] to [E·C, D].
-
-        Raises:
-            ConfigError: not T rows.
-        """
+        """Moves [T, D] or […, D] to [E·C, D]; raises `ConfigError` where it has not T rows."""
         return self._encode(data, () if self.is_postscore else self.gates_, self.original_dtype)
 
     def decode(self, data: Tensor) -> Tensor:
-        """Moves [E·C, D] or […, D] to [T, D].
-
-        Raises:
-            ConfigError: not E·C rows.
-        """
+        """Moves [E·C, D] or […, D] to [T, D]; raises `ConfigError` where it has not E·C rows."""
         return self._decode(data, self.gates_ if self.is_postscore else (), self.original_dtype)
 
     def _encode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -349,7 +319,7 @@ fast_dispatcher = TutelMoeFastDispatcher
 
 
 class GatingEncoder:
-    """`GatingEncoder.apply(dispatcher, data, *gates)`: `encode` with these weights, or none; keeps the dtype."""
+    """`GatingEncoder.apply(dispatcher, data, *gates)` encodes with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, reshaped_input: Tensor, *gates_: Tensor) -> Tensor:
@@ -357,7 +327,7 @@ class GatingEncoder:
 
 
 class GatingDecoder:
-    """`GatingDecoder.apply(dispatcher, rows, *gates)`: `decode` with these weights, or none; keeps the dtype."""
+    """`GatingDecoder.apply(dispatcher, rows, *gates)` decodes with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, expert_output: Tensor, *gates_: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _NAME = re.compile(rf"__global__\b(?:\s+\w+|\s*{_BOUNDS})*?\s*\bvoid\b(?:\s*{_BO
 
 
 class JitCompiler:
-    """`generate_kernel({'N': 4}, source)`: a function of tensors and numbers.
+    """`generate_kernel({'N': 4}, source)` makes a function of tensors and numbers.
 
     The source holds one `__global__` function, `@NAME@` where numbers are filled in, and comments that tell its grid:
     `// [thread_extent] blockIdx.x = 128`.
@@ -27,11 +27,7 @@ class JitCompiler:
 
     @staticmethod
     def create_raw(source: str) -> Callable[..., None]:
-        """Makes the function of a complete source. It is called with tensors, then `extra=[numbers]`.
-
-        Raises:
-            ConfigError: no `__global__` function is found; when called, without a CUDA GPU.
-        """
+        """Makes the function of a complete source. It is called with tensors, then `extra=[numbers]`."""
         named = _NAME.search(source)
         if named is None:
             raise ConfigError("the source has no `__global__ void name(…)`")
@@ -54,3 +50,8 @@ class JitCompiler:
         for name, value in keyword_dict.items():
             template = template.replace(f"@{name}@", str(value))
         return JitCompiler.create_raw(template)
+
+
+def create_cuda_kernel(source: str, keyword_dict: Mapping[str, Any] | None = None) -> Callable[..., None]:
+    """Makes a function of CUDA source; see `JitCompiler`."""
+    return JitCompiler.generate_kernel(keyword_dict or {}, source)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,11 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
-from fusedmoe.tutel.impls import losses
-from fusedmoe.tutel.impls.communicate import skips_all_to_all
-from fusedmoe.tutel.impls.described import (
-    Description,
-    experts_in_all,
-    gate_descriptions,
-    make_experts,
-    make_gate,
-    require_own,
-    say_whose,
-    valid_degree,
-    wanted_experts,
-)
+from fusedmoe.tutel.impls import described, losses
+from fusedmoe.tutel.impls.communicate import get_world_rank, get_world_size, size_of, skips_all_to_all, topology_of
+from fusedmoe.tutel.impls.described import Description
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import Choice, agreed_capacity, alignment_of, choose
-from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size, size_of, topology_of
 
 
 class MOELayer(nn.Module):
@@ -42,18 +31,17 @@ class MOELayer(nn.Module):
 
     Args:
         gate_type: `{'type': 'top' | 'cosine_top' | 'custom', 'k': …, 'capacity_factor': …, 'gate_noise': …, …}`, a list
-            of such (chosen by `gate_index`), or 'Top2Gate'. Left as it is.
+            of such (chosen by `gate_index`), or 'Top2Gate'.
         model_dim: D, even.
         experts: `{'type': 'ffn' | 'llama_ffn' | 'custom', 'num_experts_per_device': n, …}`, or `count_per_node`, by
-            default 1; −n or 1/n: n ranks share an expert. Left as it is.
+            default 1; −n or 1/n: n ranks share an expert.
         scan_expert_func: called with the name of each expert parameter and the parameter.
         result_func: applied to the result.
         group: the ranks over which experts are spread; None for all.
         seeds: set before the experts, before gate i (plus i), and at the end: (gate, experts, after).
         a2a_ffn_overlap_degree: chunks whose travel overlaps with other chunks' computation, by Tutel's own plan; the
             capacity is rounded up to a multiple, as in Tutel. "auto": the library's scheduler chooses by what this
-            machine takes, and nothing is rounded. Custom experts are given W·C places of each local expert; chunks of
-            them have as many as their rows need.
+            machine takes, and nothing is rounded.
         is_postscore: gates multiply results; else what experts are given.
         batch_prioritized_routing: the surest tokens get their places first (also BATCH_PRIO=1).
         normalize_gate: with k > 1 the gates of a token are divided by their sum.
@@ -69,9 +57,7 @@ class MOELayer(nn.Module):
 
     Parameters and buffers: `gates.i.…`, `experts.…`, `_num_global_experts`. A checkpoint without the latter is taken
     with a warning, one with another number raises AssertionError; an expert parameter that it lacks becomes zeros, and
-    one with as many elements is viewed.
-
-    A compiled model calls it as it is, with a graph break.
+    one with as many elements is viewed. A compiled model calls the layer as it is, with a graph break.
 
     Raises:
         ConfigError: arguments that cannot work, or that are unknown.
@@ -116,10 +102,10 @@ class MOELayer(nn.Module):
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
         self.world_size = size_of(group)
-        E = self.global_expert_count(wanted_experts(experts), group)
+        E = self.global_expert_count(described.wanted_experts(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E))
-        # A number on the host beside the buffer: to read the buffer waits for the GPU.
-        self._experts_in_all = E
+        # On the host beside the buffer, since to read that waits for the GPU.
+        self.num_global_experts = E
         # Fewer experts than ranks: s consecutive ranks hold shards of the same one.
         self.num_local_experts = max(1, E // self.world_size)
         self.sharded_count = s = max(1, self.world_size // E)
@@ -129,44 +115,34 @@ class MOELayer(nn.Module):
         self.model_dim, self.is_postscore = model_dim, is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
-        self.a2a_ffn_overlap_degree, self.use_2dh = valid_degree(a2a_ffn_overlap_degree), use_2dh
+        self.a2a_ffn_overlap_degree, self.use_2dh = described.valid_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
         self._dispatchers: dict[int, LayerDispatcher] = {}
         # Seeds go in Tutel's order, experts before gates, so that models begin with Tutel's numbers.
         gate_seed, expert_seed, last_seed = (*(seeds or ()), None, None, None)[:3]
         _seed(expert_seed)
-        self.experts = make_experts(experts, model_dim, self.num_local_experts, s)
+        self.experts = described.make_experts(experts, model_dim, self.num_local_experts, s)
         for name, parameter in self.experts.named_parameters():
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
-        for parameter in self.experts.parameters():
             # Tutel's mark: clients leave such gradients out of their own all-reduce.
             parameter._tutel_expert = True  # type: ignore[attr-defined]
         self._note_marks()
         # Experts may be of any class: hooks see their states.
         numbers = self._numbers()
-        self.experts.register_state_dict_post_hook(partial(say_whose, numbers))
-        self.experts.register_load_state_dict_pre_hook(partial(require_own, numbers))
-        self.register_load_state_dict_post_hook(_mark_again)
-        gates = []
-        for number, description in enumerate(gate_descriptions(gate_type)):
+        self.experts.register_state_dict_post_hook(partial(described.say_whose, numbers))
+        self.experts.register_load_state_dict_pre_hook(partial(described.require_own, numbers))
+        self.register_load_state_dict_post_hook(MOELayer._mark_again)
+        self.gates = nn.ModuleList()
+        for number, description in enumerate(described.gate_descriptions(gate_type)):
             _seed(None if gate_seed is None else gate_seed + number)
-            gates.append(make_gate(description, model_dim, E))
-        self.gates = nn.ModuleList(gates)
+            self.gates.append(described.make_gate(description, model_dim, E))
         _seed(last_seed)
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """Returns E for n experts on each rank of the group, or for −n or 1/n: n ranks share one.
-
-        Raises:
-            ConfigError: none of these, or ranks that cannot share evenly.
-        """
-        return experts_in_all(num_local_experts, get_world_size(group))
-
-    @property
-    def num_global_experts(self) -> int:
-        return self._experts_in_all
+        """Returns E for n experts on each rank of the group, or for −n or 1/n: n ranks share one."""
+        return described.experts_in_all(num_local_experts, get_world_size(group))
 
     @property
     def expert_ranks(self) -> dict[str, tuple[int, ...]]:
@@ -183,13 +159,10 @@ class MOELayer(nn.Module):
 
     @property
     def shardings(self) -> dict[str, dict[str, int]]:
-        """Returns how the experts are split over ep and esp, as `fusedmoe.training` asks.
-
-        Experts may say so themselves, in their attribute `shardings`, as those of this package do. Of others' a
-        parameter or buffer is each rank's own, as for Tutel: [local experts, …] part of a whole, else one without a
-        whole; how ranks that share an expert split it is unknown.
-        """
-        # What experts say of themselves counts; for others the layer has to guess as Tutel's clients do.
+        """Returns how the experts are split over ep and esp, as `fusedmoe.training` asks."""
+        # Experts may say so themselves, in their attribute `shardings`, as those of this package do. Of others a
+        # parameter or buffer is each rank's own, as for Tutel's clients: [local experts, …] part of a whole, else one
+        # without a whole; how ranks that share an expert split it is unknown.
         stated = parameter_shardings(self.experts, marked=False)
         own = (*self.experts.named_parameters(), *self.experts.named_buffers())
         return {f"experts.{name}": stated[name] if name in stated else self._sharding(tensor) for name, tensor in own}
@@ -247,8 +220,7 @@ class MOELayer(nn.Module):
             a2a_ffn_overlap_degree, adaptive_r: in place of the layer's, from now on.
             reserve_dims: how many last dimensions make up a token; custom experts are given them as they are.
             inequivalent_tokens: the capacity rests on the largest number of tokens of any rank.
-            megablocks_size: for evaluation in one process, where the capacity is rounded up to a multiple of it, as
-                in Tutel; without effect elsewhere. (Nothing is ever computed for empty places.)
+            megablocks_size: in evaluation by one process the capacity is rounded up to a multiple, as in Tutel.
         Raises:
             ConfigError: in one process, input or router weights that are NaN or infinite; on CUDA from a later call.
             RankError: the same on every rank of a group, naming the rank at fault, before anything is sent; in the
@@ -260,7 +232,7 @@ class MOELayer(nn.Module):
         if input.dim() < 2:
             raise ConfigError(f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim]")
         if a2a_ffn_overlap_degree is not None:
-            self.a2a_ffn_overlap_degree = valid_degree(a2a_ffn_overlap_degree)
+            self.a2a_ffn_overlap_degree = described.valid_degree(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
             self.adaptive_degree = self._valid_r(adaptive_r)
         gate: Any = self.gates[gate_index]
@@ -324,12 +296,8 @@ class MOELayer(nn.Module):
                 # Noise before softmax and top-k, by E: Tutel's formula.
                 noisy_SE = logits_SE + gate.gate_noise * torch.randn_like(logits_SE) / E
             scores_SE = noisy_SE.softmax(1)
-            choice = choose(
-                scores_SE,
-                top_k or gate.top_k,
-                normalize=self.normalize_gate,
-                prioritised=self.batch_prioritized_routing,
-            )
+            first = self.batch_prioritized_routing
+            choice = choose(scores_SE, top_k or gate.top_k, normalize=self.normalize_gate, prioritised=first)
             if self.is_gshard_loss:
                 return choice, losses.gshard_loss(scores_SE, choice.expert_SK)
             chosen_SK = noisy_SE.gather(1, choice.expert_SK)
@@ -347,11 +315,10 @@ class MOELayer(nn.Module):
             self._compare_gates()
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
-                self._dispatchers[r] = LayerDispatcher(Topology(), beside=topology_of(self.group))
+                made = LayerDispatcher(Topology(), beside=topology_of(self.group))
             else:
-                self._dispatchers[r] = LayerDispatcher(
-                    topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r
-                )
+                made = LayerDispatcher(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
+            self._dispatchers[r] = made
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
@@ -371,25 +338,20 @@ class MOELayer(nn.Module):
         return capacity if r == 0 or self.world_size == 1 else -(-capacity * r // s)
 
     def _local_experts(self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int) -> LocalExperts:
-        count = self.num_global_experts if self._parts() == 0 else self.num_local_experts
-        module: Any = self.experts
-        fused = None
+        gathered, module = self._parts() == 0, cast("Any", self.experts)
+        count, sources = (self.num_global_experts, 1) if gathered else (self.num_local_experts, self.world_size)
         # Experts of this package may be one operation; a client's module is only called.
-        if hasattr(module, "fused"):
-            fused = module.fused(self, x_SM, choice.expert_SK.numel())
+        fused = module.fused(self, x_SM, choice.expert_SK.numel()) if hasattr(module, "fused") else None
         if fused is not None:
-            sources = 1 if self._parts() == 0 else self.world_size
             rows = sources * self._places(capacity)
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
-
-        def blocks(rows_eCM: Tensor) -> Tensor:
-            return self.expert_local(rows_eCM, token_shape)
-
+        blocks = partial(self.expert_local, reserve_shape=token_shape)
         return LocalExperts(count, fused, blocks, tuple(module.parameters()), getattr(module, "workload", None))
 
     def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
         """Runs the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; returns [e, C, …]."""
-        if hasattr(self.experts, "fused"):  # those of this package know nothing of a token's dimensions
+        # Experts of this package know nothing of a token's dimensions.
+        if hasattr(self.experts, "fused"):
             y: Tensor = self.experts(x, self)
             self.protected_shape = self._shape_like(reserve_shape, *y.shape)
         else:
@@ -404,9 +366,8 @@ class MOELayer(nn.Module):
         return torch.Size((*blocks[:2], *token_shape) if same else blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles are not part of a graph, and make dispatchers of their own.
         self._note_marks()
-        # Process groups and plans stay behind, and the loss leaves its graph.
+        # Process groups and plans stay behind, and the loss leaves its graph: a copy makes dispatchers of its own.
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
@@ -423,14 +384,14 @@ class MOELayer(nn.Module):
         return self
 
     def _note_marks(self) -> None:
-        """Keeps the marks of experts' parameters, by this layer, `scan_expert_func` or anybody: a copy of a parameter
-        has no attributes."""
+        """Keeps the marks of experts' parameters, by this layer, `scan_expert_func` or anybody."""
+        # A copy of a parameter has no attributes.
         self._marks = {
             name: {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
             for name, parameter in self.experts.named_parameters()
         }
 
-    def _mark_again(self) -> None:
+    def _mark_again(self, *_: Any) -> None:
         for name, parameter in self.experts.named_parameters():
             vars(parameter).update(self._marks.get(name, {"_tutel_expert": True}))
 
@@ -478,10 +439,6 @@ class _Held:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return self
-
-
-def _mark_again(layer: MOELayer, *_: Any) -> None:
-    layer._mark_again()
 
 
 def _seed(seed: int | None) -> None:

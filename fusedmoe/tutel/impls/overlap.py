@@ -1,7 +1,4 @@
-"""Padded dispatch in chunks, for clients that call it with an expert function of their own.
-
-The layer does not: its chunks follow a plan (`impls/dispatcher.py`).
-"""
+"""Padded dispatch in chunks, for clients that call it with an expert function of their own; the layer does not."""
 
 from __future__ import annotations
 
@@ -22,19 +19,14 @@ def a2a_ffn_overlap_forward(
     use_2dh: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Sends [E, C, D] in chunks of C to the experts, through `expert_fn` and back; returns [E, C, D_out].
-
-    All chunks are sent at once; a chunk is computed as soon as it is received, while the others travel.
-
-    Raises:
-        ConfigError: C is not a multiple of the degree.
-    """
+    """Sends [E, C, D] in chunks of C to the experts, through `expert_fn` and back; returns [E, C, D_out]."""
     if input.shape[1] % a2a_ffn_overlap_degree:
         raise ConfigError(f"{input.shape[1]} places cannot be split into {a2a_ffn_overlap_degree} equal chunks")
     chunks = input.chunk(a2a_ffn_overlap_degree, dim=1)
     if use_2dh:
         received = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
         return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in received], 1)
+    # All chunks are sent at once; a chunk is computed as soon as it is received, while the others travel.
     arriving = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
     leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in arriving]
     return torch.cat([leave() for leave in leaving], 1)

@@ -1,8 +1,8 @@
 """The three moves of one choice's rows, as functions that write into one of their arguments.
 
 Indices, locations and gates have an element for each token, as [T] or [T, 1] (gates also as [T, 2], twice the same);
-tokens and rows may have any leading dimensions. `extra` is [tokens, row length, capacity] in all three; index < 0 and
-location ≥ capacity mean no row.
+tokens and rows may have any leading dimensions. `extra` is [tokens, row length, capacity]; index < 0 and location ≥
+capacity mean no row.
 """
 
 from __future__ import annotations
@@ -17,43 +17,41 @@ Move = Callable[..., None]
 
 def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
     """Makes `f(gates, indices, locations, tokens, rows, extra)`: rows[place] += gate · token."""
-
-    def run(
-        gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
-    ) -> None:
-        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
-        weighted = _flat(tokens, D)[kept] * _column(gates)[kept]
-        _flat(rows, D).index_add_(0, place, weighted.to(rows.dtype))
-
-    return run
+    return _forward
 
 
 def create_backward_data(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
     """Makes `f(gates, indices, locations, tokens, rows, extra)`: token = gate · rows[place], zero without a row."""
-
-    def run(
-        gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
-    ) -> None:
-        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
-        tokens.zero_()
-        weighted = _flat(rows, D)[place] * _column(gates)[kept]
-        _flat(tokens, D)[kept] = weighted.to(tokens.dtype)
-
-    return run
+    return _backward_data
 
 
 def create_backward_gate(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
     """Makes `f(dgates, indices, locations, tokens, rows, extra)`: dgate = ⟨token, rows[place]⟩, zero without a row."""
+    return _backward_gate
 
-    def run(
-        dgates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
-    ) -> None:
-        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
-        dgates.zero_()
-        dots = (_flat(tokens, D)[kept] * _flat(rows, D)[place]).sum(1)
-        _column(dgates)[kept, 0] = dots.to(dgates.dtype)
 
-    return run
+def _forward(
+    gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
+) -> None:
+    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
+    weighted = tokens.view(-1, D)[kept] * _column(gates)[kept]
+    rows.view(-1, D).index_add_(0, place, weighted.to(rows.dtype))
+
+
+def _backward_data(
+    gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
+) -> None:
+    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
+    weighted = rows.view(-1, D)[place] * _column(gates)[kept]
+    tokens.zero_().view(-1, D)[kept] = weighted.to(tokens.dtype)
+
+
+def _backward_gate(
+    dgates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
+) -> None:
+    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
+    dots = (tokens.view(-1, D)[kept] * rows.view(-1, D)[place]).sum(1)
+    _column(dgates.zero_())[kept, 0] = dots.to(dgates.dtype)
 
 
 def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -62,10 +60,6 @@ def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[T
     return kept, indices[kept].long() * capacity + locations[kept].long()
 
 
-def _flat(rows: Tensor, width: int) -> Tensor:
-    # A view: writes to it are writes to `rows`.
-    return rows.view(-1, width)
-
-
 def _column(gates: Tensor) -> Tensor:
+    # A view: writes to it are writes to `gates`.
     return gates[:, None] if gates.dim() == 1 else gates[:, :1]

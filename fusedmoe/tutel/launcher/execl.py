@@ -5,34 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.tutel.system import init_affinity_at_program_beginning
 
-_HERE = "fusedmoe.tutel"
 
-
-def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs `-m module …` or `script.py …` with this package as `tutel`; another program runs
-    as it is.
-
-    Raises:
-        ConfigError: no program.
-    """
+def command(arguments: Sequence[str]) -> list[str]:
+    """Returns the command of a program, where it is one of Python's with this package as `tutel`."""
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("name a program: a script, `-m module`, or an executable")
     if arguments[0] == "-m" or arguments[0].endswith(".py"):
-        return [sys.executable, "-m", _HERE, *arguments]
+        return [sys.executable, "-m", "fusedmoe.tutel", *arguments]
     return [shutil.which(arguments[0]) or arguments[0], *arguments[1:]]
 
 
-def main() -> None:
-    started = command(os.environ, sys.argv[1:])
+if __name__ == "__main__":
+    started = command(sys.argv[1:])
+    # Threads of one rank are bound to no node where they are to be many.
     if int(os.environ.get("OMP_NUM_THREADS", "1")) <= 1:
         init_affinity_at_program_beginning()
     os.execv(started[0], started)
-
-
-if __name__ == "__main__":
-    main()

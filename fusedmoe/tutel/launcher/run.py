@@ -13,11 +13,7 @@ from fusedmoe.errors import ConfigError
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Returns the torchrun command that starts this host's ranks.
-
-    Raises:
-        ConfigError: several hosts, and no MASTER_ADDR.
-    """
+    """Returns the torchrun command that starts this host's ranks."""
     hosts = int(environment.get("OMPI_COMM_WORLD_SIZE", 1))
     if hosts > 1 and "MASTER_ADDR" not in environment:
         raise ConfigError(f"{hosts} hosts need MASTER_ADDR, the address of the first one")
@@ -32,12 +28,8 @@ def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[st
     ]
 
 
-def main() -> None:
+if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCAL_SIZE", "1")
     started = command(os.environ, sys.argv[1:])
     os.execv(started[0], started)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided import nvshmem
-from fusedmoe.comm.one_sided.heaps import NvshmemHeap
-from fusedmoe.comm.one_sided.nvshmem import Nvshmem
+from fusedmoe.comm.one_sided.nvshmem import NvshmemHeap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -37,7 +36,6 @@ def stand_in(folder: Path, library: Path) -> None:
     nvshmem.make_current = lambda device: None
     nvshmem.record = lambda device: lambda: True
     nvshmem.tensor_at = at
-    Nvshmem._stream = lambda self: 0  # type: ignore[method-assign]
     torch.version.cuda, torch.cuda.is_available = "13.0", lambda: True
 
 
@@ -50,54 +48,51 @@ def log(*without: str) -> list[str]:
     return [line for line in lines if line not in without]
 
 
-def exchange(job: Nvshmem, group: Group, size: int = 1000) -> None:
-    """Each rank gives each its own bytes, with a signal behind them."""
-    memory = job.allocate(8 * group.size + size * group.size)
+def exchange(heap: NvshmemHeap, group: Group, size: int = 1000) -> None:
+    """Each rank gives each its own bytes, with a signal behind them, by the library's functions on a stream."""
+    call = nvshmem.load().call
+    memory = heap.allocate((8 * group.size + size * group.size,), torch.uint8)
     assert memory.own.numel() == 8 * group.size + size * group.size and not memory.own.any()
     dist.barrier()
     signals, windows = memory.own[: 8 * group.size].view(torch.int64), memory.own[8 * group.size :].view(-1, size)
     for other in range(group.size):
         rows = torch.full((size,), 10 * group.index + other, dtype=torch.uint8)
-        job.put_signal(windows[group.index], rows, signals[group.index], 5, other)
+        places = windows[group.index].data_ptr(), rows.data_ptr(), size, signals[group.index].data_ptr()
+        call("put_signal", *places, 5, other, 0)
     for other in range(group.size):
-        job.wait(signals[other : other + 1], 5)
+        call("wait", signals[other].data_ptr(), 5, 0)
         assert (windows[other] == 10 * other + group.index).all()
     table = memory.table.tolist()
-    assert table[group.index] == memory.own.data_ptr() and memory.pe_W.tolist() == list(range(group.size))
+    assert table[group.index] == memory.own.data_ptr()
     for other, address in enumerate(table):
         if "FAKE_OTHER_NODE" in os.environ and other != group.index:
             assert address == 0
         else:
             assert at(address + 8 * group.size + group.index * size, 1, CPU) == 10 * group.index + other
-    job.barrier()
+    call("barrier", 0)
 
 
 def shared(group: Group) -> None:
     """Several open it, one job; the last one ends it, and another begins."""
-    first = Nvshmem(group, CPU)
+    first = NvshmemHeap(group, CPU)
     exchange(first, group)
     nvshmem.register_module(WITH_FUNCTIONS)
     nvshmem.register_module(WITH_FUNCTIONS)
     nvshmem.register_module(WITHOUT)
-    with Nvshmem(group, CPU) as second:
+    with NvshmemHeap(group, CPU) as second:
         exchange(second, group, 17)
     began = f"init {group.index} of {group.size}"
-    assert log("malloc") == [began, "barrier", f"module {WITH_FUNCTIONS}", "barrier", "free"]
+    # Each heap has a spare signal and the memory of its exchange.
+    assert log("malloc") == [began, "barrier", f"module {WITH_FUNCTIONS}", "barrier", "free", "free"]
     first.close()
     first.close()
-    assert log("malloc")[5:] == ["free", f"module {WITH_FUNCTIONS} out", "finalize"]
-    for call in (lambda: first.allocate(8), first.barrier):
-        try:
-            call()
-            raise AssertionError("it is closed")
-        except ConfigError as error:
-            assert "is closed" in str(error)
-    with Nvshmem(group, CPU) as again:
+    assert log("malloc")[6:] == ["free", "free", f"module {WITH_FUNCTIONS} out", "finalize"]
+    with NvshmemHeap(group, CPU) as again:
         exchange(again, group)
-    ended = ["barrier", "free", f"module {WITH_FUNCTIONS} out", "finalize"]
-    assert log("malloc")[8:] == [began, f"module {WITH_FUNCTIONS}", *ended]
+    ended = ["barrier", "free", "free", f"module {WITH_FUNCTIONS} out", "finalize"]
+    assert log("malloc")[10:] == [began, f"module {WITH_FUNCTIONS}", *ended]
     try:
-        with Nvshmem(group, CPU):
+        with NvshmemHeap(group, CPU):
             nvshmem.register_module(REFUSED)
         raise AssertionError("it was refused")
     except ConfigError as error:
@@ -110,13 +105,13 @@ def adopted(group: Group) -> None:
     made = ctypes.create_string_buffer(b"theirs", 128)
     host.nvshmemx_set_attr_uniqueid_args(group.index, group.size, made, None)
     host.nvshmemx_hostlib_init_attr(0, None)
-    with Nvshmem(group, CPU) as job:
-        exchange(job, group)
-        with Nvshmem(group, CPU) as other:
+    with NvshmemHeap(group, CPU) as heap:
+        exchange(heap, group)
+        with NvshmemHeap(group, CPU) as other:
             exchange(other, group)
     assert host.nvshmemx_init_status() == 2 and "finalize" not in log()
     try:
-        Nvshmem(Group("one"), CPU)
+        NvshmemHeap(Group("one"), CPU)
         raise AssertionError("the job spans more ranks")
     except ConfigError as error:
         assert f"rank 0: is PE {group.index} of 2" in str(error), error
@@ -152,29 +147,18 @@ def heap(group: Group) -> None:
 
 
 def no_room(group: Group) -> None:
-    job = Nvshmem(group, CPU)
+    heap = NvshmemHeap(group, CPU)
     try:
-        job.allocate(1 << 21)
+        heap.allocate((1 << 21,), torch.uint8)
         raise AssertionError("there is no such room")
     except RankError as error:
         assert "allocating symmetric memory" in str(error) and "NVSHMEM_SYMMETRIC_SIZE" in str(error), error
 
 
-def unlike(group: Group) -> None:
-    job = Nvshmem(group, CPU)
-    try:
-        job.allocate(8 + group.index)
-        raise AssertionError("sizes differ")
-    except ConfigError as error:
-        assert "rank 0: 8 bytes; rank 1: 9 bytes" in str(error), error
-    exchange(job, group)
-    job.close()
-
-
 def init_fails(group: Group) -> None:
     """On rank 1; rank 0 waits for it meanwhile, and is told."""
     try:
-        Nvshmem(group, CPU)
+        NvshmemHeap(group, CPU)
         raise AssertionError("rank 1 does not start")
     except RankError as error:
         assert "rank 1 failed in opening NVSHMEM: nvshmemx_hostlib_init_attr returned 7" in str(error), error
@@ -185,7 +169,7 @@ def one_without(group: Group) -> None:
     if group.index:
         os.environ["FAKE_CUINIT"] = "100"
     try:
-        Nvshmem(group, CPU)
+        NvshmemHeap(group, CPU)
         raise AssertionError("rank 1 has no GPU")
     except ConfigError as error:
         assert "rank 1: the NVIDIA driver does not start (cuInit returned 100)" in str(error), error

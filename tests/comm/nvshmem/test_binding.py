@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.group import Group, Job
 from fusedmoe.comm.one_sided import nvshmem
-from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, Nvshmem
+from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, NvshmemHeap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels import libraries
@@ -80,9 +80,9 @@ def install(patch: pytest.MonkeyPatch, fake: Fake, reason: str = "") -> Fake:
         ("make_current", lambda device: None),
         ("record", lambda device: lambda: True),
         ("tensor_at", tensor_at),
+        ("nvshmem_bitcode", dict),
     ):
         patch.setattr(nvshmem, name, value)
-    patch.setattr(Nvshmem, "_stream", lambda self: 0)
     return fake
 
 
@@ -105,48 +105,31 @@ def test_the_binding_has_the_functions_of_the_header() -> None:
 
 
 def test_one_rank_opens_allocates_and_closes(fake: Fake) -> None:
-    with Nvshmem(Group("ep"), CPU) as job:
-        memory = job.allocate(48)
+    with NvshmemHeap(Group("ep"), CPU) as heap:
+        memory = heap.allocate((48,), torch.uint8)
         assert memory.own.dtype == torch.uint8 and memory.own.tolist() == [0] * 48
-        assert memory.table.tolist() == [memory.own.data_ptr()] and memory.pe_W.tolist() == [0]
-        freed = job.allocate(16)
-        job.free(freed)
-        job.put_signal(memory.own[8:24], torch.ones(2, dtype=torch.int64), memory.own[:8].view(torch.int64), 3, 0)
-        job.wait(memory.own[:8].view(torch.int64), 3)
-        job.barrier()
-    order = ["unique_id", "init", "allocate", "allocate", "free", "put_signal", "wait", "barrier", "free", "finalize"]
+        assert memory.table.tolist() == [memory.own.data_ptr()] and heap.network is None
+    # A spare signal first, by which the ranks see who is far.
+    order = ["unique_id", "init", "allocate", "allocate", "free", "free", "finalize"]
     assert fake.calls == order
-    job.close()
+    heap.close()
     assert fake.calls == order
 
 
 def test_after_an_error_nothing_waits_for_others(fake: Fake) -> None:
-    with pytest.raises(ZeroDivisionError), Nvshmem(Group("ep"), CPU) as job:
-        job.allocate(8)
+    with pytest.raises(ZeroDivisionError), NvshmemHeap(Group("ep"), CPU) as heap:
+        heap.allocate((8,), torch.uint8)
         raise ZeroDivisionError
-    assert fake.calls == ["unique_id", "init", "allocate"]
-    with pytest.raises(ConfigError, match="over the ep group .0. is closed"):
-        job.allocate(8)
-
-
-def test_arguments_that_cannot_work(fake: Fake) -> None:
-    job = Nvshmem(Group("ep"), CPU)
-    with pytest.raises(ConfigError, match="above 0: rank 0: 0 bytes"):
-        job.allocate(0)
-    memory = job.allocate(32)
-    signal = memory.own[:8].view(torch.int64)
-    nothing, every_other = memory.own[:0], torch.zeros(12, dtype=torch.uint8)
-    for dest, source in ((memory.own[8:], memory.own[:8]), (memory.own[8:32:2], every_other), (nothing, nothing)):
-        with pytest.raises(ConfigError, match="contiguous and of the same size"):
-            job.put_signal(dest, source, signal, 1, 0)
-    assert "put_signal" not in fake.calls
+    assert fake.calls == ["unique_id", "init", "allocate", "allocate"]
+    with pytest.raises(RankError, match="this heap was left after an error"):
+        heap.allocate((8,), torch.uint8)
 
 
 @pytest.mark.parametrize("name", ["unique_id", "init"])
 def test_what_the_library_says_is_an_error_of_the_rank(fake: Fake, name: str) -> None:
     fake.fails[name] = "it says no"
     with pytest.raises(RankError, match="rank 0: opening NVSHMEM: it says no"):
-        Nvshmem(Group("ep"), CPU)
+        NvshmemHeap(Group("ep"), CPU)
 
 
 @pytest.mark.parametrize("name", ["init", "allocate", "free", "finalize"])
@@ -155,29 +138,28 @@ def test_a_call_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, name:
     start = time.monotonic()
     try:
         with pytest.raises(RankError, match="did not end within 1 s; see the logs"):
-            Nvshmem(Group("ep", job=Job(timeout_s=0.6)), CPU).allocate(8)
-            with Nvshmem(Group("ep", job=Job(timeout_s=0.6)), CPU) as job:
-                job.allocate(8)
+            NvshmemHeap(Group("ep", job=Job(timeout_s=0.6)), CPU).close()
     finally:
         fake.release.set()
     assert 0.5 < time.monotonic() - start < 5
 
 
 def test_a_stream_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
-    job = Nvshmem(Group("ep", job=Job(timeout_s=0.4)), CPU)
+    heap = NvshmemHeap(Group("ep", job=Job(timeout_s=0.4)), CPU)
     monkeypatch.setattr(nvshmem, "record", lambda device: lambda: False)
-    with pytest.raises(RankError, match="rank 0: reading rows: it did not end"):
-        job.settle("reading rows")
+    with pytest.raises(RankError, match="rank 0: closing NVSHMEM: it did not end"):
+        heap.close()
+    assert "free" not in fake.calls
 
 
 def test_a_job_that_is_there_is_joined_or_refused(fake: Fake) -> None:
     fake.owner, fake.pe, fake.pes = 2, 0, 1
-    with Nvshmem(Group("ep"), CPU):
-        assert fake.calls == ["adopt"]
+    with NvshmemHeap(Group("ep"), CPU):
+        assert fake.calls == ["adopt", "allocate"]
     fake.pes = 4
     with pytest.raises(ConfigError, match="takes part in one NVSHMEM job.*rank 0: is PE 0 of 4"):
-        Nvshmem(Group("ep"), CPU)
-    assert fake.calls == ["adopt", "finalize"]
+        NvshmemHeap(Group("ep"), CPU)
+    assert fake.calls == ["adopt", "allocate", "free", "finalize"]
 
 
 # (owner, PE, PEs, job) of each rank, and what is said.
@@ -197,25 +179,24 @@ def open_on_ranks(rank: int, world: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         # Nobody has it, rank 1 has it not, and then each state of affairs.
         fake = install(patch, Fake())
-        with Nvshmem(ep, CPU) as job:
+        with NvshmemHeap(ep, CPU) as heap:
             assert (fake.pe, fake.pes, fake.job) == (rank, world, b"made".ljust(128))
-            memory = job.allocate(24)
+            memory = heap.allocate((24,), torch.uint8)
             assert [address != 0 for address in memory.table.tolist()] == [other == rank for other in range(world)]
-            with pytest.raises(ConfigError) as caught:
-                job.allocate(8 + rank)
-            said.append(str(caught.value))
-        assert fake.calls == ["unique_id"] * (rank == 0) + ["init", "allocate", "free", "finalize"]
+            assert heap.network is not None and heap.network.pe_W.tolist() == [0, 1]
+        began = ["unique_id"] * (rank == 0) + ["init"]
+        assert fake.calls == [*began, "allocate", "allocate", "free", "free", "finalize"]
         install(patch, Fake(), "there is no NVIDIA driver here" if rank == 1 else "")
         with pytest.raises(ConfigError) as caught:
-            Nvshmem(ep, CPU)
+            NvshmemHeap(ep, CPU)
         said.append(str(caught.value))
         for states, words in STATES.values():
             owner, pe, pes, job_id = states[rank]
             fake = install(patch, Fake(owner, pe, pes, bytes([job_id] * 128)))
             try:
-                with Nvshmem(ep, CPU) as job:
-                    memory = job.allocate(8)
-                assert memory.pe_W.tolist() == [state[1] for state in states]
+                with NvshmemHeap(ep, CPU) as heap:
+                    assert heap.network is not None
+                assert heap.network.pe_W.tolist() == [state[1] for state in states]
                 assert fake.calls == ["adopt", "allocate", "free", "finalize"]
                 said.append("")
             except ConfigError as error:
@@ -227,9 +208,8 @@ def open_on_ranks(rank: int, world: int) -> list[str]:
 def test_ranks_agree_on_what_they_join(cluster: Cluster) -> None:
     said, others = cluster.run(2, open_on_ranks)
     assert others == said
-    assert said[0].endswith("the same size, above 0: rank 0: 8 bytes; rank 1: 9 bytes")
-    assert said[1] == "NVSHMEM over the ep group [0, 1]: rank 1: there is no NVIDIA driver here"
-    for text, (_, words) in zip(said[2:], STATES.values(), strict=True):
+    assert said[0] == "NVSHMEM over the ep group [0, 1]: rank 1: there is no NVIDIA driver here"
+    for text, (_, words) in zip(said[1:], STATES.values(), strict=True):
         assert (words in text) if words else text == ""
 
 
@@ -239,7 +219,7 @@ def fail_on_rank_1(rank: int, world: int, name: str) -> str:
         fake = install(patch, Fake(hangs=frozenset([name])) if rank == 0 else Fake(fails={name: "it says no"}))
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
-            Nvshmem(ep, CPU).allocate(8)
+            NvshmemHeap(ep, CPU)
         fake.release.set()
         assert time.monotonic() - start < 10
     return str(caught.value)
@@ -265,7 +245,7 @@ def fails_alone(rank: int, world: int, name: str) -> str:
         install(patch, Fake(fails={name: "it says no"} if fails else {}, **owned))
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
-            Nvshmem(ep, CPU).allocate(8)
+            NvshmemHeap(ep, CPU)
         assert time.monotonic() - start < 10
     return str(caught.value)
 
@@ -283,11 +263,14 @@ def test_other_threads_use_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     """Their own current GPU is the first one."""
     used: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    for device in (None, torch.device("cuda"), torch.device("cuda", 3)):
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **more: tensor(*args, **more))
+    for device in (torch.device("cuda"), torch.device("cuda", 3)):
         install(monkeypatch, Fake())
         monkeypatch.setattr(nvshmem, "make_current", used.append)
-        Nvshmem(Group("ep"), device)
-    assert used == [torch.device("cuda", 3)] * 3
+        NvshmemHeap(Group("ep"), device)
+    # To begin and to allocate.
+    assert used == [torch.device("cuda", 3)] * 4
 
 
 def refuses(*arguments: Any) -> None:
@@ -336,7 +319,7 @@ def test_without_a_gpu_nothing_else_is_asked_for(monkeypatch: pytest.MonkeyPatch
     reason = nvshmem.why_not()
     assert reason == nvshmem.no_gpu() and ("driver" in reason)
     with pytest.raises(ConfigError, match="NVSHMEM over the ep group .0.: rank 0: .*driver"):
-        Nvshmem(Group("ep"), CPU)
+        NvshmemHeap(Group("ep"), CPU)
 
 
 def test_the_version_is_the_one_that_is_pinned() -> None:

@@ -114,7 +114,6 @@ def test_without_a_gpu_every_function_says_why(library: Path, nvshmem_site: Path
         ("heap", {}),
         ("heap", {"FAKE_OTHER_NODE": "1"}),
         ("no_room", {}),
-        ("unlike", {}),
         ("init_fails", {"FAKE_INIT_FAILS": "1"}),
         ("one_without", {}),
     ],

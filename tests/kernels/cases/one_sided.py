@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from bench.gpu import returned_rows
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.triton.one_sided import network, put, wait
+from fusedmoe.kernels.triton.one_sided import network, put, remote
 from tests.kernels.cases import AotCase
 
 
@@ -61,9 +62,11 @@ def _of_puts() -> list[AotCase]:
         )
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
-            back |= {"TILE": put.RETURN_TILE, **put.columns(width, put.RETURN_TILE)}
+            back |= {"TILE": returned_rows.TILE, **put.columns(width, returned_rows.TILE)}
             far = {"target_ptr": i64, "pe_ptr": i32}
-            add(f"return rows {str(dtype)[6:]} {width}", put.return_rows_kernel, back, far, put.launch_options)
+            add(
+                f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
+            )
     credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
     add("credit", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
@@ -78,9 +81,9 @@ def _of_waits() -> list[AotCase]:
     shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32", "INTERPRET": False}
     kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("wait metadata", wait.wait_metadata_kernel, {**metadata, **shape})
+        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape})
     ]
-    kernels += [(f"wait {block}", wait.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
+    kernels += [(f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
     return [
         case
         for name, kernel, arguments in kernels

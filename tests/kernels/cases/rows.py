@@ -7,7 +7,7 @@ from itertools import product
 import torch
 import triton
 
-from fusedmoe.kernels.triton import clamped_swiglu, gather_sum, layout, wire
+from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
 from fusedmoe.kernels.triton.grouped.call import block_sizes, tiles_kernel
 from tests.kernels.cases import AotCase
 
@@ -109,11 +109,11 @@ def _of_sums() -> list[AotCase]:
 
 def _of_activations() -> list[AotCase]:
     cases = []
-    numbers = {"count": "i32", "alpha": "fp32", "limit": "fp32", "BLOCK": clamped_swiglu.BLOCK}
+    numbers = {"count": "i32", "alpha": "fp32", "limit": "fp32", "BLOCK": activation.BLOCK}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         kernels = {
-            "": (clamped_swiglu.clamped_swiglu_kernel, ("h_ptr", "a_ptr")),
-            " backward": (clamped_swiglu.clamped_swiglu_backward_kernel, ("da_ptr", "h_ptr", "dh_ptr")),
+            "": (activation.clamped_swiglu_kernel, ("h_ptr", "a_ptr")),
+            " backward": (activation.clamped_swiglu_backward_kernel, ("da_ptr", "h_ptr", "dh_ptr")),
         }
         for which, (kernel, pointers) in kernels.items():
             arguments = {**dict.fromkeys(pointers, dtype), **numbers}

@@ -24,14 +24,14 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heaps import HostHeap
 from fusedmoe.kernels.one_sided import Network
 from fusedmoe.kernels.triton.grouped import dhidden, up
-from fusedmoe.kernels.triton.one_sided import network, put, wait
+from fusedmoe.kernels.triton.one_sided import network, put, remote
 
 PLACES = {
     "put_nbi": (network,),
     "put_signal_nbi": (put,),
     "signal_pe": (network, put),
     "fence": (network, put),
-    "arrived": (wait, up, dhidden),
+    "arrived": (remote, up, dhidden),
 }
 
 

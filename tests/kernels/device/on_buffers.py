@@ -33,7 +33,7 @@ from fusedmoe.kernels.deduplicate import sending
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
-from fusedmoe.kernels.triton.one_sided import put, wait
+from fusedmoe.kernels.triton.one_sided import put, remote
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PHASES, PIPELINE, Task
 from tests.kernels.device.far import FarHeap
@@ -197,7 +197,7 @@ class Exchanges:
         buffers, slot = self.buffers, self.buffers.tokens.slot(epoch)
         index = self.index + slot * buffers.tokens.signals[0].numel()
         with buffers.watch.over():
-            wait.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
+            remote.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
         rows = buffers.tokens.rows[slot, :, : buffers.sizes.tokens]
         found = [of.unique().tolist() for of in rows]
         put.give_credit(buffers.tokens, epoch)
@@ -216,7 +216,7 @@ def delay(run: Any, most_s: float, draw: random.Random) -> Any:
 def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequence[int] = ()) -> int:
     """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
     draw = random.Random(rank)
-    places = ((put, "put_rows"), (wait, "wait_signals"), (put, "give_credit"), (put, "signal"))
+    places = ((put, "put_rows"), (remote, "wait_signals"), (put, "give_credit"), (put, "signal"))
     kept = [(module, name, getattr(module, name)) for module, name in places]
     for module, name, run in kept:
         setattr(module, name, delay(run, 0.002, draw))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from bench.gpu import returned_rows
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Put
-from fusedmoe.kernels.triton.one_sided import put, wait
+from fusedmoe.kernels.triton.one_sided import put, remote
 from tests.kernels.device.far import FarHeap
 from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
 
@@ -49,7 +50,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             epoch = buffers.begin(results)
             with buffers.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
-                wait.wait_signals(results.credits, every, buffers.results_behind(epoch) - sooner, buffers.bounds)
+                remote.wait_signals(results.credits, every, buffers.results_behind(epoch) - sooner, buffers.bounds)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
             mark = buffers.result_mark(0, epoch)
@@ -57,12 +58,12 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             told = Put(results.rows, addresses, None, wanted_W, buffers.result_signals(mark), epoch, mark)
             values = buffers.value_addresses(peer_R, place_R, epoch, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
-            put.return_rows(torch.full((rows, 4), float(number)), last, told)
+            returned_rows.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:
                 early = heap.wire.let_go()
             with buffers.watch.over():
                 index = buffers.awaited_results(1, epoch)
-                wait.wait_signals(results.signals, index, epoch, buffers.bounds, buffers.network)
+                remote.wait_signals(results.signals, index, epoch, buffers.bounds, buffers.network)
             slot = results.slot(epoch)
             wrong += int((results.rows[slot, 0] != number).any(1).sum() + (buffers.values.own[slot] != number).sum())
             put.give_credit(results, epoch)

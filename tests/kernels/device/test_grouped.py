@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from tests.kernels.routings import choose
@@ -47,8 +47,8 @@ def check(
         grads = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, activation)
     whole = Weights(*(double(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
     case = (double(x_SM), exact, double(weight_N[: exact.rows]), whole, activation)
-    right_y, right_h = plain_forward(*case)  # type: ignore[arg-type]
-    right = plain_backward(double(dy_SM), case[0], right_h, *case[1:])  # type: ignore[arg-type]
+    right_y, right_h = experts_forward(*case)  # type: ignore[arg-type]
+    right = experts_backward(double(dy_SM), case[0], right_h, *case[1:])  # type: ignore[arg-type]
     found: dict[str, tuple[Tensor | None, Tensor | None]] = {"y": (y_SM, right_y), "h": (h[: exact.rows], right_h)}
     for key, value in vars(grads).items():
         value = value[: exact.rows] if key == "weight_N" else value
@@ -135,8 +135,10 @@ def test_no_rows_of_some_tokens(
         layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
         with no_sync():
             y_SM, h = triton_experts.experts_forward(x_SM[:0], layout, None, weights, activation)
-            grads = triton_experts.experts_backward(dy_SM[:0], x_SM[:0], h, layout, None, weights, activation)
-        assert y_SM.shape == grads.x_SM.shape == (0, dim)
+            given = (layout, None, weights)
+            dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], x_SM[:0], h, *given, activation)
+            grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given)
+        assert y_SM.shape == dx_SM.shape == (0, dim)
         for gradient, of in ((grads.w1, weights.w1), (grads.w2, weights.w2), (grads.b1, weights.b1)):
             assert gradient is not None and of is not None and gradient.shape == of.shape and not gradient.any()
 
@@ -147,12 +149,14 @@ def test_rows_in_order_without_weights(device: torch.device) -> None:
     x_SM, dy_SM = torch.randn(47, 48, device=device), torch.randn(47, 48, device=device)
     y_SM, h = experts_forward(x_SM, layout, None, weights, ACTIVATIONS["gelu"])
     grads = experts_backward(dy_SM, x_SM, h, layout, None, weights, ACTIVATIONS["gelu"])
-    right_y, right_h = plain_forward(x_SM, layout, None, weights, ACTIVATIONS["gelu"])
-    right = plain_backward(dy_SM, x_SM, right_h, layout, None, weights, ACTIVATIONS["gelu"])
+    whole = Weights(*(double(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
+    case = (double(x_SM), contiguous_layout(torch.tensor([2, 0, 45]), 47), None, whole, ACTIVATIONS["gelu"])
+    right_y, right_h = experts_forward(*case)  # type: ignore[arg-type]
+    right = experts_backward(double(dy_SM), case[0], right_h, *case[1:])  # type: ignore[arg-type]
     assert grads.weight_N is None
     of_inputs = [(getattr(grads, name), getattr(right, name)) for name in ("x_SM", "w1", "w2", "b1", "b2")]
     for got, expected in [(y_SM, right_y), *of_inputs]:
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(double(got), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_slack_is_never_read(device: torch.device) -> None:

@@ -12,8 +12,8 @@ from bench.gpu.ranks import in_turn
 from bench.gpu.reference import find_errors, make_reference
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
+from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe.autograd.order import order
-from fusedmoe.comm.one_sided.heaps import local_heaps
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedmoe.kernels.triton.grouped import apart
-from fusedmoe.kernels.triton.grouped.apart import check_apart
+from fusedmoe.kernels.triton.grouped import correctness
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
+from fusedmoe.kernels.triton.grouped.correctness import check_apart
 
 VARIANT = Variant("down", "bfloat16", "ieee", "", False, False, True, True)
 FIRST, SECOND, THIRD = (HopperConfig(128, 64 * 2**i, 64) for i in range(3))
@@ -66,8 +66,8 @@ def test_after_an_exception_another_process_goes_on() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_START_S", 1.0)
-    monkeypatch.setattr(apart, "_CHECK_S", 0.0)
+    monkeypatch.setattr(correctness, "_START_S", 1.0)
+    monkeypatch.setattr(correctness, "_CHECK_S", 0.0)
     found = checked(columns256="hang")
     assert found[FIRST] == found[SECOND] == "" and "has not ended after 1 seconds" in str(found[THIRD])
 
@@ -92,9 +92,9 @@ def test_what_the_process_says(
             raise raised
         return ""
 
-    monkeypatch.setattr(apart, "check", check)
+    monkeypatch.setattr(correctness, "check", check)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-    assert apart.main() == (raised is not None)
+    assert correctness.main() == (raised is not None)
     lines = [json.loads(line.removeprefix("checked: ")) for line in capsys.readouterr().out.splitlines()]
     assert lines == told
     assert given == [(VARIANT, config, CPU) for config in (FIRST, SECOND)][: len(given)] and len(given) == len(told)

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.pipeline import (
@@ -23,7 +24,6 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     threads_barrier,
     tiles_in,
 )
-from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
@@ -68,21 +68,10 @@ def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexp
 
 @gluon.jit
 def _finish(
-    da,
-    s,
-    of_tile,
-    it,
-    row,
-    end,
-    first_column,
-    GROUP_OF_WARPS: gl.constexpr,
-    ACT: gl.constexpr,
-    GATED: gl.constexpr,
-    ROWS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    OUT: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+    da, s, of_tile, it, row, end, first_column,
+    GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+    OUT: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     """Finishes WIDTH columns, as many at a time as a box of H has: all at once would not fit the registers."""
     _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
     _, H = sizes
@@ -123,12 +112,8 @@ def _finish(
 @gluon.jit
 def _multiply(
     of_tile,
-    GROUP_OF_WARPS: gl.constexpr,
-    ACT: gl.constexpr,
-    GATED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+    GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     weights, _, _, ds_ptr, bufs, ring, table, sizes = of_tile
     weight_ptr, n_rows = weights
     D, _ = sizes
@@ -153,38 +138,18 @@ def _multiply(
 
 @jit(do_not_specialize=["n_col_tiles", "n_rows"])
 def dhidden_kernel(
-    dy_ptr,
-    source_ptr,
-    w_desc,
-    weight_ptr,
-    h_desc,
-    dh_ptr,
-    a_ptr,
-    ds_ptr,
-    tiles_ptr,
-    used_ptr,
-    ends_ptr,
-    D,
-    H,
-    n_rows,
-    n_col_tiles,
-    ACT: gl.constexpr,
-    GATED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    EVEN: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """`source_ptr` [rows] int64: the row of dy [·, D] for each; `w_desc`: boxes [BK, BN] of all experts' matrices below
-    each other, [E·D, H]; `h_desc`: boxes [BM, BK] of H [rows, (2·)H]; dh as H, a [rows, H]. WEIGHTED: `weight_ptr`
-    [rows] float32 are s, and `ds_ptr` [n_col_tiles, n_rows] float32 takes the parts of ⟨dA', A⟩ of the column tiles;
-    else s is 1. EVEN: BK divides D, and always BN; LAG at most STAGES - 2. Four warps, those of the first group."""
+    # Gradients of results [·, D]; which of them each row reads, [rows] int64; boxes [BK, BN] of all experts' matrices
+    # below each other, [E·D, H]; router weights s, [rows] float32; boxes [BM, BK] of pre-activations [rows, (2·)H].
+    dy_ptr, source_ptr, w_desc, weight_ptr, h_desc,
+    # dH as H, A [rows, H] and, WEIGHTED, the column tiles' parts of ⟨dA', A⟩, [n_col_tiles, n_rows] float32.
+    dh_ptr, a_ptr, ds_ptr,
+    tiles_ptr, used_ptr, ends_ptr, D, H, n_rows, n_col_tiles,
+    # Without WEIGHTED, s is 1. EVEN: BK divides D (it always divides BN).
+    ACT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, EVEN: gl.constexpr,
+    # LAG is at most STAGES - 2.
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     HALVES: gl.constexpr = 2 if GATED else 1
     BOXES: gl.constexpr = HALVES * (BN // BK)

@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
+from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_step, end_steps
 from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply, place
-from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
@@ -43,15 +43,7 @@ def _copy_rows(buf, ptr, row, inside, first_column, COLUMNS, WIDTH: gl.constexpr
 
 
 @gluon.jit
-def _load(
-    sides,
-    bufs,
-    ring,
-    table,
-    sizes,
-    GATHER_LEFT: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+def _load(sides, bufs, ring, table, sizes, GATHER_LEFT: gl.constexpr, BLOCKS: gl.constexpr):
     BM: gl.constexpr = BLOCKS.bm
     BN: gl.constexpr = BLOCKS.bn
     BK: gl.constexpr = BLOCKS.bk
@@ -99,15 +91,7 @@ def _load(
 
 
 @gluon.jit
-def _multiply(
-    out_ptr,
-    bufs,
-    ring,
-    table,
-    sizes,
-    GROUP_OF_WARPS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+def _multiply(out_ptr, bufs, ring, table, sizes, GROUP_OF_WARPS: gl.constexpr, BLOCKS: gl.constexpr):
     P, Q = sizes
     ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
@@ -122,31 +106,16 @@ def _multiply(
 
 @jit(do_not_specialize=["experts", "n_row_tiles", "n_col_tiles"])
 def dweight_kernel(
-    gathered_ptr,
-    source_ptr,
-    sorted_ptr,
-    sorted_desc,
-    out_ptr,
-    starts_ptr,
-    P,
-    Q,
-    experts,
-    n_row_tiles,
-    n_col_tiles,
+    # The side whose rows are looked up, left [·, P] (GATHER_LEFT) or right [·, Q], and which each row reads, [rows]
+    # int64; the other side, and boxes [BK, BN or BM] of it; results [E, P, Q].
+    gathered_ptr, source_ptr, sorted_ptr, sorted_desc, out_ptr,
+    # [E + 1] int32: first row of each expert and, last, the number of rows, at least one. P, Q: multiples of 8.
+    starts_ptr, P, Q, experts, n_row_tiles, n_col_tiles,
     GATHER_LEFT: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """`source_ptr` [rows] int64: the row of `gathered_ptr` for each, which is left [·, P] (GATHER_LEFT) or right
-    [·, Q]; the other side is `sorted_ptr`, and `sorted_desc`: boxes [BK, BN or BM] of it; out [E, P, Q];
-    `starts_ptr` [E + 1] int32: first row of each expert and, last, their number, at least one of which there are.
-    P and Q are multiples of 8; LAG at most STAGES - 2. Four warps, those of the first group."""
+    # LAG is at most STAGES - 2.
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     dtype: gl.constexpr = sorted_desc.dtype
     left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], sorted_desc.layout)

@@ -47,19 +47,9 @@ def end_steps(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 @gluon.jit
 def load_gathered(
-    rows,
-    w_desc,
-    h_desc,
-    bufs,
-    ring,
-    table,
-    sizes,
-    HALVES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    BOXES: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+    rows, w_desc, h_desc, bufs, ring, table, sizes,
+    HALVES: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     """The partition that loads gathered rows of depth D, and of matrices of H columns.
 
     TRANSPOSED: those are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; else they are [E·D, H].

@@ -47,21 +47,11 @@ def launch_product(
     product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
         _described(a, [config.bm, config.bk]),
         _described(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
-        bias,
-        out,
-        table.table,
-        table.used,
-        call.ends_E,
-        depth,
-        columns,
-        n_col_tiles,
-        bias_start,
-        0 if bias is None else bias.shape[1],
-        TRANSPOSED=transposed,
-        BIAS=bias is not None,
-        PINGPONG=config.pingpong,
-        **_constants(config),
-    )
+        bias, out,
+        table.table, table.used, call.ends_E, depth, columns, n_col_tiles,
+        bias_start, 0 if bias is None else bias.shape[1],
+        TRANSPOSED=transposed, BIAS=bias is not None, PINGPONG=config.pingpong, **_constants(config),
+    )  # fmt: skip
     return out
 
 
@@ -79,26 +69,11 @@ def launch_up(
     dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
     up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
-        x_SM,
-        call.layout.source_N,
-        _described(w1.view(-1, dim), [columns, config.bk]),
-        b1,
-        h,
-        a,
-        table.table,
-        table.used,
-        call.ends_E,
-        dim,
-        hidden,
-        n_col_tiles,
-        ACT=ACT_CODES[activation.name],
-        GATED=activation.gated,
-        BIAS=b1 is not None,
-        EVEN=dim % config.bk == 0,
-        LAG=config.stages - 2,
-        PINGPONG=config.pingpong,
-        **_constants(config),
-    )
+        x_SM, call.layout.source_N, _described(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
+        table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
+        ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
+        LAG=config.stages - 2, PINGPONG=config.pingpong, **_constants(config),
+    )  # fmt: skip
 
 
 def launch_dhidden(
@@ -118,28 +93,13 @@ def launch_dhidden(
     dim, hidden = dy_SM.shape[1], a.shape[1]
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
     dhidden_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
-        dy_SM,
-        call.layout.source_N,
-        _described(w2.view(-1, hidden), [config.bk, config.bn]),
-        weight_N,
+        dy_SM, call.layout.source_N, _described(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
         _described(h, [config.bm, config.bk]),
-        dh,
-        a,
-        ds,
-        table.table,
-        table.used,
-        call.ends_E,
-        dim,
-        hidden,
-        call.layout.rows,
-        n_col_tiles,
-        ACT=ACT_CODES[activation.name],
-        GATED=activation.gated,
-        WEIGHTED=weight_N is not None,
-        EVEN=dim % config.bk == 0,
-        LAG=config.stages - 2,
-        **_constants(config),
-    )
+        dh, a, ds,
+        table.table, table.used, call.ends_E, dim, hidden, call.layout.rows, n_col_tiles,
+        ACT=ACT_CODES[activation.name], GATED=activation.gated, WEIGHTED=weight_N is not None,
+        EVEN=dim % config.bk == 0, LAG=config.stages - 2, **_constants(config),
+    )  # fmt: skip
 
 
 def launch_dweight(call: GroupedCall, config: HopperConfig, left: Tensor, right: Tensor, gather_left: bool) -> Tensor:
@@ -150,21 +110,11 @@ def launch_dweight(call: GroupedCall, config: HopperConfig, left: Tensor, right:
     out = left.new_empty((experts, p, q))
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
     dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
-        gathered,
-        call.layout.source_N,
-        in_order,
-        _described(in_order, [config.bk, config.bn if gather_left else config.bm]),
-        out,
-        call.starts_E1,
-        p,
-        q,
-        experts,
-        n_row_tiles,
-        n_col_tiles,
-        GATHER_LEFT=gather_left,
-        LAG=config.stages - 2,
-        **_constants(config),
-    )
+        gathered, call.layout.source_N,
+        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), out,
+        call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
+        GATHER_LEFT=gather_left, LAG=config.stages - 2, **_constants(config),
+    )  # fmt: skip
     return out
 
 

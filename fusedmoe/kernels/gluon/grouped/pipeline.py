@@ -56,6 +56,7 @@ def make_ring(ARRIVALS: gl.constexpr, BLOCKS: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=READERS)
+    # Whose turn it is; without turns nobody looks at it.
     if BLOCKS.pingpong:
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for group in gl.static_range(2):
@@ -132,15 +133,9 @@ def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    bufs,
-    ring,
-    it,
-    depth,
-    GROUP: gl.constexpr,
-    A_TRANSPOSED: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+    bufs, ring, it, depth,
+    GROUP: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     """The rows of a tile's product that are one group's, 0 or 1, and the step that comes next.
 
     A stage holds [bm, bk] of a, or transposed [bk, bm], and [bk, bn] of b, or transposed [bn, bk]. One product is in

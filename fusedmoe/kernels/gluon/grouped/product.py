@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
@@ -22,20 +23,10 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     tiles_in,
     tiles_of_group,
 )
-from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
-def _load(
-    a_desc,
-    b_desc,
-    bufs,
-    ring,
-    table,
-    sizes,
-    TRANSPOSED: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BLOCKS: gl.constexpr):
     a_bufs, b_bufs = bufs
     full, empty = ring[0], ring[1]
     K, N = sizes
@@ -59,11 +50,7 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    of_tile,
-    GROUP_OF_WARPS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    of_tile, GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr
 ):
     bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
@@ -81,31 +68,15 @@ def _multiply(
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
 def product_kernel(
-    a_desc,
-    b_desc,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    used_ptr,
-    ends_ptr,
-    K,
-    N,
-    n_col_tiles,
-    bias_start,
-    bias_columns,
-    TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """`a_desc`: boxes [BM, BK] of the rows; `b_desc`: [BN, BK] of all experts' matrices below each other, [E·N, K], or
-    [BK, BN] of [E·K, N]. BN at least 32 on a GPU; four warps, those of the first group."""
+    # Descriptors: boxes [BM, BK] of the rows; [BN, BK] of all experts' matrices below each other, [E·N, K], or
+    # [BK, BN] of [E·K, N].
+    a_desc, b_desc, bias_ptr, out_ptr,
+    tiles_ptr, used_ptr, ends_ptr, K, N, n_col_tiles, bias_start, bias_columns,
+    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    # BN is at least 32 on a GPU.
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, pingpong=PINGPONG)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
     if TRANSPOSED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.pipeline import (
@@ -17,7 +18,6 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     tiles_in,
     tiles_of_group,
 )
-from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
@@ -50,12 +50,8 @@ def _finish_plain(
 @gluon.jit
 def _multiply(
     of_tile,
-    GROUP_OF_WARPS: gl.constexpr,
-    ACT: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
+    GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
     D, H = sizes
     ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
@@ -91,36 +87,16 @@ def _multiply(
 
 @jit(do_not_specialize=["n_col_tiles"])
 def up_kernel(
-    x_ptr,
-    source_ptr,
-    w_desc,
-    b1_ptr,
-    h_ptr,
-    a_ptr,
-    tiles_ptr,
-    used_ptr,
-    ends_ptr,
-    D,
-    H,
-    n_col_tiles,
-    ACT: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    EVEN: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """`source_ptr` [rows] int64: the row of x [·, D] for each; `w_desc`: boxes [BN or, gated, BN/2, BK] of all experts'
-    matrices below each other, [E·(2·)H, D]; h [rows, (2·)H], a [rows, H]; EVEN: BK divides D; LAG at
-    most STAGES - 2.
-    Four warps, those of the first group."""
+    # Tokens [·, D]; which of them each row copies, [rows] int64; boxes [BN or, gated, BN/2, BK] of all experts'
+    # matrices below each other, [E·(2·)H, D]; their bias; results h [rows, (2·)H] and a [rows, H].
+    x_ptr, source_ptr, w_desc, b1_ptr, h_ptr, a_ptr,
+    tiles_ptr, used_ptr, ends_ptr, D, H, n_col_tiles,
+    # EVEN: BK divides D.
+    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr,
+    # LAG is at most STAGES - 2.
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG, PINGPONG)
     HALVES: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)

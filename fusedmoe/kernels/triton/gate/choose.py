@@ -102,35 +102,19 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
 
 @jit(do_not_specialize=_UNSPECIAL)
 def choose_kernel(
-    x_ptr,
-    w_ptr,
-    logits_ptr,
-    bias_ptr,
-    expert_ptr,
-    weight_ptr,
-    sums_ptr,
-    logsumexp_ptr,
-    length,
-    blocks,
-    programs,
-    M,
-    E,
-    scale,
-    K: tl.constexpr,
-    SCORE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr,
-    STATISTICS: tl.constexpr,
+    # Tokens and router matrix with PRODUCT, which then writes the logits; else the logits are read.
+    x_ptr, w_ptr, logits_ptr, bias_ptr,
+    # The choice, and sums over each program's tokens.
+    expert_ptr, weight_ptr, sums_ptr, logsumexp_ptr,
+    # Tokens of a sequence, programs of one and of all, and sizes.
+    length, blocks, programs, M, E, scale,
+    # The rule (`GateRule`).
+    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STATISTICS: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAKEN_APART: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BS: tl.constexpr,
-    BK: tl.constexpr,
-    EP: tl.constexpr,
-    KP: tl.constexpr,
-):
+    # How logits are made (`mac`), and in which tiles; EP, KP: powers of two that hold E and K.
+    PRODUCT: tl.constexpr, EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
     SOFTMAX: tl.constexpr = SCORE == 0
     sequence, row, inside = rows_of_program(length, blocks, BS)
     e = tl.arange(0, EP)
@@ -212,26 +196,16 @@ def choose_kernel(
 
 @jit(do_not_specialize=_UNSPECIAL)
 def dlogits_kernel(
-    logits_ptr,
-    expert_ptr,
-    dweight_ptr,
-    dscore_ptr,
-    dlogsumexp_ptr,
-    dlogits_ptr,
-    length,
-    blocks,
-    E,
-    scale,
-    K: tl.constexpr,
-    SCORE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    STATISTICS: tl.constexpr,
+    logits_ptr, expert_ptr,
+    # Gradients of weights, score sums and logsumexp, as far as there are any; and of the logits, which are made.
+    dweight_ptr, dscore_ptr, dlogsumexp_ptr, dlogits_ptr,
+    # Tokens of a sequence, programs of one, and sizes.
+    length, blocks, E, scale,
+    # The rule (`GateRule`), and which gradients there are.
+    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTS: tl.constexpr, STATISTICS: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
-    BS: tl.constexpr,
-    EP: tl.constexpr,
-    KP: tl.constexpr,
-):
+    BS: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
     SOFTMAX: tl.constexpr = SCORE == 0
     sequence, row, inside = rows_of_program(length, blocks, BS)
     e = tl.arange(0, EP)
@@ -340,29 +314,11 @@ def _choose(
     blocks = triton.cdiv(S // B, tile.rows)
     sums = torch.empty((2, B, blocks, E), dtype=single, device=device) if rule.statistics else None
     choose_kernel[(B * blocks,)](
-        x_SM,
-        weight_EM,
-        logits_SE,
-        bias_E,
-        expert_SK,
-        weight_SK,
-        sums,
-        logsumexp_S,
-        S // B,
-        blocks,
-        B * blocks,
-        M,
-        E,
-        rule.scale,
-        BIAS=bias_E is not None,
-        STATISTICS=rule.statistics,
-        PRODUCT=x_SM is not None,
-        INTERPRET=INTERPRET,
-        BK=tile.depth,
-        num_stages=tile.stages,
-        **product,
-        **launch_options(rule, tile),
-    )
+        x_SM, weight_EM, logits_SE, bias_E, expert_SK, weight_SK, sums, logsumexp_S,
+        S // B, blocks, B * blocks, M, E, rule.scale,
+        BIAS=bias_E is not None, STATISTICS=rule.statistics, PRODUCT=x_SM is not None, INTERPRET=INTERPRET,
+        BK=tile.depth, num_stages=tile.stages, **product, **launch_options(rule, tile),
+    )  # fmt: skip
     score_BE, count_BE = (None, None) if sums is None else (sums[0].sum(1), sums[1].sum(1))
     return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
 
@@ -383,20 +339,11 @@ def dlogits(
         return dlogits_SE
     tile, B = rowwise_tile(E, capability(logits_SE)), rule.sequences(S)
     blocks = triton.cdiv(S // B, tile.rows)
+    grads = (None if grad is None else grad.contiguous() for grad in (dweight_SK, dscore_BE, dlogsumexp_S))
+    given = {"WEIGHTS": dweight_SK is not None, "STATISTICS": dscore_BE is not None}
+    options = {**launch_options(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None}
     dlogits_kernel[(B * blocks,)](
-        logits_SE,
-        expert_SK,
-        None if dweight_SK is None else dweight_SK.contiguous(),
-        None if dscore_BE is None else dscore_BE.contiguous(),
-        None if dlogsumexp_S is None else dlogsumexp_S.contiguous(),
-        dlogits_SE,
-        S // B,
-        blocks,
-        E,
-        rule.scale,
-        WEIGHTS=dweight_SK is not None,
-        STATISTICS=dscore_BE is not None,
-        **{**launch_options(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None},
+        logits_SE, expert_SK, *grads, dlogits_SE, S // B, blocks, E, rule.scale, **given, **options
     )
     return dlogits_SE
 

@@ -4,9 +4,6 @@ The tokens x and the matrix W are in half precision or float32, logits and their
 take no float32, so that a float32 operand is taken apart: beside bfloat16 into two or three bfloat16 summands, which
 together hold 16 or 24 of its bits; else into two of tf32 (Triton's "tf32x3"). A plain float32 product on the ordinary
 cores would take longer than an expert's. Definitions: the three expressions above.
-
-The gradients of logits are taken apart once, in memory: both summands take the room of the float32 number, and go from
-there to the tensor cores without passing the registers.
 """
 
 from __future__ import annotations
@@ -127,23 +124,16 @@ def mac(a, b, acc, TAKEN_APART: tl.constexpr, SUMMANDS: tl.constexpr, INTERPRET:
 
 @triton.jit
 def logits_tile(
-    x_ptr,
-    w_ptr,
-    row,
-    expert,
-    M,
-    EVEN: tl.constexpr,
-    TAKEN_APART: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x_ptr, w_ptr, row, expert, M,
+    EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """x[row]·W[expert]ᵀ for BS rows and BE experts, all of them valid indices (clamped: a mask would cost the loads
     their way around the registers)."""
     m = tl.arange(0, BK)
     x_ptrs = x_ptr + row[:, None].to(tl.int64) * M + m[None, :]
     w_ptrs = w_ptr + expert[:, None].to(tl.int64) * M + m[None, :]
+    # Sums are float32 whatever the operands are: near logits must not change places.
     acc = tl.zeros((BS, BE), dtype=tl.float32)
     for m0 in range(0, M, BK):
         if EVEN:
@@ -160,19 +150,10 @@ def logits_tile(
 
 @jit(do_not_specialize=["S"])
 def logits_kernel(
-    x_ptr,
-    w_ptr,
-    logits_ptr,
-    S,
-    M,
-    E,
-    EVEN: tl.constexpr,
-    TAKEN_APART: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x_ptr, w_ptr, logits_ptr, S, M, E,
+    EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     # Expert tiles run fastest: those of the same rows find them in the cache.
     tiles = tl.cdiv(E, BE)
     row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
@@ -185,23 +166,11 @@ def logits_kernel(
 
 @jit(do_not_specialize=["S"])
 def dx_kernel(
-    dlogits_ptr,
-    w_ptr,
-    dx_ptr,
-    S,
-    M,
-    E,
-    plane,
-    SUMMANDS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAKEN_APART: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BS: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """SUMMANDS: dlogits are so many matrices, each `plane` elements behind the one before. EVEN: E and M end where
-    tiles do."""
+    dlogits_ptr, w_ptr, dx_ptr, S, M, E,
+    # dlogits are SUMMANDS matrices, each `plane` elements behind the one before. EVEN: E and M end where tiles do.
+    plane, SUMMANDS: tl.constexpr, EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    BS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(M, BM)
     row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
     m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
@@ -225,23 +194,12 @@ def dx_kernel(
 
 @jit(do_not_specialize=["S", "part_rows"])
 def dw_kernel(
-    dlogits_ptr,
-    x_ptr,
-    dw_ptr,
-    S,
-    M,
-    E,
-    part_rows,
-    plane,
-    SUMMANDS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAKEN_APART: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BE: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]. SUMMANDS, EVEN: as in `dx_kernel`."""
+    dlogits_ptr, x_ptr, dw_ptr, S, M, E, part_rows,
+    # As in `dx_kernel`.
+    plane, SUMMANDS: tl.constexpr, EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]."""
     tiles = tl.cdiv(M, BM)
     e = tl.program_id(0) // tiles * BE + tl.arange(0, BE)
     m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
@@ -319,6 +277,7 @@ def dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
     dlogits, apart, summed = _summands(dlogits_SE, x_SM.dtype)
     tile = product_tile("dw", summed or apart, capability(x_SM), E % 64 == 0 and M % 128 == 0)
+    # The result has few tiles, so the sum over tokens is cut as well, into parts that fill a GPU.
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     steps = triton.cdiv(S, tile.depth)
     part_rows = triton.cdiv(steps, min(max(_PROGRAMS // tiles, 1), steps)) * tile.depth
@@ -333,6 +292,8 @@ def dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
 def _summands(dlogits_SE: Tensor, other: torch.dtype) -> tuple[Tensor, str, str]:
     """dlogits as one matrix or two [SUMMANDS, S, E], for a product with `other`; what is left to take apart there; and
     "summed" where there are two."""
+    # Taken apart once, in memory: both summands take the room of the float32 number, and go from there to the tensor
+    # cores without passing the registers.
     apart = taken_apart(dlogits_SE.dtype, other)
     if apart != "a":
         return dlogits_SE.contiguous()[None], apart, ""

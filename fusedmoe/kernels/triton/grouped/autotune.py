@@ -30,7 +30,6 @@ import torch
 import triton
 
 from fusedmoe.files import cache_dir, read_kept, write_kept
-from fusedmoe.kernels.triton.grouped.apart import check_apart
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import (
     Candidate,
@@ -43,7 +42,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     candidates,
     gluon_candidates,
 )
-from fusedmoe.kernels.triton.grouped.correctness import check, wait
+from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
 
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
@@ -147,6 +146,7 @@ class Tuner:
             RuntimeError: every configuration gives wrong results; or one has taken the GPU from this process, by a
                 launch that does not end or an illegal access. It is written down, so that the next process goes on.
         """
+        # Without the lock: a choice never changes, and every launch comes here.
         if key in self._chosen:
             return self._chosen[key]
         configs = by_shape(self._candidates(key), key.rows, key.depth)
@@ -182,6 +182,7 @@ class Tuner:
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
         """The choice that was made among all of these: with FUSEDMOE_GLUON=0 there were fewer."""
         found = self._record.choices.get(str(key), {})
+        # Configurations have come since, or verdicts: then it is no choice among all.
         name, timed = found.get("config"), found.get("microseconds")
         right = {str(config): config for config in configs if not self._fault(key, config)}
         if name not in right or self._fault(key, right[name]) is None:
@@ -253,6 +254,7 @@ class Tuner:
 
     def _leave_out(self, key: Key, config: Config, error: Exception) -> None:
         """Writes down what a configuration has raised; raises where nothing else can run after it."""
+        # Written down first: the next process must not try it again, whatever becomes of this one.
         fault = f"{type(error).__name__}: {error}"[:1000]
         self._write_down(key, config, fault)
         if isinstance(error, TimeoutError) or _is_lost():
@@ -308,6 +310,7 @@ def tuner(device: torch.device) -> Tuner:
 
 def _sources() -> str:
     """Stands for the kernels as they are written."""
+    # Verdicts on other code say nothing, so a change of the kernels begins a new file.
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
     forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")
@@ -318,6 +321,7 @@ def _sources() -> str:
 
 def _measure(device: torch.device, run: Callable[[], object], seconds: float) -> float:
     """The median of some calls, each with nothing of its operands left in the L2 cache."""
+    # In a layer other operands have been through the cache in between.
     size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
     other = torch.empty(size, device=device, dtype=torch.int8)
 

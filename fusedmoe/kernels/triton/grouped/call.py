@@ -48,6 +48,7 @@ class GroupedCall:
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
         self.dtype = like.dtype
+        # As PyTorch's own products: tf32 only where the user allows it.
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
         self._choose = choose
@@ -74,6 +75,7 @@ class GroupedCall:
 
 def solid(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it that is contiguous and starts where bulk and vector copies can."""
+    # A slice may begin anywhere, and a kernel is compiled for operands that are 16-byte aligned.
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -103,6 +105,7 @@ def putting(put: Put | None, row_tiles: int) -> dict[str, Any]:
     """Arguments of a kernel that puts its results elsewhere."""
     if put is None:
         return {**dict.fromkeys((*_PUT, *_FAR)), "PUT": False, "WEIGHTED": False, **linked(None)}
+    # Rows of each peer that are done: whoever completes them signals the peer.
     counter_W, peers = torch.zeros_like(put.wanted_W), put.wanted_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)

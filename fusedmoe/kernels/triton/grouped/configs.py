@@ -171,23 +171,14 @@ _LARGE_FIRST = (
 _HOPPER = {
     "up": _LARGE_FIRST,
     "down": _LARGE_FIRST,
-    "dhidden": (
-        Candidate(_WIDE_3, rows=128),
-        Candidate(_HALF),
-        Candidate(_SQUARE),
-        Candidate(_SMALL),
-    ),
+    "dhidden": (Candidate(_WIDE_3, rows=128), Candidate(_HALF), Candidate(_SQUARE), Candidate(_SMALL)),
     "dinput": _LARGE_FIRST,
     "dw1": (Candidate(_TALL_3, rows=1024), Candidate(_SQUARE), Candidate(_TALL), Candidate(_WIDE_3)),
     "dw2": (Candidate(_WIDE, rows=1024), Candidate(_SQUARE), Candidate(_WIDE_3)),
 }
 _BLACKWELL = {
     **_HOPPER,
-    "dhidden": (
-        Candidate(_SQUARE, rows=1024),
-        Candidate(replace(_HALF, registers=MOST_REGISTERS)),
-        Candidate(_FLAT),
-    ),
+    "dhidden": (Candidate(_SQUARE, rows=1024), Candidate(replace(_HALF, registers=MOST_REGISTERS)), Candidate(_FLAT)),
 }
 # Without bulk copies addresses take registers.
 _ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))

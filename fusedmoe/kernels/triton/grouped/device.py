@@ -16,6 +16,7 @@ ACT_CODES = {"silu": 0, "swiglu": 0, "gelu": 1, "geglu": 1, "gelu_tanh": 2, "rel
 @triton.jit
 def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
     """Row and column tile of a program: bands of GROUP row tiles, so that a band's operands stay in the L2 cache."""
+    # Inside a band column tiles run slowest: programs that run at once share columns, and the band's rows.
     band = GROUP * n_col_tiles
     first = (pid // band) * GROUP
     height = tl.minimum(n_row_tiles - first, GROUP)

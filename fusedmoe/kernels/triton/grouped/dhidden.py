@@ -26,19 +26,7 @@ _PART = 32
 
 
 @triton.jit
-def _finish(
-    da,
-    s,
-    h_ptr,
-    dh_ptr,
-    a_ptr,
-    row,
-    inside,
-    column,
-    H,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-):
+def _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT: tl.constexpr, GATED: tl.constexpr):
     """Stores dH and s·A for some columns of a tile and returns their part of ⟨dA', A⟩."""
     mask = inside[:, None] & (column < H)[None, :]
     if GATED:
@@ -62,21 +50,9 @@ def _finish(
 
 @triton.jit
 def _finish_parts(
-    da,
-    s,
-    h_ptr,
-    dh_ptr,
-    a_ptr,
-    row,
-    inside,
-    first,
-    H,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-):
+    da, s, h_ptr, dh_ptr, a_ptr, row, inside, first, H,
+    ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """`_finish` of WIDTH columns, PART of them at a time: all at once would not fit the registers."""
     if WIDTH <= PART:
         column = first + tl.arange(0, WIDTH)
@@ -91,41 +67,21 @@ def _finish_parts(
 
 @jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
 def dhidden_kernel(
-    dy_ptr,
-    source_ptr,
-    w2,
-    weight_ptr,
-    h_ptr,
-    dh_ptr,
-    a_ptr,
-    ds_ptr,
-    tiles_ptr,
-    ends_ptr,
-    n_row_tiles,
-    rows,
-    M,
-    H,
-    signals_ptr,
-    stop_ptr,
-    record_ptr,
-    epoch,
-    limit_ns,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    GATHER: tl.constexpr,
-    AWAITED: tl.constexpr,
-    NVSHMEM: tl.constexpr,
+    # Gradients of results, which of them each row reads, matrices or a descriptor, router weights, pre-activations.
+    dy_ptr, source_ptr, w2, weight_ptr, h_ptr,
+    # What is made: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients.
+    dh_ptr, a_ptr, ds_ptr,
+    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
+    tiles_ptr, ends_ptr, n_row_tiles, rows, M, H,
+    # The wait for rows that are still on their way (`remote.py`).
+    signals_ptr, stop_ptr, record_ptr, epoch, limit_ns,
+    # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
+    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-):
+    # In which way, and in which tiles (`configs.py`); PART: columns that are finished at a time.
+    DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     # Which tile: programs of a band share rows of W2 in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BN), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
@@ -207,28 +163,13 @@ def dhidden(
             return dh, a, None if ds is None else ds.sum(0)
         tiles = call.tiles(config.bm)
         dhidden_kernel[(len(tiles.table) * column_tiles,)](
-            dy_SM,
-            layout.source_N,
-            described(w2, [1, config.bk, config.bn]) if variant.bulk else w2,
-            weight_N,
-            h,
-            dh,
-            a,
-            ds,
-            tiles.table,
-            call.ends_E,
-            len(tiles.table),
-            layout.rows,
-            dim,
-            hidden,
-            ACT=ACT_CODES[activation.name],
-            GATED=activation.gated,
+            dy_SM, layout.source_N, described(w2, [1, config.bk, config.bn]) if variant.bulk else w2, weight_N, h,
+            dh, a, ds,
+            tiles.table, call.ends_E, len(tiles.table), layout.rows, dim, hidden,
+            ACT=ACT_CODES[activation.name], GATED=activation.gated,
             **waiting(wait),
-            GATHER=gather,
-            WEIGHTED=variant.extra,
-            PART=min(_PART, config.bn // 4),
-            **constants(variant, config),
-        )
+            GATHER=gather, WEIGHTED=variant.extra, PART=min(_PART, config.bn // 4), **constants(variant, config),
+        )  # fmt: skip
         return dh, a, None if ds is None else ds.sum(0)
 
     return call.run(variant, dim, hidden, launch)

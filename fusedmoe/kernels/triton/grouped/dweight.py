@@ -27,29 +27,18 @@ def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
 
 @jit
 def dweight_kernel(
-    left_ptr,
-    right_ptr,
-    left_rows,
-    right_rows,
-    source_ptr,
-    out_ptr,
-    starts_ptr,
-    P,
-    Q,
-    GATHER_LEFT: tl.constexpr,
-    GATHER_RIGHT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    EVEN: tl.constexpr,
-    NARROW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    # Both sides, [rows, P] and [rows, Q]; with DESCRIPTORS also descriptors of those that are not gathered, which are
+    # read in whole blocks of rows.
+    left_ptr, right_ptr, left_rows, right_rows,
+    # Which row a gathered side reads, the experts' matrices, the first row of each expert, and sizes.
+    source_ptr, out_ptr, starts_ptr, P, Q,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
+    # EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits.
+    DESCRIPTORS: tl.constexpr, EVEN: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
-    BP: tl.constexpr,
-    BQ: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """`left_rows`, `right_rows`: with DESCRIPTORS, descriptors of the sides that are not gathered, read in whole blocks
-    of rows. EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits."""
+    # Tiles, and rows of a step (`configs.py`).
+    BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     # A matrix of each expert is a grid of its own: its rows are summed by one program for each tile, so that the
     # order of the sum is fixed and an expert without rows gets zeros.
     expert = tl.program_id(1)
@@ -119,20 +108,9 @@ def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gath
         left_rows = described(left, [config.bk, config.bm]) if variant.bulk and gather != "left" else None
         right_rows = described(right, [config.bk, config.bn]) if variant.bulk and gather != "right" else None
         dweight_kernel[(triton.cdiv(p, config.bm) * triton.cdiv(q, config.bn), layout.experts)](
-            left,
-            right,
-            left_rows,
-            right_rows,
-            layout.source_N,
-            out,
-            call.starts_E1,
-            p,
-            q,
-            GATHER_LEFT=gather == "left",
-            GATHER_RIGHT=gather == "right",
-            NARROW=narrow,
-            **given,
-        )
+            left, right, left_rows, right_rows, layout.source_N, out, call.starts_E1, p, q,
+            GATHER_LEFT=gather == "left", GATHER_RIGHT=gather == "right", NARROW=narrow, **given,
+        )  # fmt: skip
         return out
 
     return call.run(variant, p, q, launch)

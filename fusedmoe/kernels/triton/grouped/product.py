@@ -38,42 +38,20 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
 
 @jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
 def product_kernel(
-    a,
-    b,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    ends_ptr,
-    n_row_tiles,
-    K,
-    N,
-    bias_start,
-    bias_columns,
-    address_ptr,
-    weight_ptr,
-    peer_ptr,
-    counter_ptr,
-    wanted_ptr,
-    signal_ptr,
-    done_ptr,
-    target_ptr,
-    pe_ptr,
-    epoch,
-    W,
-    TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PUT: tl.constexpr,
-    NVSHMEM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    # Rows and all experts' matrices, or descriptors of them; the output bias; where results go.
+    a, b, bias_ptr, out_ptr,
+    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
+    tiles_ptr, ends_ptr, n_row_tiles, K, N, bias_start, bias_columns,
+    # Rows that are put elsewhere: addresses, weights, peers, and how peers learn that all of theirs are there.
+    address_ptr, weight_ptr, peer_ptr, counter_ptr, wanted_ptr, signal_ptr,
+    # For far peers: finished tiles of each row tile, addresses at the peer, numbers of peers to NVSHMEM.
+    done_ptr, target_ptr, pe_ptr, epoch, W,
+    # What is computed.
+    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PUT: tl.constexpr, NVSHMEM: tl.constexpr, WEIGHTED: tl.constexpr,
+    # In which way, and in which tiles (`configs.py`).
+    DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     # Which tile: programs of a band share rows of B in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
     if PUT:
@@ -204,20 +182,11 @@ def product(
         product_kernel[(len(tiles.table) * triton.cdiv(columns, config.bn),)](
             described(a, [config.bm, config.bk]) if variant.bulk else a,
             described(b, box) if variant.bulk else b,
-            bias,
-            out,
-            tiles.table,
-            call.ends_E,
-            len(tiles.table),
-            depth,
-            columns,
-            bias_start,
-            0 if bias is None else bias.shape[1],
+            bias, out, tiles.table, call.ends_E, len(tiles.table), depth, columns,
+            bias_start, 0 if bias is None else bias.shape[1],
             **putting(put, len(tiles.table)),
-            TRANSPOSED=transposed,
-            BIAS=variant.extra,
-            **constants(variant, config),
-        )
+            TRANSPOSED=transposed, BIAS=variant.extra, **constants(variant, config),
+        )  # fmt: skip
         if put is None:
             return out
         finish(put)

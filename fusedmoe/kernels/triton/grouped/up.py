@@ -48,37 +48,19 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
 
 @jit(do_not_specialize=["n_row_tiles", "epoch", "limit_ns"])
 def up_kernel(
-    x_ptr,
-    source_ptr,
-    w1,
-    b1_ptr,
-    h_ptr,
-    a_ptr,
-    tiles_ptr,
-    ends_ptr,
-    n_row_tiles,
-    M,
-    H,
-    signals_ptr,
-    stop_ptr,
-    record_ptr,
-    epoch,
-    limit_ns,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    GATHER: tl.constexpr,
-    AWAITED: tl.constexpr,
-    NVSHMEM: tl.constexpr,
+    # Tokens, which of them each row copies, all experts' matrices or a descriptor of them, their bias; results.
+    x_ptr, source_ptr, w1, b1_ptr, h_ptr, a_ptr,
+    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
+    tiles_ptr, ends_ptr, n_row_tiles, M, H,
+    # The wait for rows that are still on their way (`remote.py`).
+    signals_ptr, stop_ptr, record_ptr, epoch, limit_ns,
+    # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
+    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
     BIAS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    # In which way, and in which tiles (`configs.py`).
+    DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     # BH columns of the hidden dimension make BN columns of the product: both halves of a gated activation side by side.
     HALVES: tl.constexpr = 2 if GATED else 1
     BH: tl.constexpr = BN // HALVES
@@ -178,24 +160,12 @@ def up(
         box = [activation.halves, columns, config.bk]
         tiles = call.tiles(config.bm)
         up_kernel[(len(tiles.table) * triton.cdiv(hidden, columns),)](
-            x_SM,
-            layout.source_N,
-            described(w1.view(-1, hidden, dim), box) if variant.bulk else w1,
-            weights.b1,
-            h,
-            a,
-            tiles.table,
-            call.ends_E,
-            len(tiles.table),
-            dim,
-            hidden,
-            ACT=ACT_CODES[activation.name],
-            GATED=activation.gated,
+            x_SM, layout.source_N, described(w1.view(-1, hidden, dim), box) if variant.bulk else w1, weights.b1, h, a,
+            tiles.table, call.ends_E, len(tiles.table), dim, hidden,
+            ACT=ACT_CODES[activation.name], GATED=activation.gated,
             **waiting(wait),
-            GATHER=gather,
-            BIAS=variant.extra,
-            **constants(variant, config),
-        )
+            GATHER=gather, BIAS=variant.extra, **constants(variant, config),
+        )  # fmt: skip
         return h, a
 
     return call.run(variant, dim, hidden, launch)

@@ -6,25 +6,11 @@ NVSHMEM's proxy, so one takes as many rows as follow one another at both ends. T
 (`put_signal_nbi`). Results go to a row each; but those of an expert for a peer follow one another, and a program sees a
 tile of them (`put_runs`).
 
-The signal of results says that all rows of a chunk are there, which many programs have put. It comes from a launch of
-its own, behind theirs (`signal_far`): a fence of NVSHMEM orders whatever this GPU's threads have issued before it is
-called, and launches of a stream follow one another. So programs that put need no fence of their own. Where a network
-cannot keep an order, a fence waits until all has arrived, and in every thread that calls it: so one warp a peer does.
-
 Rows are read out of staging until the peer has them. It has when it gives credit for them, and nothing else is stored
 there before.
 
-Of NVSHMEM's functions those that are used here are made Triton's first. An address is one of this rank's symmetric
-memory; the PE, NVSHMEM's word for a rank, says on whose copy it is meant. The functions are those of NVSHMEM's bitcode:
-a launch takes `extern_libs=nvshmem_bitcode()`, and what is loaded must be made known to NVSHMEM before it runs
-(`tell_of_modules`). All threads of a program call a function together. Those that NVSHMEM has for a block share the
-work; the others do what they do in every thread, which their text says.
-
 What is read must be symmetric memory, too, or registered with NVSHMEM: a network card reads it. Functions wait for the
 proxy, a thread of NVSHMEM on the host, where it is behind, and for that there is no bound.
-
-Their arguments are pointers or numbers, no blocks. What a function returns is only used where it says that it returns
-something: the others return nothing in NVSHMEM, and only Triton wants a type of them.
 """
 
 from __future__ import annotations
@@ -46,6 +32,13 @@ _I32, _I64 = core.dtype("int32"), core.dtype("int64")
 # NVSHMEM_SIGNAL_SET of nvshmemx_signal_op_t, and NVSHMEM_CMP_GE of nvshmemx_cmp_type_t.
 _SET = tl.constexpr(9)
 _AT_LEAST = tl.constexpr(5)
+
+
+# NVSHMEM's functions, made Triton's. An address is one of this rank's symmetric memory; the PE, NVSHMEM's word for a
+# rank, says on whose copy it is meant. All threads of a program call a function together: those that NVSHMEM has for a
+# block share the work, the others do it in every thread. Arguments are pointers or numbers, no blocks. Most return
+# nothing; only Triton wants a type of them. A launch takes `extern_libs=nvshmem_bitcode()`, and what is loaded must be
+# made known to NVSHMEM before it runs (`tell_of_modules`).
 
 
 @core.extern
@@ -137,6 +130,8 @@ def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS
         address_ptr, target_ptr, peer_ptr: as in `Addresses` and `Far`.
         first, count: the rows.   size: bytes of one.
     """
+    # A run is rows that follow one another at both ends: a put is a request to a thread on the host, so the fewer the
+    # better.
     i = tl.arange(0, ROWS)
     row, inside = first + i, i < count
     target = tl.load(target_ptr + row, mask=inside, other=0)
@@ -154,6 +149,10 @@ def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS
         one = tl.min(tl.where(begins & (i > one), i, ROWS), 0)
 
 
+# The signal of results says that all rows of a chunk are there, which many programs have put. It comes from a launch of
+# its own, behind theirs: a fence of NVSHMEM orders whatever this GPU's threads have issued before it is called, and
+# launches of a stream follow one another. So programs that put need no fence of their own. Where a network cannot keep
+# an order, a fence waits until all has arrived, and in every thread that calls it: so one warp a peer does.
 @jit(do_not_specialize=["place", "epoch"])
 def signal_far_kernel(signals_ptr, place, table_ptr, pe_ptr, spare_ptr, epoch):
     peer = tl.program_id(0)

@@ -1,7 +1,7 @@
 """Rows to other ranks' receive buffers, started by kernels: puts with a signal for every tile, results, and credits.
 
 A receive buffer is a ring of slots of a symmetric heap; in each slot every rank has room for C rows, of which it
-signals TILE at a time. Kernels here write to it, those of `wait.py` wait; those that compute on what has come wait
+signals TILE at a time. Kernels here write to it, those of `remote.py` wait; those that compute on what has come wait
 for their own rows, and put what they make (`triton/grouped`). Nothing here waits for the host.
 
 With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
@@ -12,7 +12,6 @@ read.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,8 +22,6 @@ from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import fence, put_runs, put_signal_nbi, signal_far, signal_pe
 from fusedmoe.kernels.triton.one_sided.remote import at_peer, signal, wait
 
-# Rows of a program that puts what lies here already.
-RETURN_TILE = 64
 # Of programs that move rows.
 _WARPS = 8
 _UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
@@ -32,33 +29,18 @@ _UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
 
 @jit(do_not_specialize=_UNSPECIAL)
 def put_rows_kernel(
-    x_ptr,
-    source_ptr,
-    used_ptr,
-    rows_ptr,
-    row_table_ptr,
-    signals_ptr,
-    signal_table_ptr,
-    credits_ptr,
-    staging_ptr,
-    pe_ptr,
-    spare_ptr,
-    stop_ptr,
-    record_ptr,
-    me,
-    slot,
-    epoch,
-    credit,
-    limit_ns,
-    W,
-    C,
-    T,
-    M,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NVSHMEM: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    # Rows, which of them go to each peer, and how many.
+    x_ptr, source_ptr, used_ptr,
+    # The receive buffer (`ReceiveBuffer`).
+    rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
+    # The network: rows on their way to far peers, numbers of peers to NVSHMEM, a signal that nobody reads.
+    staging_ptr, pe_ptr, spare_ptr,
+    stop_ptr, record_ptr,
+    # This rank, the slot and the number of the exchange, and the credit that must have come.
+    me, slot, epoch, credit, limit_ns,
+    W, C, T, M,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     # First tiles first, and each rank begins with another peer.
     tile = tl.program_id(0) // W
     peer = (me + tl.program_id(0)) % W
@@ -66,6 +48,7 @@ def put_rows_kernel(
     # The first tile is signalled without rows, too: its reader then knows of an exchange in which nothing came.
     if tile > 0 and tile * TILE >= used:
         return
+    # The slot's last rows must have been read: the peer has given credit for them.
     one = tl.arange(0, 1)
     wait(credits_ptr, peer + one, one == 0, credit, stop_ptr, record_ptr, limit_ns, INTERPRET)
 
@@ -122,6 +105,7 @@ def signal_peers(peer, inside, parts, counter_ptr, wanted_ptr, signal_ptr, epoch
     A reader's acquire of the last one's release covers all tiles: each counted itself in with a release that the last
     one acquired.
     """
+    # All of the program's stores come before its count.
     tl.debug_barrier()
     for p in range(W):
         mine = tl.sum((inside & (peer == p)).to(tl.int32), 0)
@@ -137,42 +121,6 @@ def signal_those_without(wanted_ptr, signal_ptr, epoch, W):
     for p in range(W):
         if tl.load(wanted_ptr + p) == 0:
             signal(tl.load(signal_ptr + p).to(tl.pointer_type(tl.int64)), epoch)
-
-
-@jit(do_not_specialize=["epoch"])
-def return_rows_kernel(
-    x_ptr,
-    rows_ptr,
-    address_ptr,
-    peer_ptr,
-    counter_ptr,
-    wanted_ptr,
-    signal_ptr,
-    target_ptr,
-    pe_ptr,
-    epoch,
-    W,
-    M,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NVSHMEM: tl.constexpr,
-):
-    if tl.program_id(0) == 0:
-        signal_those_without(wanted_ptr, signal_ptr, epoch, W)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = row < tl.load(rows_ptr)
-    target = tl.load(address_ptr + row, mask=inside, other=0).to(x_ptr.dtype)
-    column = tl.arange(0, BLOCK)
-    for first in range(0, M, BLOCK):
-        mask = inside[:, None] & (first + column < M)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * M + first + column[None, :], mask=mask)
-        tl.store(target[:, None] + first + column[None, :], x, mask=mask)
-    if NVSHMEM:
-        size = M * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        first = tl.program_id(0) * TILE
-        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, TILE)
-    peer = tl.load(peer_ptr + row, mask=inside, other=0)
-    signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
 
 
 @jit
@@ -198,33 +146,15 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer
     width, capacity = buffer.rows.shape[-1], buffer.rows.shape[2]
     tiles = capacity // buffer.tile
     put_rows_kernel[(buffer.peers * tiles,)](
-        x,
-        source_WC,
-        used_W,
-        buffer.rows,
-        buffer.row_table,
-        buffer.signals,
-        buffer.signal_table,
-        buffer.credits,
-        buffer.staging,
-        *far_pointers(buffer.network),
-        bounds.stop,
-        bounds.record,
-        buffer.me,
-        buffer.slot(epoch),
-        epoch,
-        epoch - buffer.slots,
-        bounds.limit_ns,
-        buffer.peers,
-        capacity,
-        tiles,
-        width,
-        TILE=buffer.tile,
-        **columns(width, buffer.tile),
-        **linked(buffer.network),
-        INTERPRET=INTERPRET,
+        x, source_WC, used_W,
+        buffer.rows, buffer.row_table, buffer.signals, buffer.signal_table, buffer.credits,
+        buffer.staging, *far_pointers(buffer.network),
+        bounds.stop, bounds.record,
+        buffer.me, buffer.slot(epoch), epoch, epoch - buffer.slots, bounds.limit_ns,
+        buffer.peers, capacity, tiles, width,
+        TILE=buffer.tile, **columns(width, buffer.tile), **linked(buffer.network), INTERPRET=INTERPRET,
         **launch_options(buffer.network is not None),
-    )
+    )  # fmt: skip
 
 
 def give_credit(buffer: ReceiveBuffer, epoch: int) -> None:
@@ -248,31 +178,6 @@ def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
         put_values_kernel[(triton.cdiv(x_R.numel(), block),)](
             x_R, store_N, rows, target_N, peer_N, far_pointers(network)[0], BLOCK=block, **linked(network)
         )
-
-
-def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
-    """Puts x_RM[i], for i < rows[0], where `put` says; the weights of `put` are not applied."""
-    count, width = x_RM.shape
-    peer_N, store_N, target_N, network = put.addresses
-    return_rows_kernel[(max(1, triton.cdiv(count, RETURN_TILE)),)](
-        x_RM.contiguous(),
-        rows,
-        store_N,
-        peer_N,
-        torch.zeros_like(put.wanted_W),
-        put.wanted_W,
-        put.signal_W,
-        target_N,
-        far_pointers(network)[0],
-        put.epoch,
-        put.wanted_W.numel(),
-        width,
-        TILE=RETURN_TILE,
-        **columns(width, RETURN_TILE),
-        **linked(network),
-        **launch_options(network is not None),
-    )
-    finish(put)
 
 
 def finish(put: Put) -> None:

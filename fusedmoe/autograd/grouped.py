@@ -1,4 +1,4 @@
-"""A linear map of each expert's rows as one differentiable function, for networks that `experts` does not know."""
+"""Differentiable functions of sorted rows for networks that `experts` does not know: linear maps, clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
+from fusedmoe.kernels import activation
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
 from fusedmoe.kernels.layout import Layout, LayoutTensors
@@ -69,11 +70,13 @@ def grouped_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gradients of the rows, the weights and the bias; an empty tensor where there is none."""
     of_rows = Layout.of(layout)
+    # The same product, with the matrices read the other way round.
     drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
     left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
     dweight = grouped_dweight(left, right, of_rows)
     if not biased:
         return drows_NK, dweight, dout_NO.new_empty(0)
+    # Σ over an expert's rows is the product of a column of ones with them.
     dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)
     return drows_NK, dweight, dbias_EO[:, 0].contiguous()
 
@@ -84,17 +87,74 @@ def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *_: Any) -
     return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
 
 
-def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _keep_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
     rows_NK, weight, bias_EO, transposed, layout = inputs
     ctx.save_for_backward(rows_NK, weight, *layout)
     ctx.biased, ctx.transposed = bias_EO is not None, transposed
 
 
-def _gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows_NK, weight, *layout = ctx.saved_tensors
     grads = grouped_linear_backward(dout_NO, rows_NK, weight, ctx.biased, ctx.transposed, layout)
     drows_NK, dweight, dbias_EO = grads
     return drows_NK, dweight, dbias_EO if ctx.biased else None, None, None
 
 
-register_gradient(grouped_linear_operator, _gradients, _keep)
+register_gradient(grouped_linear_operator, _linear_gradients, _keep_rows)
+
+
+def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """[N, 2·I] -> [N, I]: g·σ(alpha·g)·(u + 1), of g and u the even and the odd columns (the activation of gpt-oss).
+
+    g is at most `limit`, and u between −`limit` and `limit`. Between two `grouped_linear` it makes gpt-oss's experts.
+
+    Args:
+        h_NH: rows, floating point, any strides; computed in at least float32.
+        limit: a positive number.
+    Returns:
+        In the dtype of h_NH.
+    Saves for backward:
+        h_NH.
+    Raises:
+        ConfigError: rows that cannot be halved, other dtypes, a limit that is no bound.
+    """
+    check_floats("clamped_swiglu", "h_NH", h_NH)
+    if h_NH.dim() != 2 or h_NH.shape[1] % 2:
+        refuse("clamped_swiglu", f"h_NH must be [N, 2·I], got {list(h_NH.shape)}")
+    if not limit > 0:
+        refuse("clamped_swiglu", f"limit must be positive, got {limit!r}")
+    out: Tensor = clamped_swiglu_operator(h_NH, float(alpha), float(limit))
+    return out
+
+
+@operator("clamped_swiglu")
+def clamped_swiglu_operator(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return activation.clamped_swiglu(h_NH, alpha, limit)
+
+
+@register_fake(clamped_swiglu_operator)
+def _(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
+
+
+@operator("clamped_swiglu_backward")
+def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return activation.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
+
+
+@register_fake(clamped_swiglu_backward)
+def _(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty(h_NH.shape)
+
+
+def _keep_pre_activation(ctx: Any, inputs: Any, output: Tensor) -> None:
+    h_NH, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(h_NH)
+
+
+def _clamped_swiglu_gradients(ctx: Any, da_NI: Tensor) -> tuple[Tensor, None, None]:
+    (h_NH,) = ctx.saved_tensors
+    return clamped_swiglu_backward(da_NI, h_NH, ctx.alpha, ctx.limit), None, None
+
+
+register_gradient(clamped_swiglu_operator, _clamped_swiglu_gradients, _keep_pre_activation)

@@ -1,4 +1,4 @@
-"""SwiGLU with bounds over interleaved halves; its contract is in `fusedmoe.kernels.clamped_swiglu`."""
+"""SwiGLU with bounds over interleaved halves; its contract is in `fusedmoe.kernels.activation`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,59 @@
+"""Results that lie in memory already, put to where they belong: what a product that puts its own results is beside.
+
+The library has no such launch: its down projection puts results while they are in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.one_sided import Put, far_pointers, linked
+from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.one_sided.network import put_runs
+from fusedmoe.kernels.triton.one_sided.put import columns, finish, launch_options, signal_peers, signal_those_without
+
+# Rows of a program.
+TILE = 64
+
+
+@jit(do_not_specialize=["epoch"])
+def return_rows_kernel(
+    x_ptr, rows_ptr,
+    # Where each row goes, and how peers learn that all of theirs are there (`Put`).
+    address_ptr, peer_ptr, counter_ptr, wanted_ptr, signal_ptr, target_ptr, pe_ptr,
+    epoch, W, M,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr,
+):  # fmt: skip
+    # A rank that gets no row from here would wait for ever.
+    if tl.program_id(0) == 0:
+        signal_those_without(wanted_ptr, signal_ptr, epoch, W)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < tl.load(rows_ptr)
+    target = tl.load(address_ptr + row, mask=inside, other=0).to(x_ptr.dtype)
+    column = tl.arange(0, BLOCK)
+    for first in range(0, M, BLOCK):
+        mask = inside[:, None] & (first + column < M)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * M + first + column[None, :], mask=mask)
+        tl.store(target[:, None] + first + column[None, :], x, mask=mask)
+    if NVSHMEM:
+        size = M * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        first = tl.program_id(0) * TILE
+        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, TILE)
+    peer = tl.load(peer_ptr + row, mask=inside, other=0)
+    signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+
+
+def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
+    """Puts x_RM[i], for i < rows[0], where `put` says; the weights of `put` are not applied."""
+    count, width = x_RM.shape
+    peer_N, store_N, target_N, network = put.addresses
+    return_rows_kernel[(max(1, triton.cdiv(count, TILE)),)](
+        x_RM.contiguous(), rows,
+        store_N, peer_N, torch.zeros_like(put.wanted_W), put.wanted_W, put.signal_W, target_N, far_pointers(network)[0],
+        put.epoch, put.wanted_W.numel(), width,
+        TILE=TILE, **columns(width, TILE), **linked(network), **launch_options(network is not None),
+    )  # fmt: skip
+    finish(put)
