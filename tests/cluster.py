@@ -152,6 +152,7 @@ def _serve(pipe: Connection) -> None:
     end_with(copied.PID)
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: a search for garbage has only what runs have left to look at
     server: Any = None
     while True:
         try:

@@ -53,9 +53,9 @@ def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
     child, heard = tmp_path / "child", []
     sleeper = f"import subprocess; p = subprocess.Popen(['sleep', '300']); open({str(child)!r}, 'w').write(str(p.pid))"
     slow = Process([sys.executable, "-c", f"{sleeper}; print('begun'); p.wait()"])
-    ended = watch(slow, 3.0, hear=heard.append)
+    ended = watch(slow, 1.5, hear=heard.append)
     assert (ended.code, ended.output, "".join(heard)) == (None, "begun\n", "begun\n")
-    assert 3 <= ended.seconds < 30 and "time was up" in ended.why
+    assert 1.5 <= ended.seconds < 30 and "time was up" in ended.why
     deadline = time.monotonic() + 10  # a signal has been sent; on a busy machine it may take its time
     while is_running(int(child.read_text())):
         assert time.monotonic() < deadline

@@ -17,12 +17,13 @@ SCENES = (("train", "ep 2"), ("train", "esp 2"), ("train", "chunks 2"))
 FAULTS = ("kill", "exit", "raise", "no memory", "interrupt", "nan", "empty", "skew", "seed")
 
 
-def test_a_dozen_faults() -> None:
+@pytest.mark.parametrize("cases", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_few_faults(cases: int) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    results = run(Campaign(seed, faults=FAULTS, scenes=SCENES), 12, 100.0, teams=1)
+    results = run(Campaign(seed, faults=FAULTS, scenes=SCENES), cases, 100.0, teams=1)
     bad = [f"{r.outcome}: seed {seed}, {r.case}\n{r.text}" for r in results if r.outcome in FAILURES]
     assert not bad, "\n".join(bad)
-    assert sum(result.fired for result in results) > 6
+    assert sum(result.fired for result in results) > cases // 2
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from fusedmoe.cli import doctor
 from fusedmoe.cli.main import main
 from fusedmoe.comm.one_sided import heaps
+from tests.lifetime import left_in_shared_memory
 
 NAMES = ["gloo", "nccl", "host", "local", "symm", "nvshmem"]
 
@@ -41,11 +42,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    before = set(Path("/dev/shm").iterdir())
     assert main(["doctor"]) == 0
     found = rows(capsys.readouterr().out)
     assert found["torch"] == [torch.__version__] and found["fusedmoe"] == ["0.1.0"]
-    assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith("fusedmoe")} <= before
+    assert not left_in_shared_memory()
     for name in NAMES:
         _, works, reason = found[name]
         assert works == ("no" if reason else "yes"), name

@@ -55,7 +55,7 @@ def in_shares(rank: int, world: int, settings: Settings, shares: int | None, ste
     return [held_out, *(report.loss for report in reports), *(report.grad_norm for report in reports)]
 
 
-@pytest.mark.parametrize("schedule", ["off", "fsmoe"])
+@pytest.mark.parametrize("schedule", [pytest.param("off", marks=pytest.mark.slow), "fsmoe"])
 def test_fewer_ranks_take_the_shares_of_all(cluster: Cluster, text: Path, schedule: str) -> None:
     settings = settings_of(text, schedule=schedule)
     whole = cluster.run(4, in_shares, settings, None, 3)[0]  # two replicas

@@ -61,6 +61,13 @@ def check_losses(run: Path, right: Path) -> None:
             assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the steps."""
+    for drawing in ("fusedmoe.cli.train.draw", "fusedmoe.cli.run_dir.draw_loads"):
+        monkeypatch.setattr(drawing, lambda *_, **__: None)
+
+
 def test_one_process_trains_and_leaves_a_run_folder(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +102,7 @@ def test_one_process_trains_and_leaves_a_run_folder(
 
 
 def test_a_resumed_job_goes_on_to_the_same_losses(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], no_pictures: None
 ) -> None:
     flags = [*TINY, "--steps", "6", "--data", str(text)]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -150,7 +157,7 @@ def test_the_plan_that_is_kept_is_drawn() -> None:
     assert drawn([("off", True)] * 6, picture="off") == []  # of a resumed job
 
 
-def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path) -> None:
+def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_pictures: None) -> None:
     held_out = []
     for dtype in ("fp32", "bf16", "fp64"):
         flags = ["--model", "BERT-Large-MoE", *TINY, "--heads", "4", "--steps", "2", "--data", str(text)]
@@ -330,7 +337,8 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
     sizes = choose_sizes(settings, launch)
     topology = make_topology(sizes, 60.0)
     job = TrainingJob(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
-    with mock.patch("fusedmoe.cli.train.draw"):  # a picture of many ranks takes longer than their steps
+    # Pictures take longer than the steps.
+    with mock.patch("fusedmoe.cli.train.draw"), mock.patch("fusedmoe.cli.run_dir.draw_loads"):
         return job.run(run, resume, stop).last_line
 
 

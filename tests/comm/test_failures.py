@@ -45,7 +45,7 @@ def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls:
 
 def stops_before_the_wrapper(rank: int, world: int, culprit: int) -> None:
     """PyTorch's own wait, in which nobody looks at the board."""
-    layer = make(topology := Topology.from_sizes(4, timeout_s=2.0))
+    layer = make(topology := Topology.from_sizes(4, timeout_s=1.0))
     pids = all_gather_object(topology.world, os.getpid())
     try:
         if rank == culprit:
@@ -259,7 +259,7 @@ def does_not_fit(rank: int, world: int) -> None:
 
 def missing_at_the_start(rank: int, world: int, culprit: int) -> None:
     if rank == culprit:
-        time.sleep(3)
+        time.sleep(1.7)
         raise ValueError("overslept")
     Topology.from_sizes(ep=2, timeout_s=1.0)
 

@@ -212,12 +212,15 @@ def test_a_rank_that_has_no_room_for_threads(cluster: Cluster) -> None:
 
 def one_is_late(rank: int, world: int) -> str:
     """Ranks 1 and 2 make a group when rank 2 does not come, so that rank 0 waits in vain for rank 1."""
-    topology = Topology.from_sizes(3, timeout_s=1.0)
+    topology = Topology.from_sizes(3, timeout_s=20.0)
     if rank == 2:
-        time.sleep(5.0)
+        assert topology.world.board.read(wait_s=20.0) is not None
         return ""
     others = [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError) as caught, pytest.MonkeyPatch.context() as patch:
+        # Of Gloo's thread, too, which waits five times as long and which nothing can end.
+        patch.setattr(group, "_patience", lambda job: timedelta(seconds=1.0))
+        patch.setattr(group, "_to_connect", lambda patience: timedelta(seconds=0.3))
         for ranks in others:
             group._make(topology.job, ranks, f"a test of {ranks}")
     return str(caught.value)
@@ -230,19 +233,19 @@ def test_who_has_not_come_is_named(cluster: Cluster) -> None:
 
 def one_meets_late(rank: int, world: int) -> str:
     """Rank 1 waits for rank 2, and rank 0 for rank 1."""
-    topology = Topology.from_sizes(3, timeout_s=2.0)
+    topology = Topology.from_sizes(3, timeout_s=20.0)
     if rank == 2:
-        time.sleep(4.0)
+        assert topology.world.board.read(wait_s=20.0) is not None
         return ""
     with pytest.raises(RankError) as caught:
         for ranks in [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]:
-            topology.job.board.meet(ranks, None, 2.0 if rank == 0 else 4.0, operation=f"meeting as {ranks}")
+            topology.job.board.meet(ranks, None, 1.0 if rank == 0 else 2.0, operation=f"meeting as {ranks}")
     return str(caught.value)
 
 
 def test_who_has_not_met_is_named(cluster: Cluster) -> None:
     for text in cluster.run(3, one_meets_late)[:2]:
-        assert "because rank 2 failed in meeting as (0, 1): did not come within 2 s" in text
+        assert "because rank 2 failed in meeting as (0, 1): did not come within 1 s" in text
 
 
 def next_attempt(rank: int, world: int) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -12,3 +13,11 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Nothing of another test is left in the compiler, nor anything there for the next one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -90,6 +90,11 @@ class Model(nn.Module):
         return self.head(x_BLM)
 
 
+class AllToAll(nn.Module):
+    def forward(self, x_SM: Tensor) -> Tensor:
+        return all_to_all_single(x_SM, None, None, dist.group.WORLD)
+
+
 class Steady:
     """OperatorCosts by size: what a test plans with, the same on every machine."""
 
@@ -129,3 +134,7 @@ def train(model: nn.Module, call: nn.Module, rank: int, steps: int = 5) -> list[
         record |= {name: one.detach().clone() for name, one in model.named_parameters()}
         found.append(record)
     return found
+
+
+def largest_difference(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +23,7 @@ S, E, C, M = 16, 4, 6, 8
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-@pytest.fixture
-def world(world: None) -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def switch(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,9 +110,21 @@ def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, 
     return [*backend.reports[0].order]
 
 
-@pytest.mark.parametrize("gate", [switch, looked_up])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)]
+    ("gate", "dtype", "tolerance"),
+    [
+        (looked_up, torch.float64, 1e-12),
+        (switch, torch.bfloat16, 5e-2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (switch, torch.float64, 1e-12),
+                (switch, torch.float32, 1e-5),
+                (looked_up, torch.float32, 1e-5),
+                (looked_up, torch.bfloat16, 5e-2),
+            )
+        ),
+    ],
 )
 def test_right_models_pass_and_give_the_same(world: None, gate: Gate, dtype: torch.dtype, tolerance: float) -> None:
     """The first step, which is as captured, and those in chunks."""
@@ -128,7 +136,7 @@ def test_inference_is_checked_too(world: None) -> None:
     assert any("give_rows" in name for name in steps_alike(switch, biased, torch.float64, 1e-12, grad=False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("gate", "said"),
     [

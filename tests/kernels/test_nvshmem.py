@@ -152,7 +152,7 @@ def test_readers_wait_and_then_ask(nvshmem_site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_last_program_of_a_row_tile_puts(nvshmem_site: Path) -> None:
-    down = "down bfloat16 ieee extra even bulk 128x128x64 w8 s3 g8 all in flight nvshmem"
+    down = "down bfloat16 ieee extra even bulk 128x128x64 w8 s3 g8 r255 in flight nvshmem"
     code = body(nvshmem_site, PRODUCTS, down)
     call = code.index("nvshmemi_transfer_rma_nbi")
     counted = code.rindex("atom.global.gpu.acq_rel.add", 0, call)

@@ -171,7 +171,7 @@ def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: st
         compare(layer, backend, (41 - 11 * rank, 20 * rank, 57, 13 * (1 - rank % 2)), exact=backend == "aot_eager")
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+@pytest.mark.parametrize("capacity_factor", [pytest.param(None, marks=pytest.mark.slow), 0.7])
 def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None) -> None:
     cluster.run(2, over_ranks, capacity_factor, "aot_eager")
 

@@ -213,7 +213,12 @@ def test_world_of_one(cases: list[tuple[str, str, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "shape"), [*enumerate([(2, 2, 1, 1), (4, 2, 2, 2), (4, 1, 4, 2), (4, 2, 1, 4)])], ids=shape_name
+    ("place", "shape"),
+    [
+        *((0, (2, 2, 1, 1)), (1, (4, 2, 2, 2))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, (4, 1, 4, 2)), (3, (4, 2, 1, 4)))),
+    ],
+    ids=shape_name,
 )
 def test_parallel(cluster: Cluster, place: int, shape: tuple[int, int, int, int]) -> None:
     """Every gate with one of the orders, each shape with another."""

@@ -73,8 +73,7 @@ def waiting(plan: Plan) -> int:
 @pytest.mark.parametrize(
     "split",
     [
-        *(pytest.param(StepSplit(*of), marks=pytest.mark.slow) for of in ((1, 1), (4, 4), (4, 2))),
-        StepSplit(2, 8),
+        *(pytest.param(StepSplit(*of), marks=pytest.mark.slow) for of in ((1, 1), (4, 4), (4, 2), (2, 8))),
         StepSplit(4, 4, weights=True),
     ],
     ids=str,

@@ -209,7 +209,8 @@ def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile
     [
         (1, 1, 1, 1, LINES[4:]),
         pytest.param(2, 1, 2, 1, (*LINES[1:3], *LINES[3:]), marks=pytest.mark.slow),
-        (2, 1, 2, 2, (*LINES[1:3], *LINES[3:])),  # one replica, whose ranks all have norms and gates
+        # One replica, whose ranks all have norms and gates.
+        pytest.param(2, 1, 2, 2, (*LINES[1:3], *LINES[3:]), marks=pytest.mark.slow),
         (4, 2, 2, 1, LINES),
         pytest.param(4, 2, 1, 1, (LINES[0], *LINES[3:]), marks=pytest.mark.slow),
     ],

@@ -78,7 +78,9 @@ def test_where_it_is_known() -> None:
     assert bound_s(costs) == pytest.approx(8.0 + 0.01)
 
 
-@pytest.mark.parametrize("testbed", TESTBEDS.values(), ids=TESTBEDS)
+@pytest.mark.parametrize(
+    "testbed", [pytest.param(TESTBEDS[name], id=name, marks=[pytest.mark.slow] * (name == "B")) for name in TESTBEDS]
+)
 def test_plans_come_near(testbed) -> None:
     """In cases of FSMoE's study the bound leaves little room, and links that disturb each other only raise it."""
     cases = random.Random(0).sample(list(workloads(testbed)), 2)

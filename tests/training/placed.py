@@ -194,13 +194,12 @@ def square(y: Tensor) -> Tensor:
     return y.square().sum() / 50
 
 
-def _used(rank: int, world: int, placement: str, use: Use, recomputes: bool, options: dict[str, Any]) -> Any:
-    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+def _used(topology: Topology, placement: str, use: Use, recomputes: bool, options: dict[str, Any]) -> Any:
     model = Model(topology, placement, recomputes=recomputes)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
     with torch.inference_mode():
-        before = model(tokens(rank, 0)).clone()
+        before = model(tokens(topology.rank, 0)).clone()
     for step in range(2):
         train_step(model, optimizer, topology, step)
     model.zero_grad()
@@ -211,13 +210,21 @@ def _used(rank: int, world: int, placement: str, use: Use, recomputes: bool, opt
     return before, given, experts_of(model)
 
 
+def _each(
+    rank: int, world: int, placement: str, uses: Sequence[Use], recomputes: bool, options: dict[str, Any]
+) -> list[Any]:
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    return [_used(topology, placement, use, recomputes, options) for use in uses]
+
+
 def results_of(
     cluster: Cluster, placement: str, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False
 ) -> dict[str, list[Any]]:
     """Each use after two steps on two ranks, without new owners: by its name, for each rank what it gives, and the
     experts' gradients and parameters."""
     options = options | {"reshard": False}
-    return {use.__name__: cluster.run(2, _used, placement, use, recomputes, options) for use in uses}
+    ranks = cluster.run(2, _each, placement, uses, recomputes, options)
+    return {use.__name__: list(found) for use, *found in zip(uses, *ranks, strict=True)}
 
 
 def compare_results(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:

@@ -23,7 +23,12 @@ from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, snapshot, 
 GRID = Sizes(4, ep=2, esp=2, mp=2)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
-OTHERS = [ONE, Sizes(2, ep=2), Sizes(2, esp=2), Sizes(2, mp=2), Sizes(4, ep=4, mp=4), Sizes(4)]
+OTHERS = [
+    ONE,
+    Sizes(2, esp=2),
+    Sizes(4, ep=4, mp=4),
+    *map(slow, (Sizes(2, ep=2), Sizes(2, mp=2), Sizes(4))),
+]
 
 
 def _run(rank: int, world: int, sizes: Sizes, path: str | None, steps: range, to: str | None, *how: Any) -> Any:
@@ -145,9 +150,9 @@ def _load_into_other_model(rank: int, world: int, path: str, change: str) -> tup
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("shape", r"attention\.rows is of shape \[3, 6\] in the checkpoint and of shape \[4, 6\] here"),
+        slow("shape", r"attention\.rows is of shape \[3, 6\] in the checkpoint and of shape \[4, 6\] here"),
         ("expert shape", r"experts\.w1 is of shape \[4, 5, 3\] in the checkpoint and of shape \[4, 8, 3\] here"),
-        ("missing", r"dense\.extra_bias is not in the checkpoint"),
+        slow("missing", r"dense\.extra_bias is not in the checkpoint"),
         ("unknown", r"experts\.w2 is in the checkpoint only"),
     ],
 )
@@ -212,7 +217,7 @@ def _failing_save(rank: int, world: int, path: str, where: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("where", "rank"), [("write", 2), ("index", 0), ("extra", 0)])
+@pytest.mark.parametrize(("where", "rank"), [("write", 2), slow("index", 0), ("extra", 0)])
 def test_failed_save_leaves_the_last_checkpoint_and_names_the_rank(
     cluster: Cluster, tmp_path: Path, where: str, rank: int
 ) -> None:

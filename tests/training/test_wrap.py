@@ -39,9 +39,8 @@ CONFIG = ModelConfig(
 )
 WORLDS = [
     Sizes(2, ep=2),
-    Sizes(2, mp=2),
     Sizes(4, ep=2, esp=2, mp=2),
-    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(4, ep=2), Sizes(4, ep=4, mp=2))),
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(2, mp=2), Sizes(4, ep=2), Sizes(4, ep=4, mp=2))),
 ]
 
 

@@ -150,7 +150,7 @@ def test_sizes_that_do_not_fit(cluster: Cluster) -> None:
 def late(rank: int, world: int, call: str) -> None:
     """The last rank does not come, and ends when the others have said so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicate, "TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
+        patch.setattr(communicate, "TUTEL_GLOBAL_TIMEOUT_SEC", 0.5)
         if rank == world - 1:
             assert communicate.as_group(None).board.read(wait_s=30.0) is not None
             return
@@ -166,7 +166,13 @@ def late(rank: int, world: int, call: str) -> None:
             calls[call]()
 
 
-@pytest.mark.parametrize("call", ["barrier", "broadcast", "all-reduce", "all-to-all", "making groups"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("all-to-all", "making groups"),
+        *(pytest.param(call, marks=pytest.mark.slow) for call in ("barrier", "broadcast", "all-reduce")),
+    ],
+)
 def test_who_does_not_come_is_named(cluster: Cluster, call: str) -> None:
     cluster.run(2, late, call)
 

@@ -115,7 +115,8 @@ import sys, time, torch
 from fusedmoe.tutel import moe, system
 env = system.init_data_model_parallel(backend="gloo")
 assert (env.global_size, env.global_rank, env.local_rank, env.local_size) == (2, int(sys.argv[1]), int(sys.argv[1]), 2)
-layer = moe.moe_layer({"type": "top"}, 4, {"type": "ffn", "hidden_size_per_expert": 8})
+experts = {"type": "ffn", "hidden_size_per_expert": 8}
+layer = moe.moe_layer({"type": "top"}, 4, experts, seeds=(1, env.global_rank + 1, 1))
 x = torch.randn(6, 4)
 layer(x)
 if env.global_rank == 1:

@@ -220,10 +220,12 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
         same(other, whole, case, topology)
 
 
-SLOW = ("ffn across groups", "slices")
+TELLING = ("stacked", "padded biases", "shared of several")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in TELLING else [pytest.mark.slow]) for name in CASES]
+)
 def test_numbers_of_one_process(cluster: Cluster, name: str, tmp_path: Path) -> None:
     cluster.run(CASES[name].world, check, CASES[name], tmp_path)
 

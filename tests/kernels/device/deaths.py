@@ -16,7 +16,8 @@ from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from tests.cluster import Cluster
-from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, by_puts, heap_over, nothing_in_shared_memory
+from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, by_puts, heap_over
+from tests.lifetime import left_in_shared_memory
 
 
 def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Sequence[int] = ()) -> tuple[str, float]:
@@ -49,4 +50,4 @@ def check_death(cluster: Cluster, seed: int, nodes: Sequence[int]) -> None:
     assert re.search(r"^rank 0: .*waiting for .* of rank 1, expected signal \d+, seen \d+", message), message
     assert "rank 1 failed in" in message and "its process ended" in message, message
     assert seconds < timeout_s / 2, seconds
-    assert nothing_in_shared_memory() == []
+    assert not left_in_shared_memory()

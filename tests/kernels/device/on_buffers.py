@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -256,11 +255,6 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
                     return "slept"
             exchanges.take(exchanges.put(number))
     return f"done, {heap.abandoned}"
-
-
-def nothing_in_shared_memory() -> list[str]:
-    names = [path.name for path in Path("/dev/shm").glob("*fusedmoe*")]
-    return [name for name in names if "doctor" not in name]  # whose tests may run at the same time
 
 
 def refuse(rank: int, world: int) -> str:

@@ -15,9 +15,9 @@ from tests.kernels.device.on_buffers import (
     compare_shards,
     exchange_often,
     fail_in_the_middle,
-    nothing_in_shared_memory,
     refuse,
 )
+from tests.lifetime import left_in_shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_a_rank_fails(cluster: Cluster, how: str) -> None:
     parts = r"tile \d+ of the tokens|part \d+ of the routing metadata|chunk \d+ of the results|the credit"
     assert re.search(f"waiting for ({parts}) of rank 1", message), message
     assert {"killed": "its process ended", "raises": "no more", "never": "within 2 s"}[how] in message
-    assert nothing_in_shared_memory() == []
+    assert not left_in_shared_memory()
 
 
 _SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(16)]

@@ -9,7 +9,7 @@ import torch
 
 from tests.cluster import Cluster
 from tests.comm.test_sparse import exchange_by_puts
-from tests.kernels.device.on_buffers import nothing_in_shared_memory
+from tests.lifetime import left_in_shared_memory
 from tests.training.placed import run
 
 
@@ -22,7 +22,7 @@ def on_a_cpu(device: torch.device) -> None:
 @pytest.mark.parametrize(("world", "seeds"), [(2, 8), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_any_pair_of_placements(cluster: Cluster, world: int, seeds: int) -> None:
     assert min(cluster.run(world, exchange_by_puts, seeds)) > seeds // 5
-    assert nothing_in_shared_memory() == []
+    assert not left_in_shared_memory()
 
 
 @pytest.mark.parametrize(

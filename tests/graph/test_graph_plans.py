@@ -1,0 +1,179 @@
+"""Ranks measure the operators of a graph together, agree on a plan, and keep it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
+
+from fusedmoe.errors import RankError
+from fusedmoe.graph import GraphBackend, operator_costs
+from fusedmoe.graph.graph_ranks import GraphRanks
+from fusedmoe.runtime.cache import CACHE, write
+from tests.cluster import Cluster
+from tests.graph.models import AllToAll, Model, Steady, largest_difference, train
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
+
+def measuring(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    """Jobs of a rank whose cache is its own, with made-up seconds, where ranks start to measure only when all do.
+
+    Returns: of each job the operators that this rank measured, and its reports; the costs that are kept in the end."""
+    asked: list[str] = []
+
+    def measure(target: Any, args: Any, kwargs: Any) -> float:
+        key = operator_costs.operator_key(target, args, kwargs)
+        if not asked:  # whoever measured alone would wait in vain
+            dist.barrier()
+        asked.append(key)
+        return made_up_s(key, rank)
+
+    jobs: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, f"{folder}/{rank}")
+        patch.setattr(operator_costs, "measure", measure)
+        for forget in (None, 1, 0):  # the rank whose cache is lost
+            dist.barrier()
+            if rank == forget:
+                shutil.rmtree(f"{folder}/{rank}")
+            asked.clear()
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Model(1, 1).double()
+            backend = GraphBackend(chunks=2, groups=1)
+            train(model, torch.compile(model, backend=backend, fullgraph=True), rank, steps=1)
+            jobs.append((list(asked), [(one.cached, one.seconds, one.order) for one in backend.reports]))
+            (kept,) = Path(folder, "0").glob("operators-*")
+            if rank == 1:  # what a rank has kept that does not lead is not asked for
+                write(Path(folder, "1", kept.name), json.dumps(dict.fromkeys(jobs[0][0], 1e9)), "what is wrong")
+    return jobs, operator_costs.load_numbers(kept)
+
+
+def made_up_s(key: str, rank: int) -> float:
+    """Now one rank is slower, now the other."""
+    return 1e-4 * (1 + zlib.crc32(f"{rank} {key}".encode()) % 100)
+
+
+def test_all_ranks_measure_at_once_and_agree(cluster: Cluster, tmp_path: Path) -> None:
+    """On the slowest rank's seconds, and so on a plan; also where only some of them have measured before."""
+    (first, kept), (second, _) = cluster.run(2, measuring, str(tmp_path))
+    for (asked, reports), (others, other_reports), cached in zip(first, second, (False, True, False), strict=True):
+        assert [seconds for _, seconds, _ in reports] == [seconds for _, seconds, _ in other_reports]
+        assert [order for _, _, order in reports] == [order for _, _, order in other_reports]
+        assert [known for known, _, _ in reports] == [cached] * 2
+        assert asked == others and len(set(asked)) == len(asked) and bool(asked) != cached
+    slowest = {key: max(made_up_s(key, 0), made_up_s(key, 1)) for key in first[2][0]}
+    assert kept == slowest
+    assert any(seconds != made_up_s(key, 0) for key, seconds in slowest.items())
+
+
+@pytest.mark.parametrize("own_places", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: bool) -> None:
+    """The default backend measures, once: the second job finds costs and plans, and runs the same."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    orders = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model(1, 1).double()
+        plain = copy.deepcopy(model)
+        backend = GraphBackend(chunks=2, groups=1, own_places=own_places)
+        ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
+        assert largest_difference(ours, train(plain, plain, 0, steps=1)) < 1e-10
+        assert [report.cached for report in backend.reports] == [cached, cached]
+        assert all(one.seconds > 0 for report in backend.reports for one in report.collectives)
+        orders.append([report.order for report in backend.reports])
+    assert orders[0] == orders[1]
+    assert sorted({path.name.rpartition("-")[0] for path in tmp_path.iterdir()}) == ["all-to-all", "graph", "operators"]
+    for path in tmp_path.glob("graph-*"):
+        path.write_text("{")  # not a plan: another one is made
+    torch._dynamo.reset()
+    backend = GraphBackend(chunks=2, groups=1, own_places=own_places)
+    train(model, torch.compile(model, backend=backend), 0, steps=1)
+    assert not any(report.cached for report in backend.reports)
+
+
+def test_all_to_alls_are_measured_outside_of_python(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Python's dispatcher on, one in about a thousand of them would wait for ever."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    key, send, seen = torch._C.DispatchKey.PythonDispatcher, dist.all_to_all_single, []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+        return send(*args, **options)
+
+    monkeypatch.setattr(dist, "all_to_all_single", spy)
+    torch.compile(AllToAll(), backend=GraphBackend(), fullgraph=True)(torch.randn(4, 2))
+    assert seen and not any(seen)
+
+
+def other_ways(rank: int, world: int) -> str:
+    """Rank 1 takes another way through the model."""
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(layer(x_SM), None, None, dist.group.WORLD)
+        return y_SM.relu() if rank else y_SM
+
+    with pytest.raises(Exception) as caught:
+        torch.compile(call, backend=GraphBackend(costs=Steady(), timeout_s=30))(torch.randn(4, 8))
+    return str(caught.value)
+
+
+def deciding(rank: int, world: int) -> list[str]:
+    graph_ranks = GraphRanks([dist.group.WORLD], 20.0)
+    return [*graph_ranks.all(f"rank {rank}"), graph_ranks.from_first(lambda: f"as rank {rank} says")]
+
+
+def failing(rank: int, world: int) -> str:
+    with pytest.raises((RankError, ZeroDivisionError)) as caught:
+        GraphRanks([dist.group.WORLD], 60.0).from_first(lambda: str(1 // 0))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def alone(rank: int, world: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(RankError) as caught:
+        GraphRanks([dist.group.WORLD], 1.0).require_same("a graph")
+    return str(caught.value)
+
+
+def measuring_alone(rank: int, world: int) -> str:
+    if rank == 1:
+        time.sleep(2.0)  # its connections stay
+        return ""
+    graph_ranks = GraphRanks([dist.group.WORLD], 1.0)
+    with pytest.raises(RankError) as caught:
+        operator_costs.measure_points(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None:
+    text, _ = cluster.run(2, measuring_alone)
+    assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text
+
+
+def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
+    for text in cluster.run(2, other_ways):
+        assert "ranks [1] captured another graph than rank 0" in text
+    assert cluster.run(2, deciding) == [["rank 0", "rank 1", "as rank 0 says"]] * 2
+    first, second = cluster.run(2, failing)
+    assert first.startswith("ZeroDivisionError")
+    assert second.startswith("RankError: rank 1: planning a captured graph ended because rank 0 failed")
+    text, _ = cluster.run(2, alone)
+    assert "rank 1 failed" in text and "must compile the same graphs in the same order" in text

@@ -1,0 +1,153 @@
+"""Irregular all-to-alls: rows that are not zero travel alone, every bit arrives, and training is what it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
+
+from fusedmoe.graph import GraphBackend
+from fusedmoe.graph.chunk_rows import IrregularAllToAlls
+from tests.cluster import Cluster
+from tests.graph.models import Model, Steady, largest_difference, train
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.bool: torch.uint8}
+SHAPES = ((4, 3, 5), (8, 1), (2, 2, 3, 4), (4, 0, 3), (0, 3))
+
+
+def every_exchange(rank: int, world: int, filled: float) -> list[tuple[int, int, int]]:
+    return [exchanged(rank, world, shape, dtype, filled) for dtype in BITS for shape in SHAPES]
+
+
+def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, filled: float) -> tuple[int, int, int]:
+    """Rows of a buffer, how many of them travelled, and how many are not all zero bits."""
+    source = torch.Generator().manual_seed(rank + math.prod(shape))
+    x = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+    full = torch.rand(shape[:-1], generator=source) < filled
+    x = torch.where(full[..., None], x, torch.zeros((), dtype=dtype))
+    if filled > 0 and dtype != torch.bool and shape[-1] and full.any():
+        first = x[full][0]
+        first.fill_(0.0)
+        first[-1] = -0.0  # not the bits of 0.0
+        x[full.nonzero()[0].split(1)] = first
+        x[full.nonzero()[-1].split(1)] = math.nan
+    x = x.transpose(0, -2).contiguous().transpose(0, -2)  # where there are three dimensions, not contiguous
+    share = [shape[0] // world] * world
+    want = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Gloo has no collectives of every dtype; bytes have no dtype.
+    dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
+    irregular = IrregularAllToAlls()
+    got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
+    assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
+    assert torch.equal(got.view(BITS[dtype]), want.view(BITS[dtype]))
+    bits_NM = x.flatten(0, -2).contiguous().view(BITS[dtype])
+    return irregular.rows, irregular.sent, int((bits_NM != 0).any(-1).sum())
+
+
+@pytest.mark.parametrize("filled", [0.0, 0.5, 1.0])
+def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
+    for found in cluster.run(2, every_exchange, filled):
+        for (rows, sent, wanted), shape in zip(found, len(BITS) * SHAPES, strict=True):
+            assert rows == math.prod(shape[:-1]) and sent == wanted
+            assert sent == 0 if filled == 0 else sent <= rows
+        assert filled == 0 or sum(sent for _, sent, _ in found) > 0
+
+
+def trained(rank: int, world: int, k: int, chunks: int, blocks: int, factor: float) -> tuple[float, int, int]:
+    """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
+    torch._dynamo.reset()
+    model = Model(k, blocks, factor=factor).double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=Steady(), chunks=chunks, groups=1, own_places=False, irregular=True)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
+    theirs = train(plain, plain, rank)
+    worst = largest_difference(ours, theirs)
+    assert backend.irregular is not None
+    return worst, backend.irregular.rows, backend.irregular.sent
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "chunks", "blocks", "factor"),
+    [
+        (2, 1, 2, 1, 1.0),
+        pytest.param(2, 1, 4, 2, 1.0, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, 2, 2.0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, 2, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_irregular_all_to_alls_is_what_it_was(
+    cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int, factor: float
+) -> None:
+    found = cluster.run(world_size, trained, k, chunks, blocks, factor)
+    tokens, steps = 32, 5
+    capacity = int(factor * k * tokens / 4)
+    buffers = found[0][1] / (4 * capacity)
+    # There and back, forward and backward. Backward micro-batches may be of columns: each then has all the rows.
+    assert 4 * blocks * steps <= buffers <= 4 * chunks * blocks * steps and buffers == int(buffers)
+    for worst, rows, _ in found:
+        assert worst < 1e-10
+        assert rows == 4 * capacity * buffers
+    # No more than the tokens that are kept.
+    rows, sent = (sum(one[place] for one in found) for place in (1, 2))
+    assert 0 < sent <= min(rows, buffers * k * tokens * world_size) and (factor < 1 or sent < rows)
+
+
+def as_they_are(rank: int, world: int) -> tuple[int, bool]:
+    """An all-to-all of unequal shares and one of a vector."""
+    torch._dynamo.reset()
+    mine, other = (3, 1) if rank == 0 else (1, 3)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(x_SM, [mine, other], [mine, other], dist.group.WORLD)
+        return all_to_all_single(y_SM.sum(-1), None, None, dist.group.WORLD)
+
+    backend = GraphBackend(costs=Steady(), irregular=True)
+    x_SM = torch.arange(12.0).reshape(4, 3) * (rank + 1)
+    assert backend.irregular is not None
+    return backend.irregular.rows, torch.equal(torch.compile(call, backend=backend)(x_SM), call(x_SM))
+
+
+def test_what_stays_as_it_is(cluster: Cluster) -> None:
+    assert cluster.run(2, as_they_are) == [(0, True)] * 2
+
+
+def of_any_size(rank: int, world: int) -> list[tuple[int, int, bool]]:
+    """Sizes that a graph does not fix: rows so far, those that travelled, and whether results are the same."""
+    torch._dynamo.reset()
+
+    def call(x_SM: Tensor) -> Tensor:
+        return 2 * all_to_all_single(x_SM.relu(), None, None, dist.group.WORLD)
+
+    backend = GraphBackend(costs=Steady(), irregular=True)
+    compiled = torch.compile(call, backend=backend, dynamic=True)
+    assert backend.irregular is not None
+    found = []
+    for tokens in (4, 6, 8):
+        x_SM = torch.arange(3.0 * tokens).reshape(tokens, 3) + rank
+        x_SM[1] = -1
+        same = torch.equal(compiled(x_SM), call(x_SM))
+        found.append((backend.irregular.rows, backend.irregular.sent, same))
+    return found
+
+
+def test_any_size(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(2, of_any_size)):
+        assert found == [(4, 3, True), (10, 8, True), (18, 15, True)], rank
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [(torch.complex64, True), (torch.float32, False)])
+def test_complex_numbers_stay(dtype: torch.dtype, stays: bool) -> None:
+    """Whose bits may not be what they say: a conjugate is a flag."""
+    graph = torch.fx.Graph()
+    x_SM = graph.placeholder("x_SM")
+    x_SM.meta["val"] = torch.empty(4, 3, dtype=dtype)
+    start = torch.ops._c10d_functional.all_to_all_single.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
+    IrregularAllToAlls().put_into(graph)
+    assert (start in {node.target for node in graph.nodes}) == stays
