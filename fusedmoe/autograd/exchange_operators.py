@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.exchange import Exchange, Sized, Sizes
+from fusedmoe.comm.exchange import Exchange, ExchangeSizes, Sized
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import sending
@@ -120,7 +120,7 @@ class _Traffic:
         if crossing is None:  # in a graph
             layers = _way(way, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
-                sizes = Sizes(send_PC.numpy(), come_QPC.numpy())
+                sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
                 part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, by_pairs, "a layer's graph")
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
@@ -178,7 +178,7 @@ def _padded(back: Tensor, rows: int) -> Tensor:
 @operator("deduplicate")
 def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chooses the tokens that go to each rank: the five tensors of `Sending.tokens`, `row_N` and `code_N`."""
-    tokens, row_N, code_N = sending(Layout.of(layout), peers)
+    tokens, row_N, code_N, _ = sending(Layout.of(layout), peers)
     assert tokens.source_N is not None and row_N is not None and code_N is not None
     return tokens.counts_E, tokens.offsets_E1, tokens.source_N, tokens.pair_N, tokens.row_SK, row_N, code_N
 
@@ -205,7 +205,7 @@ def meet(
         bad: more than 0 where router logits, or what they are made of, are not finite, a scalar; then no rank goes on.
         dtype: of the rows.
     Returns:
-        `Sizes.send_PC` and `Sizes.come_QPC`, on the host.
+        `ExchangeSizes.send_PC` and `ExchangeSizes.come_QPC`, on the host.
     Raises:
         RankError: of what an exchange refuses.
     """

@@ -70,7 +70,7 @@ class BlocksBackward(BlockPass, BackwardPass):
     def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
         """Makes other chunks of the same micro-batches, as yet without rows."""
         assert block.exchange is not None
-        chunks, there = {}, block.chunks[0].received
+        chunks, forward = {}, block.chunks[0].received
         for number, places in enumerate(block.cuts.row_chunks["backward"]):
             sizes = [block.sizes[p] for p in places]
             whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
@@ -80,7 +80,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 Sent(torch.from_numpy(np.stack(each)).to(device))
                 for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])
             )
-            received = ReceivedChunk(sizes, device, there.experts, there.k)
+            received = ReceivedChunk(sizes, device, forward.experts, forward.k)
             chunks[number] = BlockChunk(part, pairs=pairs, sent=sent, sent_pairs=sent_pairs, received=received)
         return chunks
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.exchange import Sizes
+from fusedmoe.comm.exchange import ExchangeSizes
 from fusedmoe.engine.chunks import concatenated, inverse, taken
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.deduplicate import Received
@@ -200,7 +200,7 @@ class MicroBatchSizes(NamedTuple):
     come_pairs_QP: np.ndarray
 
 
-def sizes_of(sizes: Sizes) -> list[MicroBatchSizes]:
+def sizes_of(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
     """Returns the sizes of each micro-batch of an exchange."""
     p = sizes.micro_batches
     send_PpE = sizes.send_PE.reshape(len(sizes.send_PE), p, -1)

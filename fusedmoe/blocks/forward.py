@@ -223,9 +223,9 @@ class BlocksForward(BlockPass, ForwardPass):
                     rows_state.weight_N = rows_state.weight_N[pair_N]
         sent = [self._sent(rows_state, block.makes_rows) for rows_state in micro_batches]
         peers, by_pairs = self.split.peers, block.makes_rows
-        counts_pPE = torch.stack([one.layout.counts_E for one in micro_batches]).view(len(places), peers, -1)
+        counts_pPE = torch.stack([batch.layout.counts_E for batch in micro_batches]).view(len(places), peers, -1)
         # A row by products is a token of its own, and its layout knows its expert.
-        tokens_pP = torch.stack([one.tokens.counts_E.view(peers, -1).sum(1) for one in sent])
+        tokens_pP = torch.stack([tokens.counts_E.view(peers, -1).sum(1) for tokens, *_ in sent])
         counts, tokens_Pp = counts_pPE.transpose(0, 1).reshape(-1), tokens_pP.t()
         if refusal is not None:  # raises on every rank
             block.exchange(counts, tokens_Pp, self._x, (), refusal)
@@ -234,13 +234,13 @@ class BlocksForward(BlockPass, ForwardPass):
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
         # The ranks meet once for each chunk, and for both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None)
-        k = 1 if by_pairs else micro_batches[0].layout.k
+        k = sent[0].k
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, state.held or exchange.experts, k)
-        weights = [one.weight_N.detach() for one in micro_batches]
+        weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
-            codes = sent_pairs.join([one.code_N for one in sent if one.code_N is not None])
-            weights = [w[one.row_N] for w, one in zip(weights, sent, strict=True) if one.row_N is not None]
+            codes = sent_pairs.join([code_N for _, _, code_N, _ in sent if code_N is not None])
+            weights = [weight_N[row_N] for weight_N, (_, row_N, *_) in zip(weights, sent, strict=True)]
         weight_N = sent_pairs.join([self.use(weight) for weight in weights])
         state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
             exchange,
@@ -346,7 +346,9 @@ class BlocksForward(BlockPass, ForwardPass):
         layer.load.count(routing, layer.gate, layer.training)
         layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
         exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
-        layer.load.sent((sum(one.pairs.sent for one in exchanges), sum(one.sent for one in exchanges)))
+        layer.load.sent(
+            (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))
+        )
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))

@@ -112,7 +112,7 @@ class Part:
         begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
-class Sizes(NamedTuple):
+class ExchangeSizes(NamedTuple):
     """Numbers that ranks told each other, on the host; p micro-batches, whose rows do not mix, are mostly one.
 
     Attributes:
@@ -155,7 +155,7 @@ class Sized(Part):
         self,
         algorithm: AllToAll,
         esp: Group,
-        sizes: Sizes,
+        sizes: ExchangeSizes,
         device: torch.device,
         by_pairs: bool = False,
         call: str = "an exchange",
@@ -344,7 +344,7 @@ class Exchange(Sized):
         come_QPC = all_QPC[..., :-3]
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
-        told = Sizes(told_PC[:, :-3], come_QPC, p)
+        told = ExchangeSizes(told_PC[:, :-3], come_QPC, p)
         super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call)
 
     def parts(self, degree: int) -> list[Part]:

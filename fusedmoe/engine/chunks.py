@@ -109,7 +109,7 @@ class RowChunks:
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
     def tokens(self) -> Sequence[Tensor]:
-        """Of each chunk the tokens, numbered without chunks."""
+        """Tokens of each chunk, numbered without chunks."""
         rows = [part.rows for part in self.parts]
         token_R = self._token_R
         if token_R is None:
@@ -117,7 +117,7 @@ class RowChunks:
         return token_R.split(rows)
 
     def sorted_pairs(self) -> Sequence[Tensor]:
-        """Of each chunk the pairs, sorted by expert, numbered without chunks."""
+        """Pairs of each chunk, sorted by expert, numbered without chunks."""
         pair_P = self._pair_P
         if pair_P is None:
             return self._orders

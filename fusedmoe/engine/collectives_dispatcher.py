@@ -25,7 +25,7 @@ from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
@@ -54,11 +54,10 @@ class Met(NamedTuple):
     """A batch whose ranks have met.
 
     Attributes:
-        layout: of its tokens by expert, without padding.   weight_N: router weights of its rows.
+        weight_N: router weights of its rows, sorted by expert, without padding.
         sent: the tokens that travel.
     """
 
-    layout: Layout
     weight_N: Tensor | None
     sent: Sending
     exchange: Exchange
@@ -109,8 +108,8 @@ class Collectives(Dispatcher):
         # Padding does not travel; how much of it there is the host knows now.
         pairs = exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        layout = layout.cut(pairs)
-        return Met(layout, weight_of_rows(routed.weight_SK, layout), sent.exact(exchange.sent, pairs), exchange)
+        weight_N = None if routed.weight_SK is None else take_pairs(routed.weight_SK, layout.cut(pairs))
+        return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
@@ -122,16 +121,16 @@ class Collectives(Dispatcher):
         return self._dispatch(routed.x_SM, self.meet(routed))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
-        check_rows("combine", "the experts' result", out_RM, handle.layout.tokens)
+        check_rows("combine", "the experts' result", out_RM, len(handle.layout.row_SK))
         return self.combine_by_operators(out_RM, handle)
 
     def _dispatch(self, x_SM: Tensor, met: Met) -> tuple[Tensor, Handle]:
-        layout, weight_N, sent, exchange = met
+        weight_N, sent, exchange = met
         crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             x_TM = permute(x_SM, sent.tokens)
         sizes = torch.from_numpy(exchange.sizes.send_PC), torch.from_numpy(exchange.sizes.come_QPC)
-        x_RM, handle = self._send(x_TM, weight_N, sent, layout.k, sizes, crossing)
+        x_RM, handle = self._send(x_TM, weight_N, sent, sizes, crossing)
         return x_RM, handle._replace(counts_RE=exchange.counts_RE)
 
     def _send(
@@ -139,12 +138,10 @@ class Collectives(Dispatcher):
         x_TM: Tensor,
         weight_N: Tensor | None,
         sent: Sending,
-        k: int,
         sizes: tuple[Tensor, Tensor],
         way: Way | Crossing,
     ) -> tuple[Tensor, Handle]:
-        k = 1 if sent.code_N is None else k  # rows that are tokens of their own have one expert each
-        result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, k, *sizes, way.name)
+        result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, sent.k, *sizes, way.name)
         x_RM, weight_R, _, *layout = result
         state = _Sent(sent.tokens, *sizes, way)
         return x_RM, Handle(Layout.of(layout), None if weight_N is None else weight_R, state=state)
@@ -155,7 +152,7 @@ class Collectives(Dispatcher):
         """Takes [S, M] tokens to the ranks of their experts by the layout, with the weights of its rows; a graph can
         hold all of it."""
         sent, sizes = self._meet_by_operators(layout, bad, x_SM.dtype)
-        return self._send(permute(x_SM, sent.tokens), weight_N, sent, layout.k, sizes, self.way)
+        return self._send(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.way)
 
     def _meet_by_operators(
         self, layout: Layout, bad: Tensor | None, dtype: torch.dtype
@@ -163,13 +160,13 @@ class Collectives(Dispatcher):
         sent, tokens_W = Sending(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
-            sent, tokens_W = Sending(Layout.of(tokens), row_N, code_N), tokens[0]
+            sent, tokens_W = Sending(Layout.of(tokens), row_N, code_N, layout.k), tokens[0]
         return sent, exchange_operators.meet(layout.counts_E, tokens_W, bad, dtype, self.way.name)
 
     def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
         """Returns [S, M], the sum of each token's results, rank by rank."""
         tokens, send_PC, come_QPC, way = handle.state
-        y_TM = exchange_operators.combine(out_RM, send_PC, come_QPC, tokens.rows, way.name)
+        y_TM = exchange_operators.combine(out_RM, send_PC, come_QPC, len(tokens.pair_N), way.name)
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
@@ -198,7 +195,7 @@ class Collectives(Dispatcher):
         padding_1M = like.reshape(-1)[:1].to(x_0M.dtype).expand(1, x_0M.shape[1])
         weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
         sent, sizes = self._meet_by_operators(routed.layout, bad, x_0M.dtype)
-        x_RM, handle = self._send(padding_1M, weight_1, sent, routed.layout.k, sizes, self.way)
+        x_RM, handle = self._send(padding_1M, weight_1, sent, sizes, self.way)
         y_RM = experts(x_RM, handle.layout, handle.weight_N)
         back_1M = exchange_operators.combine(y_RM, *sizes, 1, self.way.name)
         return back_1M[:0], back_1M.sum()
@@ -237,7 +234,7 @@ class Collectives(Dispatcher):
             assigned.beside,
             copies,
         )
-        batch = RowBatch(met.layout.k, met.sent, met.exchange, chunk_experts, run)
+        batch = RowBatch(met.sent, met.exchange, chunk_experts, run)
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
 
@@ -262,20 +259,18 @@ class RowBatch:
     """The tokens of a call.
 
     Attributes:
-        k: the most pairs of a token on a rank.
         sent: the tokens that travel, without padding.
         exchange: made of them.
         experts: the local ones.
     """
 
-    k: int
     sent: Sending
     exchange: Exchange
     experts: ChunkExperts
     run: Run
 
     def chunks(self, pairs: Received, degree: int) -> RowChunks:
-        return RowChunks(self.exchange, self.sent.tokens, pairs, self.k if self.sent.code_N is not None else 1, degree)
+        return RowChunks(self.exchange, self.sent.tokens, pairs, self.sent.k, degree)
 
 
 class _TokensPass(Pass):
@@ -333,23 +328,23 @@ class _TokensBackward(_TokensPass, BackwardPass):
     """Goes back from what the forward pass has kept of its chunks, which may be others.
 
     Args:
-        there, here: the chunks of the forward pass, and of this one.
+        forward_chunks, chunks: those of the forward pass, and of this one.
         x, kept: of each chunk in the forward pass.
     """
 
     def __init__(
         self,
         batch: RowBatch,
-        there: RowChunks,
-        here: RowChunks,
+        forward_chunks: RowChunks,
+        chunks: RowChunks,
         rows_TM: Tensor,
         weights: Sequence[Tensor | None],
         x: Sequence[Tensor],
         kept: Sequence[Any],
     ) -> None:
-        super().__init__(batch, here, rows_TM, weights)
+        super().__init__(batch, chunks, rows_TM, weights)
         # Of each chunk here its rows among the forward's, as received and as sorted; None: the chunks are the same.
-        self._places = None if here is there else here.rows_of(there)
+        self._places = None if chunks is forward_chunks else chunks.rows_of(forward_chunks)
         if self._places is None:
             for chunk, x_RM, chunk_kept in zip(self.own.values(), x, kept, strict=True):
                 chunk.x_RM, chunk.kept = x_RM, chunk_kept
@@ -377,7 +372,7 @@ class _ByPlan(Function):
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         sent, exchange, experts = batch.sent, batch.exchange, batch.experts
         own_N = weight_N if weight_N is None or sent.row_N is None else weight_N[sent.row_N]
-        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, batch.k)
+        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = _TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
@@ -393,18 +388,18 @@ class _ByPlan(Function):
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
-        there, exchange = ctx.chunks, batch.exchange
+        forward_chunks, exchange = ctx.chunks, batch.exchange
         exchange.turn()
-        degree, count = batch.run.plans.degrees[1], len(there.parts)
-        chunks = there if degree == count else batch.chunks(ctx.pairs, degree)
+        degree, count = batch.run.plans.degrees[1], len(forward_chunks.parts)
+        chunks = forward_chunks if degree == count else batch.chunks(ctx.pairs, degree)
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]
         kept, ctx.kept = (rest[:count] if batch.experts.any_degree else ctx.kept), None
         parameters = rest[count:] if batch.experts.any_degree else rest
-        if chunks is not there:
-            weights = (None,) * degree if ctx.rows is None else chunks.split(there.join(weights))
+        if chunks is not forward_chunks:
+            weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
-        backward = _TokensBackward(batch, there, chunks, rows_TM, weights, received, kept)
+        backward = _TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
         del saved, received, kept, rest, rows_TM
         dx_SM = kernels.gather_sum(backward.run(), chunks.layout)

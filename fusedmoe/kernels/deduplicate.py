@@ -34,17 +34,19 @@ class Sending(NamedTuple):
         row_N: of each pair that travels, by (rank, token, k), its row in the experts' layout; None: rows travel as that
             layout has them, a row for each pair.
         code_N: its code, int16, or int32 where experts are many; None likewise.
+        k: the most pairs that a token can have on a rank.
     """
 
     tokens: Layout
     row_N: Tensor | None = None
     code_N: Tensor | None = None
+    k: int = 1
 
     def exact(self, tokens: int, pairs: int) -> Sending:
-        """The same without padding; how many tokens and pairs there are is known on the host."""
+        """This without padding; how many tokens and pairs there are is known on the host."""
         if self.row_N is None or self.code_N is None:
             return self._replace(tokens=self.tokens.cut(pairs))
-        return Sending(self.tokens.cut(tokens), self.row_N[:pairs], self.code_N[:pairs])
+        return Sending(self.tokens.cut(tokens), self.row_N[:pairs], self.code_N[:pairs], self.k)
 
 
 def sending(layout: Layout, peers: int) -> Sending:
@@ -76,7 +78,7 @@ def sending(layout: Layout, peers: int) -> Sending:
     pair_T = token_N.new_zeros(bound + 1).index_copy_(0, to_N, at_N)[:bound]
     sent_SK = token_N.new_full((S * K + 1,), -1).index_copy_(0, torch.where(first_N, at_N, S * K), sent_N)[:-1]
     tokens = Layout(tokens_W, offsets(tokens_W), source_T, pair_T, sent_SK.view(S, K), verified=True)
-    return Sending(tokens, row_N, (expert_N % experts_here)[row_N] * 2 + first_N)
+    return Sending(tokens, row_N, (expert_N % experts_here)[row_N] * 2 + first_N, K)
 
 
 class Received(NamedTuple):
