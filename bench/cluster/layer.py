@@ -33,17 +33,14 @@ from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, RESOURCES
 from fusedmoe.schedule.workload import Workload
 
-#: Experts that a token goes to.
-_K = 2
-
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
     """The layer by every policy, and by nothing in chunks at all ("off", `schedule=None`): forward and backward, beside
     what the layer itself predicts by the costs that it measures for "auto". Collective."""
     off = make_layer(setting, topology, None)
-    x_SM = torch.randn(setting.S // _K, setting.M).requires_grad_()
+    x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
     model = off.measured_costs(len(x_SM))
-    dy_SM = torch.randn(setting.S // _K, setting.M)
+    dy_SM = torch.randn(setting.S // setting.k, setting.M)
     made = {
         "off": off,
         **{name: make_layer(setting, topology, Schedule(name, costs=model)) for name in layer_policies()},
@@ -100,7 +97,7 @@ def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule |
     experts = fusedmoe.experts.FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
     return fusedmoe.MoELayer(
         setting.M,
-        fusedmoe.gates.Random(setting.E, k=_K),
+        fusedmoe.gates.Random(setting.E, k=setting.k),
         experts,
         topology=topology,
         mp_input="split",
@@ -182,8 +179,8 @@ class WaitingChunks:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        time.sleep(START_S + len(x_RM) * self._row_s)
-        return gather_sum(permute(x_RM, layout), layout, weight_R), x_RM[:, :0]
+        time.sleep(START_S + layout.rows * self._row_s)
+        return gather_sum(permute(x_RM, layout), layout, weight_R), x_RM.new_empty(layout.rows, 0)
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Any
@@ -194,7 +191,7 @@ class WaitingChunks:
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Callable[[Any], Sequence[Tensor | None]]]:
-        half_s = START_S + len(dy_RM) * self._row_s
+        half_s = START_S + layout.rows * self._row_s
         time.sleep(half_s)
         dweight_R = None if weight_R is None else torch.zeros_like(weight_R)
 

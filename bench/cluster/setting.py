@@ -25,6 +25,8 @@ class Setting:
         captured: a model in plain PyTorch, whose graphs are captured (`captured.py`).
         alone: a layer by itself; the rate is that at which its rows travel for as long as it computes.
         computation_s: of a step, as it was measured to choose the rate.
+        k: experts that a token goes to.
+        pairs: tokens that travel once are measured beside rows for pairs (`tokens.py`).
     """
 
     name: str
@@ -45,12 +47,16 @@ class Setting:
     captured: bool = False
     alone: bool = False
     computation_s: float | None = None
+    k: int = 2
+    pairs: bool = False
 
     @property
     def file(self) -> str:
         """The file of its results."""
         if self.captured:
             return "captured.json"
+        if self.pairs:
+            return "tokens.json"
         return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
@@ -60,6 +66,8 @@ class Setting:
             return ("placement",)
         if self.captured:
             return ("captured",)
+        if self.pairs:
+            return ("tokens",)
         if self.alone:
             return ("layer",)
         real = ("job", "price") if self.emulated_flops is None and not self.blocks else ()
@@ -146,7 +154,16 @@ BLOCKS_COMPUTED = Setting(
 #: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
-_ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)
+#: One layer on two ranks a node, whose pairs would be on the link between the nodes for as long as computation takes,
+#: and for twice as long; with eight, four and two experts a token. What travels does so once for each node.
+_TOKENS = replace(EMULATED, layers=1, S=4096, gradient_bytes=0, pairs=True)
+TOKENS = tuple(
+    replace(_TOKENS, name=f"tokens-{k}" + ("-slow" if inter_mbit < 100 else ""), E=E, k=k, inter_mbit=inter_mbit)
+    for E, k in ((16, 8), (16, 4), (8, 2))
+    for inter_mbit in (100, 50)
+)
+
+_ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS)
 SETTINGS = {setting.name: setting for setting in _ALL}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.

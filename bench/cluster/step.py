@@ -261,7 +261,8 @@ class Step:
         """The moves of so many rows from each rank to each expert."""
         if rows not in self._parts:
             of = self._exchange
-            self._parts[rows] = of.part(np.full_like(of.send_PE, rows), np.full_like(of.come_QPE, rows))
+            send_PE, come_QPE = of.sizes.send_PE, of.sizes.come_QPE
+            self._parts[rows] = of.part(np.full_like(send_PE, rows).sum(1), np.full_like(come_QPE, rows).sum(2))
         return self._parts[rows]
 
 

@@ -364,7 +364,7 @@ def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int
     """Bytes that leave for the other rank, as the moves of a step have them and as they are said to be."""
     of = Computed(setting)
     exchange = Step(setting, topology_of(setting), of)._exchange
-    rows = int(exchange.send_PE[1 - rank].sum())
+    rows = int(exchange.sizes.send_PE[1 - rank].sum())
     moved = setting.layers * (4 * rows * setting.M * 4 + of.gradient_bytes)
     return moved, balance.step_bytes(setting, of.gradient_bytes), balance.compute_s(setting, of)
 

@@ -1,0 +1,96 @@
+"""A layer whose tokens travel once to each rank, beside the same layer with a row for each (token, k) pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import fusedmoe
+from bench.cluster.layer import make_layer, run
+from bench.cluster.setting import Setting
+from bench.cluster.turns import in_turns, row
+from fusedmoe.comm import collectives
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import collectives_dispatcher
+from fusedmoe.kernels.deduplicate import Sending, sending
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.layer_plans import LayerParts
+from fusedmoe.layers.measure import measured_costs, observe_layer
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.layers.scheduled_plans import ScheduledPlans
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import PHASES
+
+
+@contextmanager
+def travelling(what: str) -> Iterator[None]:
+    """Has "tokens" travel once each, or "pairs": a row for each."""
+
+    def every_pair(layout: Layout, peers: int) -> Sending:
+        return Sending(layout)
+
+    with patch.object(collectives_dispatcher, "sending", sending if what == "tokens" else every_pair):
+        yield
+
+
+def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """Both passes, without a schedule and under "auto" by costs that are measured of each; bytes that leave the rank.
+    Collective."""
+    x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
+    dy_SM = torch.randn(setting.S // setting.k, setting.M)
+    auto = Schedule.named("auto")
+    assert auto is not None
+    layers, predicted_s, sent = {}, {}, {}
+    for what in ("tokens", "pairs"):
+        with travelling(what):
+            off = make_layer(setting, topology, None)
+            workload = off.experts.workload(setting.S, 4, setting.ep, setting.esp)
+            costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+            step = workload.step_costs(costs, [0], off.parts)
+            parts = LayerParts(topology, off.gate, off.order, off.experts)
+            seen = observe_layer(topology, parts.gate, parts.order, parts.experts, x_SM.detach(), step)
+            model = replace(costs, observed={workload.shapes: seen})
+            layers[what, "off"] = off
+            layers[what, "auto"] = made = make_layer(setting, topology, replace(auto, costs=model))
+            sent[what] = _bytes_sent(off, x_SM, dy_SM)
+            run(made, x_SM, dy_SM)
+            assert isinstance(made._plans, ScheduledPlans)
+            plans = next(iter(made._plans.made.values()))
+            after = workload.step_costs(model, [0], off.parts)
+            around_s = sum(after.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
+            predicted_s[what] = around_s + sum(makespan(one, after) for one in (plans.forward, plans.backward))
+
+    def step_of(what: str, schedule: str) -> None:
+        with travelling(what):
+            run(layers[what, schedule], x_SM, dy_SM)
+
+    runs = {f"{schedule}, {what}": partial(step_of, what, schedule) for what, schedule in layers}
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
+    for what, seconds in predicted_s.items():
+        found = rows[f"auto, {what}"]
+        found["predicted_s"], found["error"] = seconds, seconds / found["median_s"] - 1
+    ratios = {of: rows[f"{of}, pairs"]["median_s"] / rows[f"{of}, tokens"]["median_s"] for of in ("off", "auto")}
+    return {"rows": rows, "ratios": ratios, "bytes": sent}
+
+
+def _bytes_sent(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> int:
+    """Returns the bytes that all-to-alls take from this rank to others in both passes of a layer."""
+    total = 0
+    own = layer.topology.ep.index
+    move = collectives.all_to_all_rows
+
+    def counted(group: Any, rows: torch.Tensor, send: list[int], *more: Any, **named: Any) -> torch.Tensor:
+        nonlocal total
+        row_bytes = rows.itemsize * rows[:1].numel() if len(rows) else 0
+        total += row_bytes * (sum(send) - send[own]) if len(send) == layer.topology.ep.size else 0
+        return move(group, rows, send, *more, **named)
+
+    with patch("fusedmoe.comm.all_to_all.all_to_all_rows", counted):
+        run(layer, x_SM, dy_SM)
+    return total
