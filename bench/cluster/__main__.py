@@ -36,7 +36,16 @@ _PORT = 29555  # in a namespace of our own
 _SECONDS = 1800  # that a setting may take
 # Seconds of a part on an idle machine of two cores, by five rounds, where no results say it.
 _PART_S = dict(
-    layer=120, model=240, job=480, price=600, captured=300, steps=300, sweep=300, buckets=240, placement=1500
+    layer=120,
+    model=240,
+    job=480,
+    price=600,
+    captured=300,
+    steps=300,
+    sweep=300,
+    buckets=240,
+    placement=1500,
+    tokens=90,
 )
 _START_S = 30  # of a setting, before its first part
 

@@ -30,6 +30,7 @@ _TITLES = {
     "model": "a step of a model of the library's layers, which waits in place of computing",
     "job": "fusedmoe train, a whole step with its optimizer",
     "captured": "a step of a model in plain PyTorch, captured by torch.compile",
+    "tokens": "MoELayer, tokens that travel once beside a row for each pair",
     "steps": "a step of the benchmark's own stack of layers",
 }
 
@@ -81,6 +82,12 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         best = max(rows, key=lambda name: rows[name]["over_sequential"])
         faster = rows[best]["over_sequential"]
         yield Goal("at least 1.8 times as fast as sequential", f"{faster:.2f} ({best})", faster >= 1.8)
+    if part == "tokens":
+        setting = found["setting"]
+        least = {(8, 50): (1.8, 1.5), (8, 100): (1.45, 1.1)}.get((setting["k"], setting["inter_mbit"]), (1.05, 0.98))
+        for schedule, wanted in zip(("off", "auto"), least, strict=True):
+            ratio = found["ratios"][schedule]
+            yield Goal(f"{schedule}: at least {wanted} times as fast as with pairs", f"{ratio:.2f}", ratio >= wanted)
     if "auto" in found:
         share = found["auto"]["share_of_500_steps"]
         yield Goal("trying plans costs at most 2% of 500 steps", f"{share:.2%}", share <= 0.02)
@@ -131,6 +138,12 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
     )
     if setting.get("computation_s") is not None:
         console.print(f"a step's computation by itself took {_ms(setting['computation_s'])}", highlight=False)
+    if part == "tokens":
+        sent = found["bytes"]
+        faster = ", ".join(f"{schedule} {ratio:.2f}" for schedule, ratio in found["ratios"].items())
+        console.print(
+            f"times as fast with tokens: {faster}; bytes sent: {sent['pairs'] / sent['tokens']:.2f} times fewer"
+        )
     if "auto" in found:
         auto = found["auto"]
         console.print(
