@@ -194,6 +194,7 @@ def uniform_share(experts: int, k: int, ranks: int) -> float:
 
     Of W ranks a token needs one with probability p = 1 − C(E − E/W, k)/C(E, k), and so W·p/k tokens travel for a pair.
     """
+    ranks = min(ranks, experts)
     if ranks <= 1 or k <= 1:
         return 1.0 / max(1, k) if ranks <= 1 else 1.0
     elsewhere = math.comb(experts - experts // ranks, k) / math.comb(experts, k)

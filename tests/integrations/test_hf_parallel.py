@@ -44,7 +44,7 @@ def step(
     metrics = RouterMetrics(model.train())
 
     def counted(*given: Any) -> Tensor:
-        rows.append(len(given[1]))
+        rows.append(given[2].rows)
         return compute(*given)
 
     with pytest.MonkeyPatch.context() as patch:
