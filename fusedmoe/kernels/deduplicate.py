@@ -166,9 +166,10 @@ def wrong_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: int) -> 
     start_R = pairs_R.cumsum(0) - pairs_R
     some_R = pairs_R > 0
     wrong_R |= some_R & (first_P[start_R.clamp(max=max(len(code_P) - 1, 0))] == 0) if len(code_P) else some_R
-    long_P = first_P.cumsum(0)
-    if len(code_P) > k:
-        wrong_R.index_fill_(0, source_P[k:][long_P[k:] == long_P[:-k]], True)
+    token_P = first_P.cumsum(0)
+    if len(code_P) > k:  # the pair k places before is of the same token
+        long_P = (token_P[k:] == token_P[:-k]).long()
+        wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P[k:], long_P) > 0
     return wrong_R
 
 

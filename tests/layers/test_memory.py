@@ -111,13 +111,22 @@ def test_an_eval_forward_saves_nothing() -> None:
     assert not saved
 
 
-def in_parallel(rank: int, world: int, ep: int, esp: int, experts: type[FeedForward], dtype: torch.dtype) -> None:
+def in_parallel(
+    rank: int, world: int, ep: int, esp: int, experts: type[FeedForward], dtype: torch.dtype, degrees: tuple[int, int]
+) -> None:
     topology = Topology.from_sizes(ep, esp)
-    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), experts(24), topology=topology, dtype=dtype)
+    schedule = None if degrees == (0, 0) else fusedmoe.Schedule("fsmoe", degrees=degrees)
+    more = {"topology": topology, "dtype": dtype, "schedule": schedule}
+    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), experts(24), **more)
     check(layer, 30 + 20 * rank, 16, 24, 2, dtype, topology)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2), (2, 2)])
 def test_saved_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
-    cluster.run(ep * esp, in_parallel, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype)
+    cluster.run(ep * esp, in_parallel, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype, (0, 0))
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (3, 2)], ids=str)
+def test_saved_by_a_plan(cluster: Cluster, degrees: tuple[int, int]) -> None:
+    cluster.run(2, in_parallel, 2, 1, SwiGLU, torch.float32, degrees)
