@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/hugging_face.py      # experts split over the ranks, the rest by FSDP
 
 Two lines make the difference: `import fusedmoe.hf`, and `experts_implementation="fusedmoe"`. Over ranks
-`ep_implementation="fusedmoe"` has rows travel by this library, too. Needs `pip install '.[hf]'`.
+`ep_implementation="fusedmoe"` has tokens travel by this library, too. Needs `pip install '.[hf]'`.
 """
 
 from __future__ import annotations

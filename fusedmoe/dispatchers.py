@@ -1,13 +1,13 @@
 """Dispatchers, and what a dispatcher of your own, or a door to another library, is built of.
 
     checks = InputChecks(topology, "my library")
-    rows = Collectives(topology, ops.make_all_to_all("direct", topology), name="my library")
+    exchange = Collectives(topology, ops.make_all_to_all("direct", topology), name="my library")
 
     bad = checks.of_given(x_SM, weight_SK)
-    y_SM = rows.by_operators(Routed(x_SM, layout, weight_SK), experts, bad)
+    y_SM = exchange.by_operators(Routed(x_SM, layout, weight_SK), experts, bad)
 
-`Collectives` sends rows by all-to-alls, `Local` leaves them where they are. `GroupedExperts` and `AutogradExperts` are
-experts as a plan calls them, chunk by chunk.
+`Collectives` sends tokens by all-to-alls, once to each rank with experts for them; `Local` leaves them where they are.
+`GroupedExperts` and `AutogradExperts` are experts as a plan calls them, chunk by chunk.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Mixture-of-experts models of Hugging Face transformers with this library's kernels and exchange of rows.
+"""Mixture-of-experts models of Hugging Face transformers with this library's kernels and exchange of tokens.
 
     import fusedmoe.hf
 
     model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1", experts_implementation="fusedmoe")
 
-Importing it registers the name "fusedmoe" in both of transformers' registries: of experts, and of how rows reach
+Importing it registers the name "fusedmoe" in both of transformers' registries: of experts, and of how tokens reach
 experts on other ranks (`DistributedConfig(ep_size=…, ep_implementation="fusedmoe")`). `apply(model)` sets it for a
 model that there is already, and says what stands in its way. Nothing of transformers is replaced, and parameters stay
 as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference. `Trainer(…, callbacks=[MetricsCallback()])`
 logs what the routing is like.
 
 A forward of a model's experts, in the order of this file: `experts_forward` looks at the numbers, sorts tokens by
-expert and calls `compute`; with expert parallelism `ExpertParallel` sends the rows in between.
+expert and calls `compute`; with expert parallelism `ExpertParallel` sends the tokens in between.
 
 What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
 shapes. Plain experts (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
@@ -277,10 +277,10 @@ class _LocalExperts:
 
 
 class ExpertParallel(EPImplementation):
-    """Sends each rank's tokens to the ranks of their experts, and results back: `ep_implementation="fusedmoe"`.
+    """Sends a token once to each rank with experts for it, and one sum back: `ep_implementation="fusedmoe"`.
 
-    Ranks that share a batch (`tp_mesh`) send a chunk of its rows each, and gather the results. Under autocast rows
-    travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+    Ranks that share a batch (`tp_mesh`) send a chunk of its tokens each, and gather the results. Under autocast
+    tokens travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
 
     Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
         Making one is collective over both.

@@ -1,8 +1,8 @@
-"""Megatron-core's models with this library's exchange of rows and kernels, by their layer specs:
+"""Megatron-core's models with this library's exchange of tokens and kernels, by their layer specs:
 
     spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=8))
 
-`token_dispatcher` sends rows by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
+`token_dispatcher` sends tokens by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
 experts by this library's kernels. Router, losses, shared experts and the names in checkpoints stay Megatron's.
 
 Shape suffixes: T tokens of this rank, D model, K choices, E experts, e experts of this rank, H an expert's hidden
@@ -44,7 +44,7 @@ _ACTIVATIONS = {
 
 
 class MegatronMoELayer(MoELayer):
-    """Megatron's layer, whose rows travel by this library.
+    """Megatron's layer, whose tokens travel by this library.
 
     Args: as for Megatron's `MoELayer`, and
         timeout_s: seconds that a rank waits for others.
@@ -69,7 +69,7 @@ class MegatronMoELayer(MoELayer):
         self.token_dispatcher = StagedDispatcher(config, groups, timeout_s)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Returns the results of the received rows."""
+        """Returns the sum of each received token's results."""
         if isinstance(self.experts, StackedExperts):
             return self.token_dispatcher.through_experts(self.experts, hidden_states), None
         output, bias = super().routed_experts_compute(hidden_states, probs)
@@ -77,10 +77,10 @@ class MegatronMoELayer(MoELayer):
 
 
 class StagedDispatcher(MoETokenDispatcher):
-    """Megatron's six stages: rows go to the ranks of their experts, and results back.
+    """Megatron's six stages: a token goes once to each rank with experts for it, and the sum of its results back.
 
-    Rows cross the expert-parallel ranks by all-to-alls. Where each expert is split, the ranks of its shards gather the
-    rows and scatter the sums. Waits are bounded, and an error names the rank at fault, the operation and the cure. As
+    Tokens cross the expert-parallel ranks by all-to-alls. Where each expert is split, the ranks of its shards gather
+    them and scatter the sums. Waits are bounded, and an error names the rank at fault, the operation and the cure. As
     with Megatron's own dispatchers, a stage leaves what the next one needs in the object: the six run one after the
     other, once for each forward.
 
@@ -92,7 +92,7 @@ class StagedDispatcher(MoETokenDispatcher):
         ConfigError: groups that are no grid of ranks; with one rank, from a step, tokens or weights that are NaN or
             infinite (on CUDA from a later one).
         RankError: from a step, or where it is made: a rank fails, does not come within `timeout_s`, or has such tokens
-            or weights; no row is sent then.
+            or weights; nothing is sent then.
     """
 
     def __init__(self, config: Any, pg_collection: Any, timeout_s: float) -> None:
@@ -167,7 +167,7 @@ class StackedExperts(SequentialMLP):
         self._gated = bool(config.gated_linear_unit)
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-        """Returns [S, D]: for each token (or received row) the sum of its sorted rows' results, times their weights."""
+        """Returns [S, D]: for each token given the sum of its sorted rows' results, times their weights."""
         # First products of all experts, then second ones, as `_join` splits them.
         parts = [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
         return ops.experts_in_parts(
@@ -255,7 +255,7 @@ def _activation(config: Any) -> str:
 
 
 def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-    """Returns a spec whose layers of experts send rows by this library. The experts stay Megatron's.
+    """Returns a spec whose layers of experts send tokens by this library. The experts stay Megatron's.
 
     Args:
         spec: of a transformer layer, of a block of them (dense layers stay as they are), or of a layer of experts.
@@ -269,7 +269,7 @@ def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
 
 
 def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-    """Returns a spec whose layers of experts send rows, and compute experts, by this library.
+    """Returns a spec whose layers of experts send tokens, and compute experts, by this library.
 
     Their parameters are those of Megatron's `SequentialMLP`, whichever experts the spec has: `local_experts.0.…`. In
     distributed checkpoints they have the names that all of Megatron's experts have there.

@@ -3,8 +3,8 @@
 `gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
 move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` and `clamped_swiglu` for
 networks that it does not know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks,
-and `through_experts` is the whole way between permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows`
-and `join_rows` serve model-parallel parts.
+and `through_experts` is the whole way between permute and unpermute, on which a row travels for each (token, k) pair.
+`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
 
 For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
 `Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights

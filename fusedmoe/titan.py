@@ -1,9 +1,9 @@
-"""Torchtitan's models with this library's exchange of rows and kernels, by names of overrides:
+"""Torchtitan's models with this library's exchange of tokens and kernels, by names of overrides:
 
     torchtitan … --override.imports fusedmoe.titan.routed_experts,fusedmoe.titan.selective_ac
 
-`token_dispatcher` sends rows by this library, and leaves the experts to torchtitan; `routed_experts` is both, with the
-experts by this library's kernels; take one of them. `selective_ac` has selective activation checkpointing run each
+`token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
+the experts by this library's kernels; take one of them. `selective_ac` has selective activation checkpointing run each
 exchange once. No code of torchtitan or of a model changes. Parameters, their names and how they are sharded stay as
 they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see no difference.
 
@@ -51,7 +51,9 @@ class DispatchMetadata(NamedTuple):
 
 
 class TokenDispatcher(BaseEPTokenDispatcher):
-    """Sends rows to the ranks of their experts, and results back.
+    """Sends a token once to each rank with experts for it, and the sum of its results there back.
+
+    Scores travel with tokens, and multiply results on the experts' ranks.
 
     Waits are bounded, and an error names the rank at fault, the operation and the cure. Input that cannot be sent, and
     tokens or scores that are NaN or infinite, are refused on all ranks before anything is sent.
@@ -121,7 +123,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
     ) -> Tensor:
         """Does dispatch, experts and combine as one, with experts that gather rows, apply scores and sum results.
 
-        Scores travel with the rows, so that no result has to be kept for their gradient.
+        Scores travel with the tokens, so that no result has to be kept for their gradient.
 
         Returns:
             [T, D] the sum of each token's results.
@@ -142,7 +144,7 @@ class FusedExperts(GroupedExperts):
         pass
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
-        """Returns [S, D]: for each token (or received row) the sum of its sorted rows' results, times their scores."""
+        """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
         parts = [_local(parameter) for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         return ops.experts_in_parts(x_SD, layout, score_N, parts, _PARTS, "swiglu")
 
@@ -158,7 +160,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         pass
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
-        """Returns [S, D]: for each token (or received row) the sum of its sorted rows' results, times their scores."""
+        """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
         shards = _tensor_parallel_ranks(self.mlp1_weight_EGD)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (
             _local(parameter).to(x_SD.dtype)
@@ -176,7 +178,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
 class FusedRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine as one.
 
-    Products run, and rows travel, in the dtype of the tokens, which is that of FSDP's mixed precision; under autocast
+    Products run, and tokens travel, in the tokens' dtype, which is that of FSDP's mixed precision; under autocast
     in its dtype. (Torchtitan's own experts always compute in bfloat16.) Scores are float32, and multiply the experts'
     results in float32. Where tensor parallelism splits each expert, a rank has a part of F, and returns a part of the
     sum, as in torchtitan.
@@ -208,7 +210,7 @@ class FusedRoutedExperts(RoutedExperts):
 class SelectiveAC(activation_checkpoint.SelectiveAC):
     """Torchtitan's policy of selective activation checkpoints, which also saves what travelled.
 
-    A block that backward computes again takes the rows, and the numbers of rows, that came the first time. What the
+    A block that backward computes again takes the tokens, and the numbers of them, that came the first time. What the
     experts computed is computed again. (See `fusedmoe.training.save_communication`.)
     """
 
@@ -250,7 +252,7 @@ _PARTS = ops.WeightParts(_join, _split)
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 
 
-@override(target=AllToAllTokenDispatcher.Config, description="Rows travel by fusedmoe's exchange")
+@override(target=AllToAllTokenDispatcher.Config, description="Tokens travel by fusedmoe's exchange")
 def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S) -> TokenDispatcher.Config:
     """Replaces the dispatcher's configuration by this library's.
 

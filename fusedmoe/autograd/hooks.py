@@ -39,9 +39,11 @@ class Hooks:
 
     - `before_moe_start` sees the layer's input [..., M] and `before_moe_end` its output (backward: the gradient of the
       output, and that of the input). In forward autograd sees through them: what they compute is differentiated.
-    - The dispatch and combine hooks see rows [n, M], once per chunk, on the wire's two ends. They stand for lossless
-      or nearly lossless transport (compression): autograd takes each pair for the identity. A before_ hook may change
-      dtype and width, if the after_ hook undoes it, and if all ranks do the same.
+    - The dispatch and combine hooks see rows [n, M], once per chunk, on the wire's two ends. A row is a token, once for
+      each rank that it goes to (this one among them), or the sum of its results on a rank; numbers of experts and
+      router weights travel beside. They stand for lossless or nearly lossless transport (compression): autograd takes
+      before_ and after_ together for the identity. A before_ hook may change dtype and width, if the after_ hook undoes
+      it, and if all ranks do the same.
     """
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:

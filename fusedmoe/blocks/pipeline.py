@@ -2,7 +2,7 @@
 
 A batch is cut along its samples, or along its positions; `blocks/__init__.py` has its way step by step. The backward
 is written out, task by task, from what the forward stored: the graphs of dense parts and gates, and of each chunk
-received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
+received tokens and pre-activations. What a token meets on its way is what it would meet in the whole batch: the gate
 chooses token by token, and rows that exceed an expert's capacity are those that would in the whole batch (Lancet §5.1).
 """
 
@@ -317,9 +317,9 @@ class PipelinedBlocks(nn.Module):
 class _ThroughBlocks(Function):
     """The batch through all blocks: [B, …, M], and a scalar for each block; differentiable once.
 
-    Saves for backward of each block what autograd keeps of its dense part and gate, received rows, R·M, and what the
-    experts keep, the pre-activation R·H (gated 2·R·H); where rows have other chunks in the two passes, the backward
-    copies these once, one block at a time.
+    Saves for backward of each block what autograd keeps of its dense part and gate, R received tokens, R·M, and what
+    the experts keep of their P pairs, the pre-activation P·H (gated 2·P·H); where rows have other chunks in the two
+    passes, the backward copies these once, one block at a time.
     """
 
     operation = "fusedmoe.pipeline"

@@ -1,6 +1,7 @@
 """All-to-all algorithms: direct, and two that send less across nodes in fewer, larger messages.
 
-All of them move the same rows to the same ranks, bit for bit; they differ in which ranks carry them:
+All of them move the same rows to the same ranks, bit for bit; they differ in which ranks carry them. A row is
+mostly a token, which a rank sends once to each rank with experts for it; so it crosses to a node once for each of them.
 
 - `direct`: every rank sends to every rank.
 - `1dh` (Hetu): the ranks of a node gather their rows at a leader, the leaders exchange, each leader scatters.

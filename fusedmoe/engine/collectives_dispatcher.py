@@ -74,12 +74,15 @@ class _Sent(NamedTuple):
 
 @dataclass(eq=False)
 class Collectives(Dispatcher):
-    """Sends rows by all-to-alls over ep, and all-gathers and reduce-scatters over esp.
+    """Sends tokens by all-to-alls over ep, and all-gathers and reduce-scatters over esp.
+
+    A token goes once to each rank with experts for it, and one sum comes back. Where rows are no copies of tokens
+    (`Layout.source_N` is None) each of them travels.
 
     Attributes:
-        all_to_all: how rows cross ep.
+        all_to_all: how tokens cross ep.
         plans: finds the plans to work by.
-        hooks: see rows on the wire, both ways.
+        hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
         streams: on which chunks overlap on CUDA; None: on one.
     """

@@ -2,7 +2,7 @@
 
 Local          nothing travels                                               here
 Collectives    all-to-alls, all-gathers, reduce-scatters, by plans           `engine/collectives_dispatcher.py`
-OneSided       kernels put rows into other ranks' memory                     `engine/one_sided_dispatcher.py`
+OneSided       kernels put tokens into other ranks' memory                   `engine/one_sided_dispatcher.py`
 Moving         experts are where a placement says                            `layers/placed_dispatcher.py`
 """
 

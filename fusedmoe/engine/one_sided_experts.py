@@ -1,8 +1,9 @@
 """Experts over ranks without collectives: kernels put tokens to their experts' ranks, compute on tiles as their rows
 come, and put results straight back. `Route` is a batch's way, `Forward` and `Backward` run both passes along it.
 
-Values and gradients are those of the collectives (`engine/collectives_dispatcher.py`), bit for bit: rows meet in the
-same order, in the same tiles. The backward is the other way by the same means.
+Values and gradients are those of the collectives (`engine/collectives_dispatcher.py`) to rounding: a result comes back
+for each (token, k) pair, to be added up k by k, and by collectives a sum of each rank. The backward is the other way by
+the same means.
 
 All of it goes in chunks: an expert's rows are shared out evenly (`kernels/one_sided.py`), and each chunk has kernels
 of its own, which wait for its rows and put its results. So a chunk's results may still be on their way while the next

@@ -58,8 +58,9 @@ class MoELayer(nn.Module):
     what is a combine there and back is a dispatch, and the other way round.
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
-    them alone. Given each rank's tokens, results depend neither on where the experts are nor on the dispatch algorithm,
-    nor (to rounding) on whether the order is sparse or by products.
+    them alone. Given each rank's tokens, results do not depend on the dispatch algorithm, nor (to rounding: each rank
+    adds up what its experts make of a token) on where the experts are, nor on whether the order is sparse or by
+    products.
 
     Args:
         model_dim: M.
@@ -68,7 +69,7 @@ class MoELayer(nn.Module):
         order: how rows are laid out; by default `Dropless` for a gate without capacity, else `Sparse`.
         topology: where ranks stand; by default a world of one (data parallelism around it needs nothing else).
         dispatch: all-to-all algorithm, "direct", "1dh" or "2dh"; or a `Dispatcher` of your own, which then has the say
-            over how rows travel, and whose hooks and plans are its own.
+            over how tokens travel, and whose hooks and plans are its own.
         hooks: user code at six seams, `Hooks`.
         shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
@@ -83,11 +84,11 @@ class MoELayer(nn.Module):
             collective over all ranks, replicas included.
         placement: "ep": each rank has the same number of experts, in order, for good. "fssdp": experts are owned by any
             rank, any number of them, and copied to others as their load asks for, as `fusedmoe.training.ShardedExperts`
-            has them; results are those of "ep".
+            has them; results are those of "ep", to rounding.
         device, dtype: of the parameters.
 
     Attributes:
-        dispatcher: takes rows to their experts and back.
+        dispatcher: takes tokens to their experts and sums back.
         parts: the kinds of tasks that plans of this layer have, by collectives.
         placed: where the experts are, with "fssdp"; None where they do not move, as with one rank.
         aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
@@ -98,12 +99,13 @@ class MoELayer(nn.Module):
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
         number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
 
-    Saves for backward, parameters aside, for R rows that the experts here compute (R = N where nothing travels), with a
-    `TopK` gate, a `Sparse` or `Dropless` order, feed-forward experts (H is their `hidden`, g = 2 for a gated
-    activation, else 1), in elements:
-    - in x's dtype: S·M for x, R·g·H/ESP for the pre-activation, and with EP·ESP > 1 or hooks R·M for the rows received;
-    - in float32 (float64 for float64): S·K + R router weights, and E·(S + 1) for the balance loss, if it is on;
-    - integers, of 8 bytes at most: 2·S·K + 4·N + 2·S + 4·E or less, and 5·R + 4·E more with EP·ESP > 1 or hooks.
+    Saves for backward, parameters aside, for P rows that the experts here compute (P = N where nothing travels), T
+    tokens sent and R tokens received, with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward experts (H is
+    their `hidden`, g = 2 for a gated activation, else 1), in elements:
+    - in x's dtype: S·M for x, P·g·H/ESP for the pre-activation, and with EP·ESP > 1 or hooks R·M for tokens received;
+    - in float32 (float64 for float64): S·K + P router weights, and E·(S + 1) for the balance loss, if it is on;
+    - integers, of 8 bytes at most: 2·S·K + 4·N + 2·S + 4·E or less, and with EP·ESP > 1 or hooks
+      S·K + 2·N + 2·T + 4·P + R·K + 8·E more.
     The activation, the experts' outputs and any padding are never saved. Other gates save as much, or say so; `Einsum`
     saves its matrices, S·E·C twice; under autocast x and the experts' parameters are also saved in the lower precision.
 

@@ -1,4 +1,4 @@
-"""The dispatcher of experts that are where a placement says: rows go to the places of their copies."""
+"""The dispatcher of experts that are where a placement says: tokens go to the places of their copies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fusedmoe.runtime.recorder import span
 
 
 class Moving(Collectives):
-    """Sends rows by collectives to copies of experts, which travel themselves.
+    """Sends tokens by collectives to copies of experts, which travel themselves.
 
     Worked example, two ranks, experts 0 and 1 owned by rank 0, expert 2 by rank 1, which also holds a copy of 0 in this
     step. Each rank has two places: 0 and 1 are rank 0's (experts 0, 1), 2 and 3 are rank 1's (experts 2, 0). Rank 1's
-    rows of expert 0 stay there: what is dispatched are rows by place, as if there were four experts.
+    tokens for expert 0 stay there: what is dispatched are tokens by place, as if there were four experts. Which copy a
+    token's pair goes to also says which rank's sum it is in, so results are those of other placements to rounding.
     """
 
     compiles = False

@@ -39,7 +39,7 @@ def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, 
 def make_dispatcher(
     dispatch: str | Dispatcher, plans: LayerPlans, hooks: Sequence[Hooks], placed: DynamicExperts | None
 ) -> Dispatcher:
-    """Chooses how rows travel.
+    """Chooses how tokens travel.
 
     Args:
         dispatch: the algorithm of all-to-alls, or a dispatcher of the user's.

@@ -17,9 +17,10 @@ __all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]
 
 
 class WireCast(Hooks):
-    """Compression: rows are dispatched and combined in a narrower dtype and widened on arrival.
+    """Compression: tokens are dispatched, and their sums combined, in a narrower dtype and widened on arrival.
 
-    Halves these bytes for float32 rows, in forward and in backward; rounds every element that travels. What ESP moves
+    Halves these bytes for float32 tokens, in forward and in backward; rounds every element that travels, a token's
+    results on a rank once, as their sum. Router weights, which travel beside, stay as they are. What ESP moves
     inside a node stays wide, and so does what the experts compute in.
 
     Args:
@@ -52,7 +53,7 @@ def _is_floating(dtype: object) -> bool:
 
 
 class WireFp8(Hooks):
-    """Compression: rows travel between ranks as fp8, one byte an element and a scale for each row.
+    """Compression: tokens and their sums travel between ranks as fp8, one byte an element and a scale for each row.
 
     A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and in backward. An
     element that travels is off by 2⁻⁴ of itself at most, or by 2⁻¹⁸ of the largest of its row. The format is
