@@ -208,6 +208,7 @@ class Collectives(Dispatcher):
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         if selects() and routed.refusal is None and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
+            self.travelled = None
             return self.by_operators(routed, experts)
         return self.cross(routed.x_SM, self.meet(routed), experts)
 

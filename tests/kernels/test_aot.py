@@ -61,7 +61,8 @@ def test_every_kernel_has_cases() -> None:
     """Those that are launched are named so; the other functions on the device are parts of them."""
     written = {
         f"{file.relative_to(aot.ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
-        for file in (aot.ROOT / "fusedmoe").rglob("*.py")
+        for folder in ("fusedmoe", "bench")
+        for file in (aot.ROOT / folder).rglob("*.py")
         for name in re.findall(r"^@(?:triton\.|gluon\.)?jit.*\n(?:def (\w+_kernel)\()", file.read_text(), re.M)
     }
     covered = {f"{case.kernel.__module__}.{case.kernel.__name__}" for _, case in aot.cases()}

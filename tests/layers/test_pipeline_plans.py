@@ -25,7 +25,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.step import Degrees, fused_pass, one_pass
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import STAGES
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, uniform_share
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train
@@ -203,6 +203,7 @@ def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: i
         if planned:
             shape = run.workload(torch.empty(4, L, M, dtype=torch.double))
             wanted = replace(workload(topology, 2), capacity_factor=None)
+            wanted = replace(wanted, share=uniform_share(wanted.experts, wanted.k, topology.ep.size))
             assert replace(shape, k=wanted.k, capacity_factor=None) == wanted and shape.rows == wanted.rows
             plan, buckets = plan_step(model, topology, policy, COSTS, shape, limit=4)
             assert any(task.kind == "gradient-all-reduce" for task in plan)
