@@ -274,7 +274,9 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: an array of NumPy over a tensor's memory forbids for ever to resize that, and FSDP2 frees a parameter that
+    # it has gathered by resizing it to nothing.
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -353,6 +353,8 @@ class Topology:
 
     def stop(self, operation: str, error: BaseException) -> None:
         """Posts an exception of this rank, unless the rank at fault, or the first to notice, has posted it already."""
+        if self.size > 1:
+            _forget_failed_backward()
         # Checkpointing ends a recomputation that has all it needs by raising the latter: no failure.
         if not isinstance(error, (RankError, _StopRecomputationError)):
             self.fail(operation, f"{type(error).__name__}: {error}")
@@ -388,6 +390,17 @@ def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
     rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
     job = Job(rank, timeout_s, Board(dist.distributed_c10d._get_default_store(), rank))
     return Group(name, ranks, ranks.index(rank), handle, job)
+
+
+def _forget_failed_backward() -> None:
+    """Frees what a backward pass that raised has left to do, and with it the process groups that its graph holds."""
+    # The queue of this thread keeps the nodes that were ready, and so their graph, until it runs another pass. As long
+    # as this rank has a process group, its peers cannot free theirs: Gloo waits there for what this rank owes.
+    if torch._C._current_graph_task_id() != -1:
+        return  # inside a backward pass, whose nodes are still wanted
+    # Whatever goes wrong here must not hide the error itself.
+    with suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).clone().backward()
 
 
 def _world_size() -> int:

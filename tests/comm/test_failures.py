@@ -137,6 +137,10 @@ def in_guarded_code(rank: int, world: int, culprit: int) -> None:
 def test_experts_that_raise(cluster: Cluster) -> None:
     texts = check(cluster, 1, "failed in MoELayer.forward: ValueError: this expert does not feel well", in_forward)
     assert texts[1] == "this expert does not feel well"
+
+
+def test_experts_that_raise_in_backward(cluster: Cluster) -> None:
+    """No rank is left with a graph, whose process groups its peers would wait for at their end."""
     texts = check(cluster, 2, "failed in the training step: ValueError: this expert cannot go back", in_backward)
     assert texts[2] == "this expert cannot go back"
 

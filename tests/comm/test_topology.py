@@ -162,3 +162,19 @@ def test_nccl_is_told_to_launch_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ZeroDivisionError):
         Topology.from_sizes()
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+
+
+def sent_from_memory_that_shrinks(rank: int, world: int) -> None:
+    topology = Topology.from_sizes()
+    for call in (
+        lambda rows: all_gather_rows(topology.world, rows, [3] * world),
+        lambda rows: all_reduce(topology.world, rows),
+    ):
+        rows = torch.full((3, 2), float(rank))
+        call(rows)
+        rows.untyped_storage().resize_(0)
+
+
+def test_collectives_leave_memory_resizable(cluster: Cluster) -> None:
+    """FSDP2 frees a parameter that it has gathered so."""
+    cluster.run(2, sent_from_memory_that_shrinks)

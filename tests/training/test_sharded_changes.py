@@ -253,6 +253,7 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
     [
         (USES[::2], {}, False),
         (USES[1::2], {"rematerialises": True}, False),
+        ((loads_a_state,), CALIBRATED, False),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
             for options in ({}, {"rematerialises": True}, CALIBRATED)
