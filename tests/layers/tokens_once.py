@@ -6,7 +6,7 @@ Every rank draws the tokens of all ranks from one seed, so that each has the who
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,8 +164,8 @@ def tokens_of(batch: Batch, rank: int) -> Tokens:
     return Tokens(x_SM.to(batch.dtype), expert_SK, weight_SK.to(batch.dtype), dy_SM.to(batch.dtype))
 
 
-def _all_experts(experts: Experts, x_SM: Tensor) -> Tensor:
-    """[E, S, M]: every token through every expert."""
+def all_experts(experts: Experts, x_SM: Tensor) -> Tensor:
+    """Takes every token through every expert, [E, S, M]."""
     if isinstance(experts, Custom):
         return torch.stack([module(x_SM) for module in experts.experts.values()])
     assert isinstance(experts, FeedForward)
@@ -198,7 +198,7 @@ def define(batch: Batch, rank: int, ranks: list[int], place: Place) -> Found:
         given = tokens_of(batch, source)
         x_SM, weight_SK = given.x_SM.requires_grad_(), given.weight_SK.requires_grad_()
         kept_SK = define_layout(given.expert_SK, batch.experts, batch.capacity).row_SK >= 0
-        y_ESM = _all_experts(whole, x_SM)
+        y_ESM = all_experts(whole, x_SM)
         token_S1 = torch.arange(len(x_SM))[:, None]
         y_SKM = y_ESM[given.expert_SK.clamp(min=0), token_S1]
         y_SM = (torch.where(kept_SK, weight_SK, 0)[..., None] * y_SKM).sum(1)
@@ -211,12 +211,17 @@ def define(batch: Batch, rank: int, ranks: list[int], place: Place) -> Found:
             if int(name.split(".")[1]) in place.numbers:
                 own.parameters[name] = _gradient(parameter)
             continue
-        slice_e = _gradient(parameter)[place.first : place.first + place.local]
-        # Halves of a gated activation lie in front of H; a slice may be empty where M is smaller than the shards are.
-        dim = 1 if name == "b2" else parameter.dim() - 1 - (name == "w1")
-        parts = slice_e.chunk(place.shards, dim)
-        own.parameters[name] = parts[place.shard] if place.shard < len(parts) else slice_e.narrow(dim, 0, 0)
+        own.parameters[name] = slice_of(_gradient(parameter), name, place.numbers, place)
     return own
+
+
+def slice_of(whole: Tensor, name: str, numbers: Sequence[int], place: Place) -> Tensor:
+    """Returns the part of all feed-forward experts' parameter that the shard of some experts has."""
+    own = whole[list(numbers)]
+    # Halves of a gated activation lie in front of H; a slice may be empty where M is smaller than the shards are.
+    dim = {"w1": own.dim() - 2, "b1": own.dim() - 1, "w2": 2, "b2": 1}[name]
+    parts = own.chunk(place.shards, dim)
+    return parts[place.shard] if place.shard < len(parts) else own.narrow(dim, 0, 0)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
