@@ -121,7 +121,10 @@ class _Traffic:
             layers = _way(way, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
                 sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
-                part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, by_pairs, "a layer's graph")
+                grid, edp = layers.topology.expert_grid, layers.topology.edp
+                ranks_QP = None if grid is None else grid[edp.index].t().numpy()
+                whose = by_pairs, "a layer's graph", ranks_QP
+                part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, *whose)
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
         # A backward pass begins with that of combine; where a graph has none, with that of dispatch.

@@ -147,6 +147,7 @@ class Sized(Part):
     Args:
         sizes: what the ranks told each other.   device: of the rows.
         by_pairs: a row travels for each pair, so that both are the same.
+        ranks_QP: the rank that rows of each sharding peer and source began on, for errors; None: not known.
     Attributes:
         counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
     """
@@ -159,9 +160,10 @@ class Sized(Part):
         device: torch.device,
         by_pairs: bool = False,
         call: str = "an exchange",
+        ranks_QP: np.ndarray | None = None,
     ) -> None:
         super().__init__(algorithm, esp, sizes.send_Pp.sum(1), sizes.come_QPp.sum(2), call)
-        self.sizes, self.by_pairs, self._device = sizes, by_pairs, device
+        self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
 
     @cached_property
     def pairs(self) -> Part:
@@ -245,7 +247,9 @@ class Sized(Part):
         elif bool(wrong_R.any()):
             ep, esp = self._algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
-            culprit = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
+            # Where another shard has passed them on, the rank that sent them is in neither group of this one.
+            passed_on = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
+            culprit = passed_on if self._ranks_QP is None else int(self._ranks_QP[peer, source])
             raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
 
 
@@ -345,7 +349,8 @@ class Exchange(Sized):
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
         told = ExchangeSizes(told_PC[:, :-3], come_QPC, p)
-        super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call)
+        ranks_QP = all_QPC[..., -1] // len(_DTYPES) // 2
+        super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call, ranks_QP)
 
     def parts(self, degree: int) -> list[Part]:
         """Splits the exchange into `degree` parts, each with its share of the tokens of every rank for every rank

@@ -1,0 +1,291 @@
+"""Tokens that travel once through whole layers: placed experts, blocks, graphs; and a peer's codes that are wrong."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from fusedmoe import MoELayer, Schedule, Topology, gates
+from fusedmoe.blocks import forward as blocks_forward
+from fusedmoe.comm import exchange
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.kernels import deduplicate
+from fusedmoe.layers.expert_networks import FeedForward
+from fusedmoe.training import ShardedExperts, save_communication
+from tests.cluster import Cluster
+from tests.comm.failing import nothing
+from tests.layers.tokens_once import all_experts, slice_of
+
+M, E, K = 6, 8, 5
+SAMPLES = (4, 0, 7, 1)  # by rank, of three positions each
+
+
+class ByBits(gates.Gate):
+    """Sends a token where its numbers' bits say: often to expert 0, to some experts twice; and leaves slots empty."""
+
+    splits: ClassVar[bool] = True
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"weight_KM": (self.k, model_dim)}
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight_KM)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            number_SK = (x_SM[:, : self.k] * 1e4).abs().to(torch.int64) % (2 * self.experts) - 1
+            expert_SK = torch.where(number_SK < self.experts, number_SK, 0)
+        return expert_SK, x_SM @ self.weight_KM.t()
+
+    def choose(self, *scores: Tensor) -> gates.Routing:
+        expert_SK, weight_SK = scores
+        return self.routing(expert_SK, weight_SK)
+
+
+class Dense(nn.Module):
+    """A block's dense part, number by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 2, M, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.sin(x) + self.scale
+
+
+def blocks_over(topology: Topology | None, **options: Any) -> nn.ModuleList:
+    """Two blocks, x → x + experts(u) with (x, u) = dense(x), the same in every world."""
+    torch.manual_seed(5)
+    layers = (MoELayer(M, ByBits(E, K), FeedForward(4), topology=topology, mp_input="split", dtype=torch.float64,
+                       **options) for _ in range(2))  # fmt: skip
+    return nn.ModuleList(nn.ModuleList([Dense(), layer]) for layer in layers)
+
+
+Way = Callable[[nn.ModuleList, Tensor], Tensor]
+
+
+def plainly(call: Callable[[MoELayer, Tensor], Tensor]) -> Way:
+    """Makes the way through blocks whose layers are called so."""
+
+    def through(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for dense, layer in blocks:  # type: ignore[misc]
+            x, u = dense(x)
+            x = x + call(layer, u)
+        return x
+
+    return through
+
+
+def compiled(layer: MoELayer, u: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what its compiler still calls
+        result: Tensor = torch.compile(layer, fullgraph=True, backend="aot_eager")(u)
+    return result
+
+
+def recomputed(layer: MoELayer, u: Tensor) -> Tensor:
+    result: Tensor = checkpoint(layer, u, use_reentrant=False, context_fn=save_communication)
+    return result
+
+
+def in_micro_batches(degrees: tuple[int, int]) -> Way:
+    return lambda blocks, x: fusedmoe.pipeline([tuple(block) for block in blocks], degrees)(x)  # type: ignore[arg-type]
+
+
+# name -> (the layers' options, how blocks are called)
+CALLS: dict[str, tuple[dict[str, Any], Way]] = {
+    "layers": ({}, plainly(lambda layer, u: layer(u))),
+    "schedules": ({"schedule": Schedule("fsmoe", (2, 3))}, plainly(lambda layer, u: layer(u))),
+    "graphs": ({}, plainly(compiled)),
+    "checkpoints": ({}, plainly(recomputed)),
+    "blocks": ({}, in_micro_batches((2, 3))),
+    "blocks in one": ({}, in_micro_batches((1, 1))),
+    "placed": ({"placement": "fssdp"}, plainly(lambda layer, u: layer(u))),
+    "placed and scheduled": (
+        {"placement": "fssdp", "schedule": Schedule("fsmoe", (3, 2))},
+        plainly(lambda layer, u: layer(u)),
+    ),
+    "placed blocks": ({"placement": "fssdp"}, in_micro_batches((2, 3))),
+}
+
+
+def batch_of(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x, dz = (torch.randn(SAMPLES[rank], 3, M, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x.requires_grad_(), dz
+
+
+def defined(layer: MoELayer, u: Tensor) -> Tensor:
+    """The layer by its definition; it has all experts."""
+    u_SM = u.reshape(-1, M)
+    routing = layer.gate(u_SM)
+    y_SKM = all_experts(layer.experts, u_SM)[routing.expert_SK.clamp(min=0), torch.arange(len(u_SM))[:, None]]
+    weight_SK = torch.where(routing.expert_SK >= 0, routing.weight_SK, 0)
+    return (weight_SK[..., None] * y_SKM).sum(1).view_as(u)
+
+
+def equals_the_definition(rank: int, world: int, name: str, esp: int) -> int:
+    """Returns how many copies of experts there were."""
+    torch._dynamo.reset()
+    topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=30)
+    options, call = CALLS[name]
+    blocks, whole = blocks_over(topology, **options), blocks_over(None)
+    right: dict[int, tuple[Tensor, Tensor]] = {}
+    for source in range(world):
+        x, dz = batch_of(source)
+        z = plainly(defined)(whole, x)
+        z.backward(dz)
+        right[source] = z.detach(), x.grad  # type: ignore[assignment]
+    sharded, optimizer, copies = None, torch.optim.SGD(blocks.parameters(), lr=0.0), 0
+    if "placed" in name:
+        sharded = ShardedExperts(blocks, optimizer, topology, overlap=4, memory=2)
+    for _ in range(3):  # with what was counted in a step experts have other owners, and copies, in the next
+        optimizer.zero_grad()
+        copies += 0 if sharded is None else sum(str(placement).count("+") for placement in sharded.placements)
+        x, dz = batch_of(rank)
+        z = call(blocks, x)
+        z.backward(dz)
+        assert x.grad is not None
+        close(z, right[rank][0])
+        close(x.grad, right[rank][1])
+        everything = dict(whole.named_parameters())
+        for key, parameter in blocks.named_parameters():
+            expected, got = (
+                everything[key].grad,
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
+            )
+            assert expected is not None
+            path, _, last = key.rpartition(".")
+            if path.endswith("experts"):
+                experts = blocks.get_submodule(path)
+                assert isinstance(experts, FeedForward) and experts.numbers is not None and experts.place is not None
+                expected = slice_of(expected, last, experts.numbers, experts.place)
+            else:
+                got = all_reduce(topology.world, got.clone())
+            close(got, expected)
+        optimizer.step()
+    return copies
+
+
+def close(got: Tensor, right: Tensor) -> None:
+    assert got.shape == right.shape
+    if right.numel():
+        assert (got - right).abs().max() <= 1e-10 * right.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "esp"),
+    [
+        pytest.param(name, *way, marks=() if way == (2, 1) and name in quick else pytest.mark.slow)
+        for quick in [("schedules", "placed", "blocks", "placed blocks")]
+        for name in CALLS
+        for way in [(2, 1), (4, 1), (4, 2)]
+    ],
+)
+def test_layers_equal_the_definition(cluster: Cluster, name: str, world: int, esp: int) -> None:
+    copies = cluster.run(world, equals_the_definition, name, esp)
+    assert "placed" not in name or min(copies) > 0
+
+
+def _flip(code_N: Tensor, at: int, code: int) -> Tensor:
+    wrong_N = code_N.clone()
+    wrong_N[at] = code
+    return wrong_N
+
+
+def _swapped(code_N: Tensor) -> Tensor:
+    """Says of another pair than the first one that it is the first of its token."""
+    at = int((code_N & 1 == 0).nonzero()[0])
+    wrong_N = code_N.clone()
+    wrong_N[0] -= 1
+    wrong_N[at] += 1
+    return wrong_N
+
+
+def _last(code_N: Tensor, first: int) -> int:
+    return int((code_N & 1 == first).nonzero()[-1])
+
+
+here = E // 2
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "another expert": lambda code_N: _flip(code_N, -1, (int(code_N[-1]) + 2) % (2 * here)),
+    "another expert at first": lambda code_N: _flip(code_N, 0, (int(code_N[0]) + 2) % (2 * here)),
+    "swapped": _swapped,
+    "no such expert": lambda code_N: _flip(code_N, -1, 2 * here + int(code_N[-1])),
+    "a negative expert": lambda code_N: _flip(code_N, -1, int(code_N[-1]) - 2 * here),
+    "the smallest number": lambda code_N: _flip(code_N, 0, -(2**15)),
+    "one first too few": lambda code_N: _flip(code_N, _last(code_N, 1), int(code_N[_last(code_N, 1)]) - 1),
+    "one first too many": lambda code_N: _flip(code_N, _last(code_N, 0), int(code_N[_last(code_N, 0)]) + 1),
+    "zeros": torch.zeros_like,
+    "noise": lambda code_N: torch.randint_like(code_N, -(2**15), 2**15 - 1),
+}
+
+
+def one_lies(rank: int, world: int, name: str, esp: int, wrong: str, culprit: int) -> None:
+    torch._dynamo.reset()
+    # Ranks wait for each other while they compile.
+    topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=30 if name == "graphs" else 5)
+    options, call = CALLS[name]
+    blocks = blocks_over(topology, **options)
+    # Every rank has tokens, and two passes go well.
+    x = torch.randn(4 + rank, 3, M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        call(blocks, x).sum().backward()
+
+    def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
+        return deduplicate.pack(None if code_N is None else WRONG[wrong](code_N), weight_N)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == culprit:
+            patch.setattr(exchange, "pack", pack)
+            patch.setattr(blocks_forward, "pack", pack)
+        call(blocks, x).sum().backward()
+
+
+def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, culprit: int) -> None:
+    cluster.run(world, nothing)  # starting ranks takes a while
+    start = time.monotonic()
+    outcomes = cluster.outcomes(world, one_lies, name, esp, wrong, culprit, timeout_s=60)
+    seconds = time.monotonic() - start
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None, (rank, wrong)
+        kind, text, _ = outcome.error
+        assert kind == "RankError" and text.startswith(f"rank {rank}: "), outcome.error
+        assert f"ended because rank {culprit} failed in exchange of pairs" in text, text
+    assert seconds < (60 if name == "graphs" else 15)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        pytest.param(name, wrong, marks=() if number == place and name != "graphs" else pytest.mark.slow)
+        for number, name in enumerate(["layers", "schedules", "graphs", "blocks", "placed", "checkpoints"])
+        for place, wrong in enumerate(WRONG)
+    ],
+)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
+    check_blame(cluster, name, 2, 1, wrong, culprit)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "culprit"),
+    [
+        pytest.param(name, wrong, culprit, marks=() if (name, number) == ("layers", 7) else pytest.mark.slow)
+        for name in ("layers", "schedules", "graphs", "blocks")
+        for number, wrong in enumerate(WRONG)
+        for culprit in (number % 4, (number + 1) % 4)
+        if name != "graphs" or number % 4 == 0  # these take long to make
+    ],
+)
+def test_the_shard_that_sent_them_is_named(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
+    """Not the one that passed them on to other shards of the same experts."""
+    check_blame(cluster, name, 4, 2, wrong, culprit)
