@@ -173,6 +173,13 @@ class Collectives(Dispatcher):
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
+    def in_graph(self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange."""
+        if len(routed.x_SM):
+            return self.by_operators(routed, experts, bad), loss
+        y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
+        return y_0M, loss + zero
+
     def by_operators(
         self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """The plans that a layer works by where it has no schedule of its own: those it was assigned, or none.
 
-A layer with a schedule has `layers/scheduled_plans.py` in its place, which is loaded for it alone.
+A layer with a schedule has `layers/schedule.py` in its place, which is loaded for it alone.
 """
 
 from __future__ import annotations

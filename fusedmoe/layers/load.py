@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
@@ -40,7 +41,7 @@ class Load:
         self.chosen_E = torch.zeros(experts, dtype=torch.long)
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E = torch.zeros(experts, dtype=torch.long)
-        self._counts = False
+        self._counts = self._in_reentrant_checkpoint = False
         self._untold = 0  # training forwards since `tell`, where a gate waits for it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,6 +85,19 @@ class Load:
         if self._counts and travelled is not None:
             assert self.counters is not None
             self.counters.sent(*travelled)
+
+    def keep_aux(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
+        """Returns a forward's auxiliary loss as the layer's attribute, which may be read long after the forward."""
+        if not torch.is_grad_enabled():
+            like = next(gate.parameters(), None) if training and gate.aux else None
+            aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not gate.aux)
+            if not torch.compiler.is_compiling():
+                self._in_reentrant_checkpoint |= aux.requires_grad
+        elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
+            # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
+            # this attribute, would keep every activation that led to it until the next forward.
+            aux = aux.detach().requires_grad_()
+        return aux
 
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""

@@ -11,8 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
-from fusedmoe.layers.gates.base import INIT_STD, Routing, SoftRouting, check_count, fill_normal, router_dtype
-from fusedmoe.layers.gates.router import RouterGate, pick, router_logits, top_experts
+from fusedmoe.layers.gates.base import (
+    INIT_STD,
+    RouterGate,
+    Routing,
+    SoftRouting,
+    check_count,
+    fill_normal,
+    pick,
+    router_dtype,
+    router_logits,
+    top_experts,
+)
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it

@@ -12,8 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, check_count, fill_normal, router_dtype, share_of_rows
-from fusedmoe.layers.gates.router import router_logits
+from fusedmoe.layers.gates.base import (
+    Gate,
+    Routing,
+    SoftRouting,
+    check_count,
+    fill_normal,
+    router_dtype,
+    router_logits,
+    share_of_rows,
+)
 from fusedmoe.losses import z_loss
 
 
