@@ -79,7 +79,8 @@ def carry(
 
 
 def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
-    """Passes the tensor through every hook at a seam; after_ hooks in reverse, so that pairs nest."""
+    """Passes the tensor through every hook at a seam."""
+    # After_ hooks in reverse, so that pairs nest: who packed last unpacks first.
     for hook in reversed(hooks) if seam.startswith("after") else hooks:
         # Each seam is written out, so that a search for a method's name finds where it is called.
         seams = {
@@ -116,6 +117,7 @@ class WireCast(Hooks):
         self.dtype = dtype
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
+        # The other end is told the dtype here: what arrives does not say what it was.
         context.memory[self] = rows.dtype
         return rows.to(self.dtype)
 
@@ -160,6 +162,7 @@ def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) ->
     """Returns what a layer gets of its input. The gradient of the input passes the hooks at the layer's end."""
     if not hooks:
         return x
+    # The gradient of the input leaves the layer at its end, in the order of the backward pass.
     x = _tap(hooks, x, "before_moe_end", chunk, chunks)
     return run_hooks(hooks, "before_moe_start", x, HookContext("forward", chunk, chunks))
 
@@ -183,6 +186,7 @@ class _Tap(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passed: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.passed = passed
+        # An input that is returned as it is would not be an output of this function.
         return tensor.view_as(tensor)
 
     @staticmethod

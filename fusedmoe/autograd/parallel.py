@@ -37,6 +37,7 @@ def split_counts(rows: int, group: Group) -> list[int]:
         ConfigError: `rows` is not an integer of at least 0.
     """
     check_count("split_counts", "rows", rows, 0)
+    # The first ranks have more, the last ones may have none: what `torch.chunk` does.
     size = -(-rows // group.size)
     return [min(size, max(0, rows - i * size)) for i in range(group.size)]
 
@@ -71,6 +72,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
         return value
     return linear(
         value,
+        # The sum is made in place, and v is the caller's.
         lambda v: collectives.all_reduce(group, v.clone()) / group.size,
         lambda grad: grad / group.size,
         "mean_over",
@@ -93,6 +95,7 @@ def _linear(
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
+    # Refused before anything is sent: ranks that disagree on rows would wait for each other.
     if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
         group.refuse(name, f"counts must say how many rows each of {group.size} ranks has, got {list(counts)}")
     rows = counts[group.index] if forward is _all_gather else sum(counts)
@@ -116,6 +119,7 @@ def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | No
 
 def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
     start = sum(counts[: group.index])
+    # A copy: a view would hold the memory of all ranks' rows.
     return lambda rows: rows[start : start + counts[group.index]].clone()
 
 
@@ -173,6 +177,7 @@ class MpTokens:
         """Calls a module whose parameters all ranks have on the tokens that this rank routes."""
         if not self.joint:
             return module(*inputs)
+        # Each rank sees a slice of the tokens: its gradient is a summand, and all need the sum.
         parameters = {name: self.whole_gradient(parameter) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 

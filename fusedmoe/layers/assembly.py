@@ -36,8 +36,7 @@ def require_parts(
     hooks: Sequence[object],
     placement: str,
 ) -> None:
-    """Checks what a layer is made of. A name or a class in place of a part would be noticed late, without a cure, or
-    never.
+    """Checks what a layer is made of.
 
     Raises:
         ConfigError: a part of another kind.
@@ -47,6 +46,7 @@ def require_parts(
     network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
     _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
     _require_kind("experts", experts, Experts, network)
+    # A name or a class in place of a part would be noticed late, without a cure, or never.
     for name, part, kind, example in (
         ("shared", shared, Experts, network),
         ("order", order, Order, "fusedmoe.orders.Sparse()"),
@@ -87,7 +87,8 @@ def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype
 
 
 def require_shardings(experts: Experts) -> None:
-    """Experts that live on some ranks only must say so, or their gradients would be summed with other experts'."""
+    """Refuses experts that do not say how their parameters are split."""
+    # Experts that live on some ranks only must say so, or their gradients would be summed with other experts'.
     unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
     if unknown:
         raise ConfigError(
@@ -98,7 +99,8 @@ def require_shardings(experts: Experts) -> None:
 
 
 def require_copies(order: Order, gate: Gate) -> None:
-    """Refuses parts that do not go with experts that move: rows must go to any copy, loads tell experts apart."""
+    """Refuses parts that do not go with experts that move."""
+    # Rows must be able to go to any copy of an expert, and loads must tell experts apart.
     if isinstance(order, Einsum):
         raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
     if isinstance(gate, SoftMoE):
@@ -116,6 +118,7 @@ def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, 
         return LayerPlans(parts, moves)
     from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 
+    # A name may say more than a policy: "auto" also lets kernels send by themselves.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
     return ScheduledPlans(parts, named, moves, hooked)
@@ -169,6 +172,7 @@ def make_dispatcher(
     if isinstance(dispatch, Dispatcher):
         return dispatch
     topology, all_to_all = plans.parts.topology, make_all_to_all(dispatch, plans.parts.topology)
+    # Hooks see rows on a wire, so with them even one rank's rows go by collectives.
     if topology.ep.size * topology.esp.size == 1 and not hooks:
         return Local()
     if placed is not None:

@@ -169,8 +169,10 @@ class InputChecks:
     def _known(self, bad: Tensor) -> int:
         """Returns a count of bad numbers, as far as the host is to know it now."""
         if torch.compiler.is_compiling() and not uses_triton(bad):
+            # In a graph on a CPU nothing else could end the run.
             torch._assert_async(bad == 0, f"{self._what}. {self._cure}")
         elif uses_triton(bad) and self._topology.ep.size == self._topology.esp.size == 1:
+            # Nothing travels, so no other rank is misled if the host hears of it with a later call.
             self._watch.note(bad)
         else:
             return int(bad)
@@ -185,6 +187,7 @@ class InputChecks:
 
     def tell_logits(self, wait: bool = False) -> None:
         """Raises for bad numbers of forwards before, as far as the host knows; with `wait`, of all."""
+        # Told once: a new watch begins, or every later forward would raise for the same logits.
         if bad := self._watch.wait() if wait else self._watch.seen():
             self._watch = NonFiniteMonitor()
             many = f"{bad} " if self._what is _BAD_LOGITS else ""
@@ -203,6 +206,7 @@ class InputChecks:
             mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
         own_12 = torch.tensor([own], device=device_of(mp))
+        # One exchange for sizes and dtypes: ranks with other tokens would wait in the next one.
         found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
         if found == [own] * mp.size and refusal is None:
             return x_SM, None
@@ -250,6 +254,7 @@ def of_input(
 
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
     """[0, M] that stand for a refused x, by a parameter of the experts."""
+    # Experts without parameters compute in any dtype.
     if like is None:
         like = x.float() if isinstance(x, Tensor) else torch.empty(0)
     return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)

@@ -52,6 +52,7 @@ class Load:
         experts = len(self.chosen_E)
         self._counts = False
         if isinstance(routing, SoftRouting):
+            # Each expert has its slots of mixtures of all tokens: nothing is chosen, and nothing to count.
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
@@ -108,6 +109,7 @@ class Load:
 
     def dropped(self) -> int:
         """Slots that got no row. Waits for the device."""
+        # Counted from what is there anyway; nothing is added up in forwards for it.
         return int(self.chosen_E.sum() - self.kept_E.sum())
 
 

@@ -129,6 +129,7 @@ class Schedule:
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
+        # Modules by autograd keep their graph by chunk, so both passes have the forward's.
         if any_degree or policy.own:
             if not any_degree and len({*plan.degrees.values()}) > 1:
                 raise ConfigError(
@@ -168,6 +169,7 @@ def _best_fused(
     """
     layer = step_costs.layers[0]
     seen = costs.observed.get(workload.shapes, Observed())
+    # Measured for other numbers of rows, scaled to these: fused operations have no line of their own.
     share = 1.0 if seen.rows is None else workload.rows / seen.rows
     ran = [
         _Fused(share * (there_s + back_s) + (0.0 if there == back else layer.regroup_s), (there, back))
@@ -180,6 +182,7 @@ def _best_fused(
     fused = one_sided_s(kind, workload, costs)
     if fused is None:
         return None
+    # Both passes in one chunk: of more, lines say nothing.
     return _Fused(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
@@ -207,6 +210,7 @@ def undisturbed() -> Iterator[None]:
     autograd: Any = torch._C._autograd
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
     with torch.inference_mode(False), _disable_current_modes(), hooks:
         yield
 
@@ -231,7 +235,8 @@ def require_same_plans(topology: Topology, plans: Plans) -> None:
             f"the ranks plan differently: {found}. Plans follow from the schedule and its costs: give the same on "
             "every rank, and the same versions of this library, NumPy and SciPy"
         )
-        topology.fail(operation, message)  # for ranks whose rows do not come here
+        # Ranks whose rows do not come here wait elsewhere, and hear of it by the board.
+        topology.fail(operation, message)
         raise RankError(message)
 
 

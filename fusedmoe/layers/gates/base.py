@@ -131,6 +131,7 @@ class Gate(nn.Module):
         if not said_beside(cls, "splits", ("route",)):
             cls.splits = False
         if "balances" not in vars(cls):
+            # A gate that defines `update` wants the load, without saying so.
             cls.balances = cls.update is not Gate.update
 
     def __init__(
@@ -453,6 +454,7 @@ def top_experts(score_SE: Tensor, k: int) -> Tensor:
         best_S1 = left_SE.max(dim=1, keepdim=True).indices  # documented: the first of equal maxima
         chosen.append(best_S1)
         if place + 1 < k:
+            # Lower than the clamp: it cannot win again.
             left_SE.scatter_(1, best_S1, taken)
     return torch.cat(chosen, dim=1)
 
