@@ -156,7 +156,8 @@ class DynamicExperts:
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
         """Changes owners; `tensors` has the parameters of what this rank owns now. Gradients are dropped."""
-        self._drop()  # nothing may still be on its way into the old memory
+        # Nothing may still be on its way into the old memory.
+        self._drop()
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
         self.placement = sharding
@@ -331,7 +332,8 @@ class DynamicExperts:
         return by_place(layout, sent_EV, self._held_W)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums the tokens of all ranks that have parts of the same experts, which decide as one."""
+        """Sums the tokens of all ranks that have parts of the same experts."""
+        # They decide as one: a replica needs all of its parts.
         if self._shards.size == 1:
             return tokens_WE
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
@@ -478,8 +480,8 @@ def first_place(experts: int, topology: Topology) -> Place:
 
 
 def _nodes(topology: Topology) -> Nodes:
-    """Nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
-    # Ranks of one group may lie unevenly on nodes; then transfers are planned as if each were a node.
+    """Nodes of the expert-parallel group."""
+    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
     even = len(node_W) == per_node * len(set(node_W))

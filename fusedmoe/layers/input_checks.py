@@ -40,6 +40,7 @@ class NonFiniteMonitor:
         """Adds a count, an int64 scalar; no host synchronisation."""
         if self._bad is None or self._bad.device != bad.device:
             self._bad = torch.zeros_like(bad)
+        # In place: a CUDA graph that holds this forward adds to the same memory.
         self._bad.add_(bad)
 
     def seen(self) -> int:

@@ -22,7 +22,7 @@ from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
-# Shortens the product before it is rounded up: 1.1 · 100 / 2 is 55 rows, though floats say 55.00000000000001.
+# Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
 _ROUNDING = 1e-12
 INIT_STD = 0.02
 
@@ -286,6 +286,7 @@ def check_count(gate: Gate, name: str, value: int) -> None:
 
 def share_of_rows(k: int, factor: float, tokens: int, experts: int) -> int:
     """Rows of one expert: ceil(k·f·S/E), with f meant as it is written."""
+    # With f as written: k = 1, f = 1.1, 100 tokens on 2 experts are 55 rows, not 56.
     return math.ceil(k * factor * tokens / experts * (1 - _ROUNDING))
 
 
