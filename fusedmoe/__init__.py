@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
     from fusedmoe.layers.moe import MoELayer as MoELayer
     from fusedmoe.layers.moe import Placements as Placements
-    from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
     from fusedmoe.memory import keep_memory as keep_memory
+    from fusedmoe.metrics import trace as trace
     from fusedmoe.schedule.policies import register_policy as register_policy
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ _NAMES = {
     "errors": ("ConfigError", "DerivativeError", "RankError"),
     "layers.fsmoe": ("CallbackBase", "ExpertBase", "LinearGate", "MOELayer", "SimpleOrder"),
     "layers.moe": ("MoELayer", "Placements"),
-    "layers.profiled": ("trace",),
+    "metrics": ("trace",),
     "layers.schedule": ("Schedule",),
     "memory": ("keep_memory",),
     "schedule.policies": ("register_policy",),

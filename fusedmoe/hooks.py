@@ -1,4 +1,4 @@
-"""Public names of hooks; `fusedmoe/layers/wire_hooks.py` defines them."""
+"""Public names of hooks; `fusedmoe/autograd/hooks.py` defines them."""
 
-from fusedmoe.layers.wire_hooks import *  # noqa: F403
-from fusedmoe.layers.wire_hooks import __all__ as __all__
+from fusedmoe.autograd.hooks import *  # noqa: F403
+from fusedmoe.autograd.hooks import __all__ as __all__

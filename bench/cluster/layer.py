@@ -23,8 +23,7 @@ from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.moe import number_layers
-from fusedmoe.layers.schedule import Schedule
-from fusedmoe.layers.scheduled_plans import ScheduledPlans
+from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import layer_policies

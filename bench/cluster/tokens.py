@@ -22,8 +22,7 @@ from fusedmoe.kernels.deduplicate import Sending, sending
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.measure import measured_costs, observe_layer
-from fusedmoe.layers.schedule import Schedule
-from fusedmoe.layers.scheduled_plans import ScheduledPlans
+from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import PHASES
 

@@ -46,6 +46,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
 # Operators, so that compiled graphs hold the refusal, and decide in the backward, when it is known where they ran.
 @operator("refuse_gradient")
 def refuse_gradient(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+    # An operator returns memory of its own.
     return aux.clone()
 
 
@@ -61,6 +62,7 @@ def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str)
     Raises:
         DerivativeError: else.
     """
+    # A loss with coefficient zero, or none at all, loses nothing.
     if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)
     raise DerivativeError(

@@ -64,6 +64,7 @@ def check_floats(operation: str, name: str, tensor: Tensor) -> None:
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
     """Refuses what does not hold integers in so many dimensions, on the device of `like`."""
+    # Texts are made below: in most calls two comparisons are all that a check costs.
     if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
         check_tensor(operation, name, value, like)
     whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool

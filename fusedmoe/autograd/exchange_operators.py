@@ -124,6 +124,7 @@ class _Traffic:
                 grid, edp = layers.topology.expert_grid, layers.topology.edp
                 ranks_QP = None if grid is None else grid[edp.index].t().numpy()
                 whose = by_pairs, "a layer's graph", ranks_QP
+                # A graph has carried sizes alone: collectives for them are made again, here and in the backward.
                 part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, *whose)
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
@@ -139,6 +140,7 @@ class _Traffic:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
+            # Other ranks may wait in the same collective: they end with this error, not with a time-out.
             self.crossing.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, x_TM: Tensor) -> Tensor:
@@ -173,6 +175,7 @@ class _Traffic:
 
 
 def _padded(back: Tensor, rows: int) -> Tensor:
+    # Rows of padding did not travel, and their sum must not be what memory held before.
     padded = back.new_zeros((rows, *back.shape[1:]))
     padded[: len(back)] = back
     return padded
@@ -189,6 +192,7 @@ def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tens
 @register_fake(deduplicate)
 def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
     of = Layout.of(layout)
+    # No token goes to a rank twice, and none without a pair: bounds that need no numbers.
     rows: Any = min(of.rows, of.tokens * peers)
     like, small = of.row_SK, torch.int16 if of.experts < 2**14 else torch.int32
     counts_W, offsets_W1 = like.new_empty(peers), like.new_empty(peers + 1, dtype=torch.int32)
@@ -274,6 +278,7 @@ def _(
     come_QPC: Tensor,
     way: str,
 ) -> tuple[Tensor, ...]:
+    # How many come is known when the graph runs.
     tokens, experts = torch.library.get_ctx().new_dynamic_size(), come_QPC.shape[2] - 1
     pairs = tokens if code_N is None else torch.library.get_ctx().new_dynamic_size()
     like = x_TM.new_empty(0, dtype=torch.long)

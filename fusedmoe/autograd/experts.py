@@ -59,6 +59,7 @@ def experts(
 
 def no_wider(out_RM: Tensor, rows_RM: Tensor) -> Tensor:
     """Experts' results as they travel: in the rows' dtype, where theirs has more bytes."""
+    # Modules that compute wider would double what travels back, and their gradient with it.
     return out_RM.to(rows_RM.dtype) if out_RM.element_size() > rows_RM.element_size() else out_RM
 
 
@@ -81,6 +82,7 @@ def experts_operator(
 
 @register_fake(experts_operator)
 def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_start: int, layout: Any, _: str) -> Any:
+    # Sizes follow from those of x, the layout and the weights alone, so a graph needs no dynamic ones.
     return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((Layout.of(layout).rows, *w1.shape[1:-1]))
 
 

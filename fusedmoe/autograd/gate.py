@@ -200,6 +200,7 @@ def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
 def _keep_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     logits_SE, _, *ctx.rule = inputs
     expert_SK, _, nothing, _, count_BE, _ = output
+    # As for the gate in one kernel: results without a gradient cost no pass.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(expert_SK, nothing, count_BE)
     ctx.save_for_backward(logits_SE, expert_SK)

@@ -89,6 +89,7 @@ def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *_: Any) -
 
 def _keep_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
     rows_NK, weight, bias_EO, transposed, layout = inputs
+    # Only whether there was a bias counts: its gradient does not need it.
     ctx.save_for_backward(rows_NK, weight, *layout)
     ctx.biased, ctx.transposed = bias_EO is not None, transposed
 

@@ -76,6 +76,7 @@ def send_totals(
         outputs, totals = zip(*given, strict=True)
         grads = torch.autograd.grad(outputs, tables, totals, retain_graph=True, allow_unused=True)
     found = zip(tables, grads, strict=True)
+    # Zeros, too: the owner waits for as many gradients as there are replicas.
     return send([torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in found])
 
 
@@ -100,8 +101,10 @@ class _Materialise(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         returns = ctx.returns
         whole = [grad.contiguous() if learns else None for grad, learns in zip(grads, returns.learn, strict=True)]
+        # With a step's plan its task has sent them already, and the link is another layer's by now.
         if not returns.sent:
             returns.send(ctx.send_back, [grad for grad in whole if grad is not None])
+        # An owner's own rows come first in its table; the rest are replicas, whose gradients travel.
         owned = zip(whole, ctx.owned, strict=True)
         return None, None, None, *(None if grad is None else grad[:rows] for grad, rows in owned)
 
@@ -127,6 +130,7 @@ class _Arriving(Function):
             by_row.setdefault(returns.rows[expert], []).append(parts)
         for row, several in by_row.items():
             for grad, *others in zip(own, *several, strict=True):
+                # In the order of the transfers, the same on every run, and rounded once.
                 dtype = torch.promote_types(grad.dtype, torch.float32)
                 total = grad[row].to(dtype)
                 for other in others:
@@ -137,6 +141,7 @@ class _Arriving(Function):
 
 
 def _marked(ctx: Any, returns: Returns, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # The same memory under new tensors: inputs that are returned as they are would be no outputs.
     found = tuple(tensor.detach() for tensor in tensors)
     ctx.mark_non_differentiable(*(one for one, learns in zip(found, returns.learn, strict=True) if not learns))
     return found

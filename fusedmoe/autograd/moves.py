@@ -42,9 +42,8 @@ def reduce_scatter(rows_RM: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _backward(exchange: Exchange, move: Move) -> Move:
-    """Compares first what the ranks call: this one may be the only one that has a backward pass."""
-
     def turned(rows: Tensor) -> Tensor:
+        # Ranks compare first what they call: this one may be the only one that has a backward pass.
         exchange.turn()
         return move(rows)
 
@@ -79,6 +78,7 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
     rows_RM = all_gather(dispatch(rows_NM, exchange), exchange)
     layout, weight_R = received_layout(exchange.counts_RE, exchange.rows), None
     if weight_N is not None:
+        # A column, so that weights go the way of rows, and their gradients back.
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[layout.pair_N, 0]
     out_RM = compute(rows_RM, layout, weight_R)
     check_rows("through_experts", "the experts' result", out_RM, len(rows_RM))

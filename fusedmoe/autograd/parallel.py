@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Move, linear
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -34,6 +37,7 @@ def split_counts(rows: int, group: Group) -> list[int]:
         ConfigError: `rows` is not an integer of at least 0.
     """
     check_count("split_counts", "rows", rows, 0)
+    # The first ranks have more, the last ones may have none: what `torch.chunk` does.
     size = -(-rows // group.size)
     return [min(size, max(0, rows - i * size)) for i in range(group.size)]
 
@@ -68,6 +72,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
         return value
     return linear(
         value,
+        # The sum is made in place, and v is the caller's.
         lambda v: collectives.all_reduce(group, v.clone()) / group.size,
         lambda grad: grad / group.size,
         "mean_over",
@@ -90,6 +95,7 @@ def _linear(
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
+    # Refused before anything is sent: ranks that disagree on rows would wait for each other.
     if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
         group.refuse(name, f"counts must say how many rows each of {group.size} ranks has, got {list(counts)}")
     rows = counts[group.index] if forward is _all_gather else sum(counts)
@@ -113,6 +119,7 @@ def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | No
 
 def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
     start = sum(counts[: group.index])
+    # A copy: a view would hold the memory of all ranks' rows.
     return lambda rows: rows[start : start + counts[group.index]].clone()
 
 
@@ -131,3 +138,53 @@ def _recorded(
 
 _Kind = Callable[[Group, Sequence[int], "Recorder | None", str], Move]
 _Collective = Callable[[Group, Tensor, Sequence[int]], Tensor]
+
+
+MpInput = Literal["replicated", "split", "partial"]
+
+
+class MpTokens:
+    """The tokens of an MP group.
+
+    Attributes:
+        joint: the ranks pass in the same tokens, or summands of them; each routes a slice, and all get all results.
+
+    Raises:
+        ConfigError: an unknown `mp_input`.
+    """
+
+    def __init__(self, group: Group, mp_input: MpInput) -> None:
+        if mp_input not in ("replicated", "split", "partial"):
+            raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
+        self.group, self.mp_input = group, mp_input
+        self.joint = group.size > 1 and mp_input != "split"
+
+    def counts(self, tokens: int) -> list[int]:
+        """Counts the tokens, of those that this rank is given, that each rank routes: those of the first, and so on."""
+        return split_counts(tokens, self.group) if self.joint else [tokens]
+
+    def take(self, x_SM: Tensor, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+        """The tokens that this rank routes. Collective, where tokens are partial; else its backward is."""
+        if not self.joint:
+            return x_SM
+        return (reduce_scatter_rows if self.mp_input == "partial" else split_rows)(x_SM, self.group, counts, recorder)
+
+    def join(self, y_SM: Tensor, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+        """The results of all ranks' tokens. Collective; its backward is not."""
+        return join_rows(y_SM, self.group, counts, recorder) if self.joint else y_SM
+
+    def call(self, module: nn.Module, *inputs: Any) -> Any:
+        """Calls a module whose parameters all ranks have on the tokens that this rank routes."""
+        if not self.joint:
+            return module(*inputs)
+        # Each rank sees a slice of the tokens: its gradient is a summand, and all need the sum.
+        parameters = {name: self.whole_gradient(parameter) for name, parameter in module.named_parameters()}
+        return torch.func.functional_call(module, parameters, inputs)
+
+    def whole_gradient(self, parameter: Tensor) -> Tensor:
+        """Gives each rank the whole gradient, as of all that is replicated over MP."""
+        return sum_gradient(parameter, self.group) if self.joint else parameter
+
+    def aux(self, aux: Tensor) -> Tensor:
+        """The group's mean of an auxiliary loss, as each rank has to add it to its loss."""
+        return aux / self.group.size if self.mp_input == "split" else mean_over(aux, self.group)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fusedmoe.autograd.hooks import enter, leave
 from fusedmoe.autograd.materialise import SendBack, send_totals
+from fusedmoe.autograd.parallel import MpTokens
 from fusedmoe.blocks.cuts import BlockDegrees, MicroBatch, cut
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.state import BlockState, Split
@@ -28,9 +30,7 @@ from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Routing, outside_autocast
 from fusedmoe.layers.input_checks import check_routing, of_input
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.mp_tokens import MpTokens
 from fusedmoe.layers.orders import Ordered
-from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder
 
 

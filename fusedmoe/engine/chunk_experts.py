@@ -55,8 +55,7 @@ class ChunkExperts(Protocol):
     ) -> tuple[Tensor, Tensor | None, Totals]:
         """Gradients of rows, of their weights, and of the parameters, these added up over the chunks.
 
-        `totals`: what the chunk before gave; None at the first one. Of half precision in float32 from the second on,
-        so that chunks are not rounded one after the other.
+        `totals`: what the chunk before gave; None at the first one. Of half precision in float32 from the second on.
         """
         ...
 
@@ -79,6 +78,7 @@ class GroupedExperts:
     any_degree = True
 
     def __init__(self, weights: Weights, activation: str) -> None:
+        # Once for all chunks: kernels would copy matrices with other strides in each of them.
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
@@ -92,6 +92,7 @@ class GroupedExperts:
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
+        # Kernels add to what the chunks before gave: no second tensor of the parameters' size.
         into = _gradients(x_RM, totals)
         grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation, into)
         return grads.x_SM, grads.weight_N, (grads.w1, grads.w2, grads.b1, grads.b2)
@@ -124,11 +125,13 @@ class AutogradExperts:
         self.parameters = tuple(parameters)
 
     def for_backward(self) -> AutogradExperts:
+        # What chunks keep has the graph; with the module in it, a layer that holds a tensor of it would never go.
         return AutogradExperts(None, self.parameters)
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         assert self._compute is not None
         with torch.enable_grad():
+            # Leaves of a graph of its own: the pass around it runs without autograd, and asks for gradients by hand.
             x_RM = x_RM.detach().requires_grad_()
             weight_R = None if weight_R is None else weight_R.detach().requires_grad_()
             y_RM = no_wider(self._compute(x_RM, layout, weight_R), x_RM)
@@ -140,8 +143,10 @@ class AutogradExperts:
     ) -> tuple[Tensor, Tensor | None, Totals]:
         totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
+        # Nothing here learns: rows go back all the same, for other ranks wait for as many as they have sent.
         if not y_RM.requires_grad:
             return torch.zeros_like(own_x_RM), None, totals
+        # Parameters that are frozen get no gradient; those that these rows did not use have None.
         wanted = [p for p in self.parameters if p.requires_grad]
         inputs = [own_x_RM, *([] if own_weight_R is None else [own_weight_R]), *wanted]
         dx_RM, *others = torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True)
@@ -154,7 +159,8 @@ class AutogradExperts:
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
-        """Autograd makes all gradients at once: nothing is left but to add up."""
+        """Gives all gradients, and what adds them up."""
+        # Autograd makes all gradients at once: nothing is left for later but the sum.
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
 
@@ -180,4 +186,5 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _at_least_float32(total: Tensor) -> Tensor:
+    # Chunks are not rounded one after the other: half precision is for their sum.
     return total.float() if total.dtype.itemsize < 4 else total

@@ -39,6 +39,7 @@ def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
 
 def inverse(order_N: Tensor) -> Tensor:
     """Returns the place of each row in an order."""
+    # A write by index takes one pass; an argsort would sort what is known.
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
@@ -47,6 +48,7 @@ def inverse(order_N: Tensor) -> Tensor:
 def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
     """Returns the layout of the same rows in another order (its counts and offsets still speak of the old one)."""
     place_N = inverse(order_N)
+    # Pairs that were dropped have no row in any order.
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
     return replace(layout, source_N=source_N, pair_N=layout.pair_N[order_N], row_SK=row_SK)
@@ -77,6 +79,7 @@ class RowChunks:
             segments_G = exchange.counts_RE.reshape(-1) if exchange.by_pairs else exchange.tokens_R
             self._token_R = chunk_order(segments_G, exchange.rows, degree)
             place_P = inverse(self._token_R)[pairs.token_P]
+            # Stable, so that a token's pairs keep their order: sums over them are the same in any number of chunks.
             place_P, self._pair_P = place_P.sort(stable=True)
             # How many pairs the tokens of a chunk have is known here alone: on CUDA the host waits for it once.
             starts = torch.tensor([sum(rows[:i]) for i in range(degree + 1)], device=place_P.device)
@@ -104,6 +107,7 @@ class RowChunks:
 
     def rows_of(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
         """Finds for each chunk here where its rows are among all of `others`: tokens as received, and pairs sorted."""
+        # By numbers without chunks, which both have: ranks need not tell each other anything.
         token_R, sorted_P = inverse(concatenated(others.tokens())), inverse(concatenated(others.sorted_pairs()))
         numbers = zip(self.tokens(), self.sorted_pairs(), strict=True)
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
@@ -138,6 +142,7 @@ class Kept:
 
     @cached_property
     def _whole(self) -> Tensor:
+        # Only where runs are short: it takes the memory of all chunks a second time.
         return concatenated(self._parts)
 
     def rows(self, index_R: Tensor) -> Tensor:
@@ -163,6 +168,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Parts of a batch, not differentiable; one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
+    # With one part nothing is copied.
     return torch.cat(list(parts))
 
 

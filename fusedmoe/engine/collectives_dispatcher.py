@@ -99,6 +99,7 @@ class Collectives(Dispatcher):
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
+        # Exchanges compare it: a rank that skipped a layer is named, and not given the rows of another one.
         self._call = f"{self.name} {self.topology.number_layer()}"
 
     # The meeting first: the one host synchronisation of a layer.
@@ -132,6 +133,7 @@ class Collectives(Dispatcher):
         crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             x_TM = permute(x_SM, sent.tokens)
+        # Operators take tensors and plain values; these are on the host, where the collectives want them.
         sizes = torch.from_numpy(exchange.sizes.send_PC), torch.from_numpy(exchange.sizes.come_QPC)
         x_RM, handle = self._send(x_TM, weight_N, sent, sizes, crossing)
         return x_RM, handle._replace(counts_RE=exchange.counts_RE)
@@ -172,6 +174,14 @@ class Collectives(Dispatcher):
         y_TM = exchange_operators.combine(out_RM, send_PC, come_QPC, len(tokens.pair_N), way.name)
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
+
+    def in_graph(self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange."""
+        if len(routed.x_SM):
+            return self.by_operators(routed, experts, bad), loss
+        y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
+        # Gradients of the loss go through the exchange, so that no rank waits for this one in the backward.
+        return y_0M, loss + zero
 
     def by_operators(
         self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
@@ -222,6 +232,7 @@ class Collectives(Dispatcher):
         if assigned is None:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
+        # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
         (there, back), chunk_experts = assigned.plans.degrees, experts.in_chunks(x_SM)
         if there != back and not chunk_experts.any_degree:
             raise ConfigError(
@@ -365,8 +376,7 @@ class _TokensBackward(_TokensPass, BackwardPass):
 class _ByPlan(Function):
     """Σ over a token's pairs of their weighted results, through the experts' ranks, by the plans of a run.
 
-    Codes and router weights of pairs cross in one message of their own before the first chunk, gradients of weights in
-    one after the last. Saved for backward: received tokens, R·M, and what the experts keep of P pairs, the
+    Saved for backward: received tokens, R·M, and what the experts keep of P pairs, the
     pre-activation P·H (gated 2·P·H); where the two plans differ in degree, the backward copies both once.
     """
 
@@ -375,6 +385,7 @@ class _ByPlan(Function):
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         sent, exchange, experts = batch.sent, batch.exchange, batch.experts
+        # Codes and router weights cross in one message of their own before the first chunk: pairs lie by token.
         own_N = weight_N if weight_N is None or sent.row_N is None else weight_N[sent.row_N]
         pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
@@ -384,6 +395,7 @@ class _ByPlan(Function):
         received, kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if experts.any_degree else ()
+        # A graph keeps what the backward needs, and no module: see `ChunkExperts.for_backward`.
         ctx.batch, ctx.kept = replace(batch, experts=experts.for_backward()), () if tensors else kept
         ctx.pairs, ctx.chunks, ctx.rows = pairs, chunks, None if weight_N is None else len(weight_N)
         ctx.save_for_backward(*received, *weights, *tensors, *parameters)
@@ -393,6 +405,7 @@ class _ByPlan(Function):
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
         forward_chunks, exchange = ctx.chunks, batch.exchange
+        # Ranks compare first what they call: another one may have no backward pass.
         exchange.turn()
         degree, count = batch.run.plans.degrees[1], len(forward_chunks.parts)
         chunks = forward_chunks if degree == count else batch.chunks(ctx.pairs, degree)
@@ -405,17 +418,21 @@ class _ByPlan(Function):
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
         backward = _TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
+        # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM
         dx_SM = kernels.gather_sum(backward.run(), chunks.layout)
         dweight_N = None
         if ctx.rows is not None:
+            # Gradients of weights go home in one message after the last chunk, as the weights have come.
             dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
             dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, ctx.rows)
         totals, copies = backward.totals[backward.layer], batch.run.copies
+        # Their gradients have the link once the rows are through; the layer before waits for them.
         if copies is not None:
             copies.send_back(batch.experts.parameters, totals)
         if batch.run.gradients is not None:
             batch.run.gradients.begin(batch.run.beside, None if copies is None else copies.wait)
         pairs = zip(totals or (), parameters, strict=True)
+        # Sums over chunks are in float32 where the parameters are narrower.
         grads = (None if total is None or p is None else total.to(p.dtype) for total, p in pairs)
         return dx_SM, dweight_N, None, *grads

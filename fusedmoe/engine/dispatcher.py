@@ -148,15 +148,18 @@ def weight_of_rows(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
 def refuse(topology: Topology, refusal: str | None) -> None:
     """Raises a refusal, if there is any, and tells the other ranks."""
     if refusal:
+        # On the board, for no exchange will follow by which the other ranks would hear of it.
         topology.fail(CHECK, refusal)
         raise (ConfigError if topology.size == 1 else RankError)(f"rank {topology.rank}: {refusal}")
 
 
 def selects() -> bool:
     """Tells whether a selective activation checkpoint, forward or when it recomputes, chooses among operators."""
+    # Such a checkpoint lets each operator's result be taken once, in the order of the forward.
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def recomputing() -> bool:
     """Tells whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
+    # A graph cannot ask, and is the same in both. Outside of autograd's engine the id is −1.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -55,7 +55,8 @@ class OneSided(Collectives):
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         x_SM, layout, weight_SK, refusal = routed
-        self.travelled = None  # kernels do not count
+        # Kernels send as they find rows, and nobody on the host counts.
+        self.travelled = None
         transport = None if weight_SK is None else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
@@ -82,6 +83,7 @@ def choose_transport(
     group = _group(topology)
     assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
+    # Buffers lie at the same addresses on all ranks, so all make them for the rank with the most tokens.
     most = rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
     plans = plans_for(most)
     if any(task.kind != kind for task in plans.forward):
@@ -110,6 +112,7 @@ def fused_experts(
     assert isinstance(experts, GroupedExperts)
     group, shards = _group(topology), topology.esp.size
     assert group is not None
+    # Each shard of an expert is a destination of its own, whose summand comes back as a row.
     if shards > 1:
         layout = for_all_shards(layout.exact(), shards, topology.ep.size)
         weight_SK = weight_SK.repeat_interleave(shards, 1)
@@ -118,6 +121,7 @@ def fused_experts(
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
         return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, transport.degrees, measured)
     except BaseException:
+        # Peers may still write into these buffers: no later batch may meet their rows.
         _shared.pop(topology, None)
         buffers.heap.abandon()
         raise
@@ -152,4 +156,5 @@ def _group(topology: Topology) -> Group | None:
 
 def rounded_up(tokens: int) -> int:
     """Adds a fourth to spare: batches need not all be as long as the first."""
+    # A multiple of 16, so that batches of nearly one length share buffers.
     return -(-5 * max(1, tokens) // 64) * 16

@@ -178,6 +178,7 @@ class Route:
     def put_tokens(self, x_SM: Tensor) -> int:
         """Puts each token, or its result's gradient, to every rank that has experts of it; returns the epoch."""
         buffers, sends = self.buffers, self._sends
+        # Numbered, so that a signal of an earlier batch is not taken for one of this.
         epoch = buffers.begin(buffers.tokens)
         with buffers.watch.over():
             put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, epoch, buffers.bounds)
@@ -188,11 +189,12 @@ class Route:
         give_credit(self.buffers.tokens, epoch)
 
     def begin_results(self) -> int:
-        """Begins an exchange of results once peers have read what is in its slot; returns its number."""
+        """Begins an exchange of results; returns its number."""
         buffers, results = self.buffers, self.buffers.results
         epoch = buffers.begin(results)
         every = torch.arange(results.peers, dtype=torch.int32, device=buffers.heap.device)
         with buffers.watch.over():
+            # A slot serves again only when every peer has read what was in it.
             wait_signals(results.credits, every, buffers.results_behind(epoch), buffers.bounds)
         return epoch
 
@@ -204,6 +206,7 @@ class Route:
             wait_signals(results.signals, awaited, epoch, buffers.bounds, buffers.network)
         slot = results.slot(epoch)
         y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
+        # A copy: the slot is given back below, and another batch's values may come at once.
         values_N = buffers.values.own[slot, : self.layout.rows].clone()
         give_credit(results, epoch)
         return y_SM, values_N
@@ -212,6 +215,7 @@ class Route:
         """Counts the rows of each chunk; on a GPU bounds them, since nobody waits for it."""
         sizes, local = self.buffers.sizes, self.buffers.experts
         if metadata_WC2.is_cuda:
+            # Nobody waits for the counts on a GPU: bounds, from sizes that the host knows.
             most = -(-sizes.tokens * sizes.k // degree) + local
             return [most * len(metadata_WC2)] * degree
         counts = metadata_WC2[:, :local, 0].long()
@@ -360,6 +364,7 @@ class _FusedExperts(Function):
 
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        # Rows and pre-activations go with this pass: the graph may be kept for longer.
         forward, ctx.run = ctx.run, None
         run = Backward(forward, dy_SM)
         run.send()
@@ -401,4 +406,5 @@ def fused_experts(
 def _grads(totals: Totals, experts: GroupedExperts) -> list[Tensor | None]:
     parameters = experts.parameters
     pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
+    # Sums over chunks are in float32 where the parameters are narrower.
     return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]

@@ -158,7 +158,8 @@ class Pass:
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
 
     def bodies(self) -> dict[str, Callable[[Task], None]]:
-        """Returns what does the tasks of each kind. (Not kept: a pass that holds its own methods is freed late.)"""
+        """Returns what does the tasks of each kind."""
+        # Made anew for each run: a pass that holds its own methods is a circle, which is freed late.
         return {
             TaskKind.DISPATCH: self.dispatch,
             TaskKind.ALL_GATHER: self.all_gather,
@@ -195,8 +196,10 @@ class Pass:
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
+        # The chunk lets go of rows that move on: their memory is free as soon as they have left.
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
+        # Shards of an expert need the same rows; their results are summands.
         chunk.rows = chunk.part.all_gather(self.use(rows))
         if chunk.pairs is not None and chunk.beside is not None and self.phase == "forward":
             chunk.beside = chunk.pairs.all_gather(self.use(chunk.beside))
@@ -233,9 +236,9 @@ class Pass:
         self.settings.gradients.reduce(task)
 
     def use(self, tensor: Tensor) -> Tensor:
-        """Marks a tensor that another stream has made: its memory must not be given out anew while this one reads
-        it."""
+        """Marks a tensor that another stream has made."""
         if self.settings.streams is not None:
+            # Its memory must not be given out anew while this stream still reads it.
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
@@ -259,6 +262,7 @@ class ForwardPass(Pass):
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
         chunk.rows, chunk.kept = self.experts[task.layer].forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
+        # Without a backward pass rows and pre-activations go as the chunks do.
         if not self.keep:
             chunk.x_RM = chunk.kept = None
 
@@ -287,15 +291,18 @@ class BackwardPass(Pass):
         dy_RM, chunk.rows = chunk.rows, None
         assert dy_RM is not None and chunk.x_RM is not None and chunk.layout is not None
         given = self.use(dy_RM), self.use(chunk.x_RM), chunk.kept, chunk.layout, weight_R
+        # Gradients of rows are on their way sooner where sums over rows are a task of their own (Lancet).
         if layer in self.settings.plans.late_weight_gradients:
             chunk.rows, dweight_R, chunk.rest = experts.backward_rows(*given)
         else:
             chunk.rows, dweight_R, self.totals[layer] = experts.backward(*given, self.totals[layer])
+        # Nothing reads them again; the next chunk needs the memory.
         chunk.x_RM = chunk.kept = None
         self.give_weights(chunk, dweight_R)
 
     def weight_gradient(self, task: Task) -> None:
         chunks = self.chunks[task.layer]
+        # In the order of their numbers, whatever the plan: sums are made in one order.
         for number in sorted(chunks) if task.chunk is None else (task.chunk,):
             chunk = chunks[number]
             rest, chunk.rest = chunk.rest, None

@@ -86,6 +86,7 @@ def define_activation(name: str, h: Tensor) -> Tensor:
 
 def cached_rows(row_bytes: int, slice_bytes: int) -> int:
     """Returns how many rows of that size all threads' caches hold together, `slice_bytes` for each thread."""
+    # Each thread works on its share of the rows, out of its own cache.
     return max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))
 
 

@@ -58,6 +58,7 @@ def sending(layout: Layout, peers: int) -> Sending:
         return Sending(layout)
     (S, K), rows, experts = layout.row_SK.shape, len(layout.pair_N), len(layout.counts_E)
     small = torch.int16 if experts < 2**14 else torch.int32  # keys of 16 bits sort several times faster
+    # Ranks have equal shares, in order, so that an expert's number says its rank.
     experts_here = experts // peers
     row_N = torch.arange(rows, dtype=torch.int32, device=layout.row_SK.device)
     expert_N = torch.searchsorted(layout.offsets_E1[1:], row_N, right=True).to(small)
@@ -100,6 +101,7 @@ class Received(NamedTuple):
         Returns:
             The layout, and of each of its rows the pair [N].
         """
+        # Keys of 16 bits sort several times faster.
         key_P = self.expert_P.to(torch.int16 if experts < 2**15 else torch.int32)
         order_N = key_P.sort(stable=True).indices
         number_P = torch.arange(len(order_N), device=order_N.device)
@@ -115,6 +117,7 @@ class Received(NamedTuple):
 
 def decode(code_P: Tensor) -> Received:
     """Reads codes of pairs, in the order in which their tokens are received."""
+    # The last bit marks a token's first pair: their running count is the token.
     return Received((code_P >> 1).long(), (code_P & 1).cumsum(0) - 1)
 
 

@@ -42,8 +42,9 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
     given; it has no defaults, mutates no argument and returns new memory. Only what is a tensor itself has a gradient,
     not what is in a list (a layout). `register_fake` and `register_gradient` complete it.
 
-    A call costs a few microseconds beside the function: `torch.library.custom_op` with a gradient costs about 20.
     """
+
+    # A call costs a few microseconds beside the function: `torch.library.custom_op` with a gradient costs about 20.
 
     def define(body: Callable[..., Any]) -> Any:
         qualified = f"fusedmoe::{name}"

@@ -184,10 +184,8 @@ def experts_backward_rows(
     weights: Weights,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Hidden]:
-    """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs.
-
-    What waits for rows need not wait for products that only parameters need (Lancet §4).
-    """
+    """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs."""
+    # What waits for rows need not wait for products that only parameters need (Lancet §4).
     if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 

@@ -20,6 +20,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
         from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
+    # Padding rows copy some token, so that kernels need not look; what they hold must count for nothing.
     return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N))
 
 
@@ -36,6 +37,7 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
+        # Row n is token n: no sum, and no order to go by.
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     row_N, start_S = layout.bags
     tokens, k = layout.row_SK.shape

@@ -39,6 +39,7 @@ def grouped_product(
     out = layout.zero_padding(rows_NK.new_empty((layout.rows, weight.shape[1 if transposed else 2])))
     for e, start, stop in _of_experts(layout):
         matrix = weight[e].t() if transposed else weight[e]
+        # Straight to its place in the result: nothing is concatenated.
         torch.mm(rows_NK[start:stop], matrix, out=out[start:stop])
         if bias_EO is not None:
             out[start:stop] += bias_EO[e]
@@ -54,6 +55,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
     out = left_NP.new_empty((layout.experts, left_NP.shape[1], right_NQ.shape[1]))
     for e, count in enumerate(layout.counts):
         if count == 0:
+            # `out` is new memory: an expert without rows has a gradient of zeros, not what was there.
             out[e].zero_()
     for e, start, stop in _of_experts(layout):
         torch.mm(left_NP[start:stop].t(), right_NQ[start:stop], out=out[e])

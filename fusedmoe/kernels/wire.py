@@ -54,6 +54,7 @@ def pack_fp8(rows_NM: Tensor) -> Tensor:
         magnitude = rows.abs()
         wild = ~(magnitude < math.inf)
         scale_N1 = _scales(magnitude.masked_fill_(wild, 0))
+        # In the memory of the magnitudes, which are not needed again.
         code = torch.mul(rows, 1 / scale_N1, out=magnitude).to(torch.float8_e4m3fn).view(torch.uint8)
         # Torch's conversion makes infinities the largest number, or NaN, as versions have it.
         packed[:, :dim] = code.bitwise_or_(wild.view(torch.uint8).mul_(0x7F))

@@ -156,7 +156,8 @@ class DynamicExperts:
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
         """Changes owners; `tensors` has the parameters of what this rank owns now. Gradients are dropped."""
-        self._drop()  # nothing may still be on its way into the old memory
+        # Nothing may still be on its way into the old memory.
+        self._drop()
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
         self.placement = sharding
@@ -175,7 +176,8 @@ class DynamicExperts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicExperts:
         # Nobody fetches replicas for a copy, and it is not part of a graph.
-        made = copy(self)  # shallow: topology, groups and streams are shared
+        # Shallow: topology, groups and streams are shared.
+        made = copy(self)
         memo[id(self)] = made
         self.deepcopies.add(made)
         made.deepcopies, made.copied, made.number, made.learned = WeakSet(), 0, self.copied, False
@@ -211,13 +213,11 @@ class DynamicExperts:
             self.begin()
 
     def begin(self) -> None:
-        """Starts replicas on their way before a forward, and lays the gradients' way back. Collective.
-
-        Those of an earlier forward do not serve again: nothing tells whether parameters have been changed since, where
-        that was done through `.data`. They stay for the backward of that forward.
-        """
+        """Starts replicas on their way before a forward, and lays the gradients' way back. Collective."""
         if self.clocked:
             self._start.note(self._device)
+        # Those of an earlier forward do not serve again: nothing tells whether parameters have been changed since,
+        # where that was done through `.data`. They stay for the backward of that forward.
         self._drop()
         self.begun = True
         # Where replicas come one layer after the other, those of the first layer come now.
@@ -228,7 +228,8 @@ class DynamicExperts:
             self._lay_way()
 
     def _lay_way(self) -> None:
-        """Lays the gradients' way back to the owners: what follows in a forward has its backward before it."""
+        """Lays the gradients' way back to the owners."""
+        # Before all of the model: what follows in a forward has its backward before it, behind which gradients travel.
         rows = {expert: row for row, expert in enumerate(self.held[: self.owned])}
         self._returns = Returns(rows, [parameter.requires_grad for parameter in self.parameters])
         self._aliases = arriving(self.parameters, self._returns)
@@ -322,6 +323,7 @@ class DynamicExperts:
         ones = [1] * self.group.size
         tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
         if training:
+            # Loads are predicted from training steps: others see other tokens.
             self._load_E += tokens_WE[self.group.index]
         if self.correct is not None and training:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
@@ -330,7 +332,8 @@ class DynamicExperts:
         return by_place(layout, sent_EV, self._held_W)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums the tokens of all ranks that have parts of the same experts, which decide as one."""
+        """Sums the tokens of all ranks that have parts of the same experts."""
+        # They decide as one: a replica needs all of its parts.
         if self._shards.size == 1:
             return tokens_WE
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
@@ -437,6 +440,7 @@ class DynamicExperts:
                 "experts have changed between a forward pass and its backward pass; call backward() before "
                 "optimizer.step()"
             )
+        # Memory of replicas is free once no gradient of this layer needs them.
         if self.rematerialises:
             self._release()
         if not gathered:
@@ -476,7 +480,8 @@ def first_place(experts: int, topology: Topology) -> Place:
 
 
 def _nodes(topology: Topology) -> Nodes:
-    """Nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
+    """Nodes of the expert-parallel group."""
+    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
     even = len(node_W) == per_node * len(set(node_W))

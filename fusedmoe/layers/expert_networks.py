@@ -129,6 +129,7 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.require_own(state_dict, prefix)
+        # PyTorch would call it unexpected: it is no parameter.
         state_dict.pop(prefix + NUMBERS, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -138,10 +139,8 @@ class Experts(nn.Module):
         return [[number, *shard] for number in self.numbers] if self.place.shards > 1 else list(self.numbers)
 
     def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here.
-
-        Without this the rows of one expert would become another one's.
-        """
+        """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here."""
+        # Shapes fit on any rank: without this the rows of one expert would become another one's.
         saved = state_dict.get(prefix + NUMBERS)
         if saved is None or self.numbers is None:
             return
@@ -200,11 +199,10 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
 def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """A pre-hook of `load_state_dict`, which refuses the state of other experts before any of `model` is loaded.
 
-    Experts refuse it themselves, but only when what stands before them in the model is loaded already.
-
     Raises:
         ConfigError: see `Experts.require_own`.
     """
+    # Experts refuse it themselves, but only when what stands before them in the model is loaded already.
     for name, experts in experts_of(model):
         experts.require_own(state_dict, prefix + name)
 

@@ -69,12 +69,10 @@ def table(parameter: nn.Parameter, rows: int) -> Tensor:
 
 
 def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Gives a parameter data of another shape.
-
-    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
-    engine would go by it. A change of dtype makes it forget.
-    """
+    """Gives a parameter data of another shape."""
     parameter.grad = None
+    # A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
+    # engine would go by it. A change of dtype makes it forget.
     other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = tensor

@@ -6,23 +6,20 @@ Router logits that are not finite are seen on the device and told on the host, w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.collectives import all_gather_rows, device_of
 from fusedmoe.comm.exchange import CHECK
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates import Gate, SoftMoE
+from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
-from fusedmoe.layers.orders import Einsum, Order
 
 
 class NonFiniteMonitor:
@@ -43,6 +40,7 @@ class NonFiniteMonitor:
         """Adds a count, an int64 scalar; no host synchronisation."""
         if self._bad is None or self._bad.device != bad.device:
             self._bad = torch.zeros_like(bad)
+        # In place: a CUDA graph that holds this forward adds to the same memory.
         self._bad.add_(bad)
 
     def seen(self) -> int:
@@ -172,8 +170,10 @@ class InputChecks:
     def _known(self, bad: Tensor) -> int:
         """Returns a count of bad numbers, as far as the host is to know it now."""
         if torch.compiler.is_compiling() and not uses_triton(bad):
+            # In a graph on a CPU nothing else could end the run.
             torch._assert_async(bad == 0, f"{self._what}. {self._cure}")
         elif uses_triton(bad) and self._topology.ep.size == self._topology.esp.size == 1:
+            # Nothing travels, so no other rank is misled if the host hears of it with a later call.
             self._watch.note(bad)
         else:
             return int(bad)
@@ -188,6 +188,7 @@ class InputChecks:
 
     def tell_logits(self, wait: bool = False) -> None:
         """Raises for bad numbers of forwards before, as far as the host knows; with `wait`, of all."""
+        # Told once: a new watch begins, or every later forward would raise for the same logits.
         if bad := self._watch.wait() if wait else self._watch.seen():
             self._watch = NonFiniteMonitor()
             many = f"{bad} " if self._what is _BAD_LOGITS else ""
@@ -206,6 +207,7 @@ class InputChecks:
             mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
         own_12 = torch.tensor([own], device=device_of(mp))
+        # One exchange for sizes and dtypes: ranks with other tokens would wait in the next one.
         found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
         if found == [own] * mp.size and refusal is None:
             return x_SM, None
@@ -253,6 +255,7 @@ def of_input(
 
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
     """[0, M] that stand for a refused x, by a parameter of the experts."""
+    # Experts without parameters compute in any dtype.
     if like is None:
         like = x.float() if isinstance(x, Tensor) else torch.empty(0)
     return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)
@@ -298,86 +301,6 @@ def no_routing(x_SM: Tensor) -> Routing:
     """Tokens without experts."""
     nothing = x_SM.new_zeros(len(x_SM), 1)
     return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
-
-
-def require_parts(
-    gate: object,
-    experts: object,
-    shared: object,
-    order: object,
-    topology: object,
-    hooks: Sequence[object],
-    placement: str,
-) -> None:
-    """Checks what a layer is made of. A name or a class in place of a part would be noticed late, without a cure, or
-    never.
-
-    Raises:
-        ConfigError: a part of another kind.
-    """
-    if placement not in ("ep", "fssdp"):
-        raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
-    network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
-    _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
-    _require_kind("experts", experts, Experts, network)
-    for name, part, kind, example in (
-        ("shared", shared, Experts, network),
-        ("order", order, Order, "fusedmoe.orders.Sparse()"),
-        ("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)"),
-        *(("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own") for hook in hooks),
-    ):
-        if part is not None or name == "a hook":
-            _require_kind(name, part, kind, example)
-
-
-def _require_kind(name: str, part: object, kind: type, example: str) -> None:
-    if not isinstance(part, kind):
-        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
-
-
-def agree_on_parts(
-    topology: Topology,
-    model_dim: int,
-    gate: Gate,
-    experts: Experts,
-    shared: Experts | None,
-    order: Order,
-    hooks: Sequence[Hooks],
-    settings: dict[str, str],
-) -> None:
-    """Checks that all ranks make the same layer. Collective.
-
-    Raises:
-        RankError: they do not.
-    """
-    parts = {
-        "model_dim": model_dim,
-        "gate": f"{type(gate).__name__}({gate.extra_repr()})",
-        "experts": experts.describe(),
-        "shared": None if shared is None else shared.describe(),
-        "order": str(order),
-        "hooks": [type(hook).__name__ for hook in hooks],
-    }
-    topology.agree({**parts, **settings}, "MoELayer")
-
-
-def require_shardings(experts: Experts) -> None:
-    """Experts that live on some ranks only must say so, or their gradients would be summed with other experts'."""
-    unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
-    if unknown:
-        raise ConfigError(
-            f"{type(experts).__name__} does not say how {', '.join(unknown)} is split over ep and esp. Set, say, "
-            f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
-            "experts, or {} if all ranks hold the same."
-        )
-
-
-def require_copies(order: Order, gate: Gate) -> None:
-    """Refuses parts that do not go with experts that move: rows must go to any copy, loads tell experts apart."""
-    if isinstance(order, Einsum):
-        raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
-    if isinstance(gate, SoftMoE):
-        raise no_load(gate)
 
 
 def no_load(gate: Gate) -> ConfigError:

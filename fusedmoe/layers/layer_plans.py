@@ -1,6 +1,6 @@
 """The plans that a layer works by where it has no schedule of its own: those it was assigned, or none.
 
-A layer with a schedule has `layers/scheduled_plans.py` in its place, which is loaded for it alone.
+A layer with a schedule has `layers/schedule.py` in its place, which is loaded for it alone.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class LayerPlans:
         self._followed: Assigned | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy has no reducer of gradients, and is no layer of the step that was planned.
         return self.__dict__ | {"assigned": None, "_followed": None}
 
     def __str__(self) -> str:
@@ -93,11 +94,9 @@ class LayerPlans:
         return self.to_follow()
 
     def to_follow(self) -> Assigned | None:
-        """Returns the plans that the layer was assigned.
-
-        Where activations are computed again, these are the plans that the forward pass followed, so that as much is
-        saved.
-        """
+        """Returns the plans that the layer was assigned."""
+        # Where activations are computed again, those that the forward pass followed: a checkpoint compares what is
+        # saved.
         if not recomputing():
             self._followed = self.assigned
         return self._followed

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
@@ -40,7 +41,7 @@ class Load:
         self.chosen_E = torch.zeros(experts, dtype=torch.long)
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E = torch.zeros(experts, dtype=torch.long)
-        self._counts = False
+        self._counts = self._in_reentrant_checkpoint = False
         self._untold = 0  # training forwards since `tell`, where a gate waits for it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,6 +52,7 @@ class Load:
         experts = len(self.chosen_E)
         self._counts = False
         if isinstance(routing, SoftRouting):
+            # Each expert has its slots of mixtures of all tokens: nothing is chosen, and nothing to count.
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
@@ -85,6 +87,19 @@ class Load:
             assert self.counters is not None
             self.counters.sent(*travelled)
 
+    def keep_aux(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
+        """Returns a forward's auxiliary loss as the layer's attribute, which may be read long after the forward."""
+        if not torch.is_grad_enabled():
+            like = next(gate.parameters(), None) if training and gate.aux else None
+            aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not gate.aux)
+            if not torch.compiler.is_compiling():
+                self._in_reentrant_checkpoint |= aux.requires_grad
+        elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
+            # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
+            # this attribute, would keep every activation that led to it until the next forward.
+            aux = aux.detach().requires_grad_()
+        return aux
+
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
         if gate.balances:
@@ -94,6 +109,7 @@ class Load:
 
     def dropped(self) -> int:
         """Slots that got no row. Waits for the device."""
+        # Counted from what is there anyway; nothing is added up in forwards for it.
         return int(self.chosen_E.sum() - self.kept_E.sum())
 
 

@@ -102,6 +102,7 @@ def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
 
 def rounded(rows: int) -> int:
     """Rounds to three binary digits, up: plans are made for few sizes."""
+    # At most a fourth too many, and four sizes for each doubling.
     step = 1 << max(0, rows.bit_length() - 3)
     return max(1, -(-rows // step) * step)
 
@@ -167,6 +168,7 @@ def observe_layer(
         gate.token_ids = None  # of other tokens
     recorder = Recorder(topology.rank, device=like.device, clock=clock)
     all_to_all, streams = make_all_to_all("direct", topology), Streams()
+    # A generator of its own: training goes on with the numbers that it would have had.
     chance = torch.Generator(like.device).manual_seed(topology.rank)
     parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
     x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
@@ -191,6 +193,7 @@ def observe_layer(
             pass
         return recorder.timeline()
 
+    # Gates draw from the global generators, which must stand as before.
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
         found = observe_steps(topology, plans, costs, run, clock=clock)
@@ -239,6 +242,7 @@ def observe_fused(
     def now() -> float:
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
+        # Ranks begin together, or the slowest one's wait would be measured in all others.
         all_reduce(topology.world, torch.zeros(1, device=device_of(topology.world)), operation="measuring a layer")
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
@@ -268,6 +272,7 @@ def observe_fused(
         seconds_by_degree = {1: slowest(passes_s(few, 1) or [])}
         if few < len(like) and sum(seconds_by_degree[1]) < enough_s:
             for degree in degrees:
+                # The first round is left out: it makes buffers and compiles for these sizes.
                 rounds = [slowest(passes_s(len(like), degree) or []) for _ in range(1 + _ROUNDS)][1:]
                 seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {

@@ -9,28 +9,25 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import check_results
-from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.autograd.hooks import Hooks, enter, leave
+from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
-from fusedmoe.engine.dispatcher import Dispatcher, Routed, recomputing
+from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
-from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place, require_own_experts
+from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
+from fusedmoe.layers.expert_networks import Experts, require_own_experts
 from fusedmoe.layers.gates.base import Gate, SoftRouting
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
-from fusedmoe.layers.mp_tokens import MpInput, MpTokens
 from fusedmoe.layers.orders import Dropless, Order, Sparse
-from fusedmoe.layers.transport import make_dispatcher, make_plans
-from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder, in_layer, span
 from fusedmoe.schedule.task import Task
 
-if TYPE_CHECKING:  # what only layers with a schedule, or with experts that move, load
-    from fusedmoe.layers.dynamic_experts import DynamicExperts
+if TYPE_CHECKING:  # what only layers with a schedule load
     from fusedmoe.layers.schedule import Schedule
     from fusedmoe.schedule.cost import CostModel
 
@@ -44,14 +41,14 @@ class MoELayer(nn.Module):
 
     The way of a token, all in `forward`; shapes: S tokens of this rank, M model_dim, K choices, N = S·K rows at most:
 
-    1. Input is checked; where MP ranks share tokens, each takes its own.   `input_checks.py`, `mp_tokens.py`
+    1. Input is checked; where MP ranks share tokens, each takes its own.   `input_checks.py`, `../autograd/parallel.py`
     2. The gate chooses: x_SM → expert_SK, weight_SK, auxiliary loss.       `gates/base.py`
     3. The order sorts rows by expert, drops what exceeds the capacity.     `orders.py`, `../kernels/layout.py`
     4. Ranks tell each other how many tokens come, or why not.              `../comm/exchange.py`
     5. Dispatch: a token goes once to each rank with experts for it.        `../engine/collectives_dispatcher.py`
     6. Experts compute its rows, and sum them; see `../kernels/experts.py`. `expert_networks.py`
     7. Combine: these sums go back, and are added rank by rank.             `../engine/collectives_dispatcher.py`
-    8. The shared expert's result is added; MP ranks get all results.       `mp_tokens.py`
+    8. The shared expert's result is added; MP ranks get all results.       `../autograd/parallel.py`
 
     Steps 4 to 7 are the dispatcher's (`../engine/dispatcher.py` has a worked example, and the other dispatchers). With
     a schedule they go in chunks, by a plan, which `../engine/run.py` runs. The backward goes the same way from 8 to 1:
@@ -59,8 +56,7 @@ class MoELayer(nn.Module):
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
     them alone. Given each rank's tokens, results do not depend on the dispatch algorithm, nor (to rounding: each rank
-    adds up what its experts make of a token) on where the experts are, nor on whether the order is sparse or by
-    products.
+    adds up what its experts make of a token) on where the experts are, nor on the order's means, sorting or products.
 
     Args:
         model_dim: M.
@@ -79,12 +75,10 @@ class MoELayer(nn.Module):
             mp_loss="replicated")`; with "split" they are summands.
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
             the best by prediction (in a training loop `fusedmoe.training.PlanTuning` measures); the name of a policy;
-            or a `Schedule`. What a choice of degrees needs to know of the machine is measured in the first forward, and
-            kept on disk (`fusedmoe.runtime.cache`): with "auto" and names the first forward, in each dtype, is
-            collective over all ranks, replicas included.
-        placement: "ep": each rank has the same number of experts, in order, for good. "fssdp": experts are owned by any
-            rank, any number of them, and copied to others as their load asks for, as `fusedmoe.training.ShardedExperts`
-            has them; results are those of "ep", to rounding.
+            or a `Schedule`. With "auto" and names the first forward, in each dtype, is collective over all ranks,
+            replicas included: it measures the machine, and keeps that on disk (`fusedmoe.runtime.cache`).
+        placement: "ep": each rank has as many experts, in order, for good. "fssdp": any rank owns any number of them,
+            and `fusedmoe.training.ShardedExperts` has them copied as load asks; results are those of "ep", to rounding.
         device, dtype: of the parameters.
 
     Attributes:
@@ -94,8 +88,7 @@ class MoELayer(nn.Module):
         aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
             loss, it is the same on every rank of an MP group, except with mp_input="split", where it is this rank's
             summand of the group's mean.
-        load_E: how many slots chose each expert in the last forward, on this rank, drops included.
-        dropped: how many of them were dropped.
+        load_E, dropped: how many slots chose each expert in the last forward, on this rank; how many were dropped.
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
         number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
 
@@ -112,9 +105,8 @@ class MoELayer(nn.Module):
     Raises:
         ConfigError: parts of another kind or sizes that cannot work, found when the layer is made or called in a world
             of one.
-        RankError: in a larger world, on every rank alike, naming the rank at fault: layers that differ (found when
-            they are made, which is collective), input of a wrong shape, dtype or device, logits that are not finite.
-            Nothing has been sent by then.
+        RankError: in a larger world, on every rank alike, before anything is sent, naming the rank at fault: layers
+            that differ (found when they are made: collective), input of a wrong shape, dtype or device, bad logits.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -139,53 +131,27 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        hooks = tuple(hooks)
-        input_checks.require_parts(gate, experts, shared, order, topology, hooks, placement)
+        self.model_dim, self.mp_input, self.hooks = model_dim, mp_input, tuple(hooks)
+        require_parts(gate, experts, shared, order, topology, self.hooks, placement)
         self.topology = Topology() if topology is None else topology
-        self.model_dim, self.mp_input, self.hooks = model_dim, mp_input, hooks
         self.mp_tokens = MpTokens(self.topology.mp, mp_input)
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
         self.dispatch = str(dispatch)
-        settings = {"dispatch": self.dispatch, "mp_input": mp_input, "schedule": repr(schedule), "placement": placement}
-        settings["dtype"] = str(dtype or torch.get_default_dtype())
-        input_checks.agree_on_parts(self.topology, model_dim, gate, experts, shared, self.order, hooks, settings)
         self.gate, self.experts, self.shared = gate, experts, shared
-        self.placed: DynamicExperts | None = None
+        agree_on_parts(self, repr(schedule), placement, dtype or torch.get_default_dtype())
         gate.setup(model_dim, device=device, dtype=dtype)
-        self._set_up_experts(placement == "fssdp" and self.topology.ep.size > 1, device, dtype)
+        parts = LayerParts(self.topology, gate, self.order, experts)
+        moves = placement == "fssdp" and self.topology.ep.size > 1
+        self.placed = set_up_experts(parts, shared, model_dim, moves, device, dtype)
         self.recorder: Recorder | None = None
         self.number: int | None = None
-        moves, parts = self.placed is not None, LayerParts(self.topology, gate, self.order, experts)
-        self._plans = make_plans(schedule, parts, moves, bool(hooks))
+        self._plans = make_plans(schedule, parts, moves, bool(self.hooks))
         self.parts = self._plans.kinds
-        self.dispatcher = make_dispatcher(dispatch, self._plans, hooks, self.placed)
+        self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology)
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
-        self._in_reentrant_checkpoint = False
         self.register_load_state_dict_pre_hook(require_own_experts)
-
-    def _set_up_experts(self, moves: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Makes this rank's parameters of the experts, and of the shared one."""
-        if moves:
-            from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
-
-            place = first_place(self.gate.experts, self.topology)
-        else:
-            place = even_place(self.gate.experts, self.topology)
-        experts, shared = self.experts, self.shared
-        experts.setup(self.model_dim, place, device=device, dtype=dtype)
-        if shared is not None:
-            shared.setup(self.model_dim, Place(), device=device, dtype=dtype)
-            shared.shardings = {}
-        if self.topology.ep.size * self.topology.esp.size > 1:
-            input_checks.require_shardings(experts)
-        experts.numbers = tuple(place.numbers)
-        for name, _ in experts.named_parameters():
-            experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
-        if moves:
-            input_checks.require_copies(self.order, self.gate)
-            self.placed = DynamicExperts(experts, self.gate.experts, self.topology)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
@@ -194,9 +160,7 @@ class MoELayer(nn.Module):
         then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA graph
         can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
         """
-        if torch.compiler.is_compiling() and self._compiles:
-            return self._forward(x)
-        return self._guarded(x)
+        return self._forward(x) if torch.compiler.is_compiling() and self._compiles else self._guarded(x)
 
     def _guarded(self, x: Tensor) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
@@ -211,8 +175,7 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
-        if self.hooks and isinstance(x, Tensor):
-            x = enter(self.hooks, x)
+        x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
@@ -233,7 +196,7 @@ class MoELayer(nn.Module):
                 routing = input_checks.no_routing(x_SM)  # this rank sends nothing but why
             self.load.count(routing, self.gate, self.training)
         if self.topology.ep.size == self.topology.esp.size == 1:
-            self.checks.refuse(refusal)
+            self.checks.refuse(refusal)  # no exchange would tell it
         if self.placed is not None and isinstance(routing, SoftRouting):
             raise input_checks.no_load(self.gate)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
@@ -243,15 +206,11 @@ class MoELayer(nn.Module):
         self.dispatcher.recorder = recorder
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
         aux = routing.aux_loss
-        if not torch.compiler.is_compiling() or not isinstance(self.dispatcher, Collectives):
+        if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
+            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, self.checks.bad_logits(routing), aux)
+        else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)
-        elif len(x_SM):
-            y_SM = self.dispatcher.by_operators(routed, self.experts, self.checks.bad_logits(routing))
-        else:
-            bad = self.checks.bad_logits(routing)
-            y_SM, zero = self.dispatcher.by_operators_without_tokens(routed, self.experts, bad)
-            aux = aux + zero
         with span(recorder, "unpermute", kind="unpermute", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
@@ -261,7 +220,9 @@ class MoELayer(nn.Module):
             shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)
             y_SM = y_SM + shared_SM
-        self._keep_aux(aux)
+        if self.topology.mp.size > 1:
+            aux = self.mp_tokens.aux(aux)
+        self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
         return y_SM
 
     def set_plan(
@@ -285,34 +246,16 @@ class MoELayer(nn.Module):
         """
         from fusedmoe.layers.measure import measure_layer
 
-        first, plans = next(self.parameters()), self._plans
         with self.topology.guard("MoELayer.measured_costs"):
-            return measure_layer(plans, first.new_empty(tokens, self.model_dim))
+            return measure_layer(self._plans, next(self.parameters()).new_empty(tokens, self.model_dim))
 
     def update_gate(self) -> None:
-        """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
-
-        Only gates that balance without a loss (DeepSeek-V3) do anything with it.
-        """
+        """Tells a gate that balances without a loss (DeepSeek-V3) the load of all ranks since the last call; call it
+        after each optimizer step. Collective."""
         self.load.tell(self.gate, self.topology.world)
 
-    def _keep_aux(self, aux: Tensor) -> None:
-        if self.topology.mp.size > 1:
-            aux = self.mp_tokens.aux(aux)
-        if not torch.is_grad_enabled():
-            like = next(self.gate.parameters(), None) if self.training and self.gate.aux else None
-            aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not self.gate.aux)
-            if not torch.compiler.is_compiling():
-                self._in_reentrant_checkpoint |= aux.requires_grad
-        elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
-            # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
-            # this attribute, would keep every activation that led to it until the next forward.
-            aux = aux.detach().requires_grad_()
-        self.aux_loss = aux
-
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles are not part of a graph.
-        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}  # copies and pickles are not part of a graph
 
     @property
     def expert_ranks(self) -> dict[str, tuple[int, ...]]:
@@ -331,10 +274,7 @@ class MoELayer(nn.Module):
 
     def check(self) -> None:
         """Raises what a forward would that knew of bad router logits in forwards before, and of waits for other ranks
-        that ended early. Waits for the device.
-
-        Only what runs on CUDA without waiting needs it, graphs above all: see `forward`.
-        """
+        that ended early; waits for the device. Only what runs on CUDA without waiting needs it, graphs above all."""
         with self.topology.guard("MoELayer.check"):
             self.topology.check()
             self.checks.tell_logits(wait=True)

@@ -37,6 +37,7 @@ class Moving(Collectives):
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
+            # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = routed.refusal or placed.refusal()
         return super().meet(routed._replace(layout=layout, refusal=refusal))

@@ -1,4 +1,7 @@
-"""Schedules of a layer: when it sends and when it computes, `MoELayer(…, schedule=…)`."""
+"""Schedules of a layer: when it sends and when it computes, `MoELayer(…, schedule=…)`.
+
+`Schedule` is the user's choice; `ScheduledPlans` makes its plans as sizes ask for them, by what was measured.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,27 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.run import Plans
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.dispatcher import LocalExperts
+from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
+from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.measure import measure_layer, rounded
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, own_policy
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import FUSED, PHASES
-from fusedmoe.schedule.workload import Workload, one_sided_s
+from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 
 #: The policy of a layer whose kernels send and receive by themselves, where they can and it is shorter. It is for
 #: layers by themselves: plans of steps have none of its tasks.
@@ -118,6 +129,7 @@ class Schedule:
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
+        # Modules by autograd keep their graph by chunk, so both passes have the forward's.
         if any_degree or policy.own:
             if not any_degree and len({*plan.degrees.values()}) > 1:
                 raise ConfigError(
@@ -157,6 +169,7 @@ def _best_fused(
     """
     layer = step_costs.layers[0]
     seen = costs.observed.get(workload.shapes, Observed())
+    # Measured for other numbers of rows, scaled to these: fused operations have no line of their own.
     share = 1.0 if seen.rows is None else workload.rows / seen.rows
     ran = [
         _Fused(share * (there_s + back_s) + (0.0 if there == back else layer.regroup_s), (there, back))
@@ -169,6 +182,7 @@ def _best_fused(
     fused = one_sided_s(kind, workload, costs)
     if fused is None:
         return None
+    # Both passes in one chunk: of more, lines say nothing.
     return _Fused(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
@@ -196,6 +210,7 @@ def undisturbed() -> Iterator[None]:
     autograd: Any = torch._C._autograd
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
     with torch.inference_mode(False), _disable_current_modes(), hooks:
         yield
 
@@ -220,5 +235,123 @@ def require_same_plans(topology: Topology, plans: Plans) -> None:
             f"the ranks plan differently: {found}. Plans follow from the schedule and its costs: give the same on "
             "every rank, and the same versions of this library, NumPy and SciPy"
         )
-        topology.fail(operation, message)  # for ranks whose rows do not come here
+        # Ranks whose rows do not come here wait elsewhere, and hear of it by the board.
+        topology.fail(operation, message)
         raise RankError(message)
+
+
+class ScheduledPlans(LayerPlans):
+    """Finds the plans of one layer by its schedule, and whether kernels send and receive by themselves.
+
+    Attributes:
+        made: the schedule's plans so far, by what they were made for (None: for any sizes).
+
+    Raises:
+        ConfigError: the experts cannot say what they compute, and the schedule has degrees to choose.
+    """
+
+    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, hooked: bool) -> None:
+        super().__init__(parts, moves)
+        ep, esp = parts.topology.ep.size, parts.topology.esp.size
+        if not isinstance(schedule, Schedule):
+            raise ConfigError(
+                f"MoELayer: schedule is a {type(schedule).__name__}; give a name, or fusedmoe.Schedule(policy)"
+            )
+        if schedule.degrees is None:
+            if ep * esp == 1:
+                # One chunk where nothing travels: there is nothing to choose, nor to measure for it.
+                schedule = replace(schedule, policy="sequential", degrees=(1, 1))
+            else:
+                parts.experts.workload(1, 1, ep, esp)
+        self.schedule = schedule
+        # Nothing but kernels may see rows then: no hooks, no experts that move.
+        self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
+        self.made: dict[Workload | None, Plans] = {}
+        self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
+        self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
+
+    def __str__(self) -> str:
+        return str(self.schedule)
+
+    @property
+    def plans_nothing(self) -> bool:
+        return False
+
+    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+        assigned = self.to_follow()
+        if assigned is not None:
+            return assigned
+        workload = self._workload(x_SM, exchange.most_pairs, exchange.share)
+        if workload not in self.made:
+            any_degree = experts.in_chunks(x_SM).any_degree
+            self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds)
+        return Assigned(self.made[workload])
+
+    def measured(self, like: Tensor) -> CostModel:
+        """Measures this machine and this layer for tokens like these, [S, M]; see `measure_layer`. Collective."""
+        return measure_layer(self, like)
+
+    def transport(self, x_SM: Tensor) -> KernelTransport | None:
+        """Returns how kernels send and receive by themselves; None where collectives do. The first call in a dtype and
+        on a device is collective."""
+        if self.to_follow() is not None or not self.puts:
+            return None
+        at = x_SM.dtype, x_SM.device
+        if at not in self._transports:
+            self._transports[at] = self._choose_transport(x_SM)
+        return self._transports[at]
+
+    @undisturbed()
+    def _choose_transport(self, x_SM: Tensor) -> KernelTransport | None:
+        kind = self.fused_kind(x_SM)
+        if kind is None:
+            return None
+
+        def plans_for(tokens: int) -> Plans:
+            gate = self.parts.gate
+            share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
+            workload = self._workload(x_SM, tokens * gate.k, share)
+            # Plans of grouped experts, as fused operations are.
+            return self._plans(x_SM, workload, any_degree=True, kinds=(*self.kinds, kind))
+
+        return choose_transport(self.topology, kind, x_SM, plans_for)
+
+    def fused_kind(self, x_SM: Tensor) -> str | None:
+        if not self.schedule.puts:
+            return None
+        capabilities = Capabilities(
+            self.topology.ep.size,
+            self.topology.esp.size,
+            isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
+            direct=self.puts,
+            dtype=x_SM.dtype,
+            device=x_SM.device,
+            heap=partial(has_heap, self.topology, x_SM.device),
+        )
+        return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
+
+    def _workload(self, x_SM: Tensor, pairs: int, share: float) -> Workload | None:
+        """Returns what a schedule must know; None where it has nothing to choose.
+
+        Args:
+            share: tokens that travel for each pair.
+        """
+        if self.schedule.degrees is not None:
+            return None
+        ep, esp = self.topology.ep.size, self.topology.esp.size
+        workload = self.parts.experts.workload(rounded(pairs), x_SM.dtype.itemsize, ep, esp)
+        # Pairs are rounded, so that few sizes are planned; a share rounded as coarsely would say a fourth too much.
+        return replace(workload, share=max(1, round(32 * share)) / 32)
+
+    @undisturbed()
+    def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
+        """Makes plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured
+        for."""
+        costs = None
+        if self.schedule.degrees is None and self.schedule.costs is None:
+            costs = self._costs.get((x_SM.dtype, x_SM.device))
+            if costs is None:
+                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM)
+        plans = self.schedule.plans(kinds, workload, costs, any_degree=any_degree)
+        require_same_plans(self.topology, plans)
+        return plans

@@ -84,6 +84,7 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
                 continue
             _check(name, tensor, axes)
             first, known = seen.setdefault(id(tensor), (name, _Stated(axes, layers[-1][1])))
+            # Tied weights: both names have one memory, so it cannot be split in two ways.
             if known.axes != axes:
                 raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
             stated[name] = known
@@ -155,6 +156,7 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
 
 def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
     for axis, dim in axes.items():
+        # A misspelt axis would leave the tensor replicated, and its gradients summed over strangers.
         if axis not in AXES:
             raise ConfigError(f"{name} is split over an unknown axis {axis!r}; the axes are {', '.join(AXES)}")
         if dim not in (NAMED, UNKNOWN) and not 0 <= dim < tensor.dim():
@@ -166,8 +168,6 @@ def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
 def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology, cure: str) -> None:
     """Checks that the tensors of a name are equal on all ranks of their group. Collective over the topology.
 
-    Gradients are the same on all of them, so that copies that begin apart stay apart, and nothing else would tell.
-
     Args:
         held: by this rank; names may differ between ranks.
         cure: what helps besides equal seeds.
@@ -175,6 +175,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
         RankError: the same on every rank; it names the first tensor that differs, and the ranks.
     """
     # Names differ between pipeline stages, and replicas of a name between groups: the first rank tells groups apart.
+    # Gradients are the same on all of them: copies that begin apart stay apart, and nothing else would tell.
     own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in held if group.size > 1}
     every = all_gather_object(topology.world, own, "comparing copies of parameters")
     ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}

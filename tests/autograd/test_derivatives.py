@@ -18,14 +18,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fusedmoe
 from fusedmoe import ops
 from fusedmoe.autograd import exchange_operators
+from fusedmoe.autograd.hooks import enter
 from fusedmoe.autograd.materialise import again
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.errors import DerivativeError
 from fusedmoe.hooks import Hooks
 from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
-from fusedmoe.layers.gates.router import pick, router_logits
-from fusedmoe.layers.wire_hooks import enter
+from fusedmoe.layers.gates.base import pick, router_logits
 from fusedmoe.runtime.recorder import Recorder, recorded
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product

@@ -69,7 +69,7 @@ PLACES: dict[str, Place] = {
     "functions": Place((("autograd/moves.py", ""), ("comm/all_to_all.py", "make_all_to_all"))),
     "tutel": Place((("tutel/", ""),)),
     "graph": Place((("/graph/", ""), ("autograd/exchange_operators.py", ""))),
-    "tuning": Place((("layers/measure.py", ""), ("layers/scheduled_plans.py", ""), ("runtime/profiler.py", ""))),
+    "tuning": Place((("layers/measure.py", ""), ("layers/schedule.py", ""), ("runtime/profiler.py", ""))),
     "profile": Place((("runtime/cache.py", "cached_profile"),)),
     "plan": Place((("training/step_plan.py", "plan_step"),)),
     "one-sided": Place((("comm/one_sided/", ""),)),

@@ -24,7 +24,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
-from fusedmoe.layers.gates.router import top_experts
+from fusedmoe.layers.gates.base import top_experts
 from tests.layers.gate_cases import best_first, parts
 
 S, M = 17, 6

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import fusedmoe
+from fusedmoe.autograd.hooks import HookContext, Hooks, WireCast
 from fusedmoe.comm import all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireCast
 from tests.cluster import Cluster
 
 M, H, E = 16, 24, 4

@@ -19,7 +19,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers import measure as measure_module
-from fusedmoe.layers import scheduled_plans
+from fusedmoe.layers import schedule as schedules
 from fusedmoe.layers.expert_networks import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
@@ -275,14 +275,14 @@ def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
 def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs_of(topology, torch.float64)
-    measured = scheduled_plans.ScheduledPlans.measured
+    measured = schedules.ScheduledPlans.measured
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.runtime.cache.profile", None)  # measured once is enough
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         for name in names:
             layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)
             costs = measured(layer._plans, torch.empty(6, M, dtype=torch.float64))
-            patch.setattr(scheduled_plans.ScheduledPlans, "measured", lambda self, like, known=costs: known)
+            patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, known=costs: known)
             found = step(layer, rank, torch.float64)
             for part, right in plain.items():
                 torch.testing.assert_close(found[part], right, rtol=1e-10, atol=1e-10, msg=f"{name}: {part}")
@@ -310,7 +310,7 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "measured_costs", None)
-        patch.setattr(scheduled_plans.ScheduledPlans, "measured", lambda self, like: slow)
+        patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like: slow)
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
         found = step(layer, rank, torch.float64)
@@ -338,7 +338,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "cached_profile", measure)
-        patch.setattr(scheduled_plans, "require_same_plans", lambda topology, plans: compared.append(plans))
+        patch.setattr(schedules, "require_same_plans", lambda topology, plans: compared.append(plans))
         for dtype in (torch.float64, torch.float32):
             for _ in range(2):
                 layer = build("topk", "sparse", "swiglu", topology, dtype, schedule="fsmoe")

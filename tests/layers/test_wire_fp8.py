@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 import fusedmoe
+from fusedmoe.autograd.hooks import HookContext, Hooks, WireFp8
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8
 from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireFp8
 from tests.cluster import Cluster
 
 M = 24

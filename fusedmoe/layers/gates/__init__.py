@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
+from fusedmoe.layers.gates.base import Gate, RouterGate, Routing, SoftRouting
 from fusedmoe.layers.gates.fixed import Hash, Random
-from fusedmoe.layers.gates.router import RouterGate
 from fusedmoe.layers.gates.sigmoid import DeepSeekV3, Sigmoid
 from fusedmoe.layers.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE
 from fusedmoe.layers.gates.whole_batch import ExpertChoice, SoftMoE

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
-from fusedmoe.layers.gates.base import Routing, check_count
-from fusedmoe.layers.gates.router import RouterGate, pick, top_experts
+from fusedmoe.layers.gates.base import RouterGate, Routing, check_count, pick, top_experts
 from fusedmoe.losses import balance_loss, z_loss
 
 

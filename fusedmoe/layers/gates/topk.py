@@ -11,8 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
-from fusedmoe.layers.gates.base import INIT_STD, Routing, SoftRouting, check_count, fill_normal, router_dtype
-from fusedmoe.layers.gates.router import RouterGate, pick, router_logits, top_experts
+from fusedmoe.layers.gates.base import (
+    INIT_STD,
+    RouterGate,
+    Routing,
+    SoftRouting,
+    check_count,
+    fill_normal,
+    pick,
+    router_dtype,
+    router_logits,
+    top_experts,
+)
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -326,10 +336,11 @@ def noisy_load_importance(
 ) -> Tensor:
     """`load_importance_loss` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
 
-    All tensors [S, E]; `noise_std` a number or a tensor. With k = E every expert is always chosen: the load is even.
+    All tensors [S, E]; `noise_std` a number or a tensor.
     """
     E = clean_SE.shape[1]
-    if k == E:  # there is no other expert whose logit could be the threshold
+    # Every expert is always chosen, so the load is even: there is no other one whose logit could be the threshold.
+    if k == E:
         return load_importance_loss(gate_SE, clean_SE.detach(), clean_SE.detach(), 1.0)
     # The threshold leaves the expert out: for one that was chosen it is the first that was not, else the k-th.
     best_SK = top_experts(noisy_SE, k + 1)

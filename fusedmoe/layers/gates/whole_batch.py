@@ -12,8 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, check_count, fill_normal, router_dtype, share_of_rows
-from fusedmoe.layers.gates.router import router_logits
+from fusedmoe.layers.gates.base import (
+    Gate,
+    Routing,
+    SoftRouting,
+    check_count,
+    fill_normal,
+    router_dtype,
+    router_logits,
+    share_of_rows,
+)
 from fusedmoe.losses import z_loss
 
 
@@ -134,12 +142,10 @@ class SoftMoE(Gate):
 
 
 def _highest_rows(score_SE: Tensor, count: int) -> Tensor:
-    """Mask [S, E] of the `count` highest rows of each column, lower rows first between equal scores.
-
-    Only the set matters, so that the count-th value and a running count of its equals do instead of a stable sort.
-    """
+    """Mask [S, E] of the `count` highest rows of each column, lower rows first between equal scores."""
     if count == 0:
         return torch.zeros_like(score_SE, dtype=torch.bool)
+    # Only the set matters: the count-th value and a running count of its equals do instead of a stable sort.
     score_ES = score_SE.t().contiguous()
     least_E1 = score_ES.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above_ES = score_ES > least_E1

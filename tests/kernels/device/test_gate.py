@@ -15,7 +15,8 @@ from torch import Tensor
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
-from fusedmoe.layers.gates import Routing, router
+from fusedmoe.layers.gates import Routing
+from fusedmoe.layers.gates import base as router
 from tests.layers.gate_cases import best_first, make, parts
 
 ALL: dict[str, Any] = {"statistics": True, "logsumexp": True}

@@ -1,0 +1,186 @@
+"""Assembly of a layer: checks of its parts, and what it gets by them: parameters of experts, plans, a dispatcher.
+
+What only schedules, kernels that send by themselves or experts that move need is loaded for layers that ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Dispatcher, Local
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place
+from fusedmoe.layers.gates import Gate, SoftMoE
+from fusedmoe.layers.input_checks import no_load
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.orders import Einsum, Order
+
+if TYPE_CHECKING:
+    from fusedmoe.layers.dynamic_experts import DynamicExperts
+    from fusedmoe.layers.schedule import Schedule
+
+
+def require_parts(
+    gate: object,
+    experts: object,
+    shared: object,
+    order: object,
+    topology: object,
+    hooks: Sequence[object],
+    placement: str,
+) -> None:
+    """Checks what a layer is made of.
+
+    Raises:
+        ConfigError: a part of another kind.
+    """
+    if placement not in ("ep", "fssdp"):
+        raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
+    network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
+    _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
+    _require_kind("experts", experts, Experts, network)
+    # A name or a class in place of a part would be noticed late, without a cure, or never.
+    for name, part, kind, example in (
+        ("shared", shared, Experts, network),
+        ("order", order, Order, "fusedmoe.orders.Sparse()"),
+        ("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)"),
+        *(("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own") for hook in hooks),
+    ):
+        if part is not None or name == "a hook":
+            _require_kind(name, part, kind, example)
+
+
+def _require_kind(name: str, part: object, kind: type, example: str) -> None:
+    if not isinstance(part, kind):
+        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
+
+
+def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype) -> None:
+    """Checks that all ranks make the same layer. Collective.
+
+    Raises:
+        RankError: they do not.
+    """
+    gate, shared = layer.gate, layer.shared
+    # Texts, for the ranks' own are compared and shown: two gates of a class differ where their settings do.
+    parts = {
+        "model_dim": layer.model_dim,
+        "gate": f"{type(gate).__name__}({gate.extra_repr()})",
+        "experts": layer.experts.describe(),
+        "shared": None if shared is None else shared.describe(),
+        "order": str(layer.order),
+        "hooks": [type(hook).__name__ for hook in layer.hooks],
+        "dispatch": layer.dispatch,
+        "mp_input": layer.mp_input,
+        "schedule": schedule,
+        "placement": placement,
+        "dtype": str(dtype),
+    }
+    layer.topology.agree(parts, "MoELayer")
+
+
+def require_shardings(experts: Experts) -> None:
+    """Refuses experts that do not say how their parameters are split."""
+    # Experts that live on some ranks only must say so, or their gradients would be summed with other experts'.
+    unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
+    if unknown:
+        raise ConfigError(
+            f"{type(experts).__name__} does not say how {', '.join(unknown)} is split over ep and esp. Set, say, "
+            f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
+            "experts, or {} if all ranks hold the same."
+        )
+
+
+def require_copies(order: Order, gate: Gate) -> None:
+    """Refuses parts that do not go with experts that move."""
+    # Rows must be able to go to any copy of an expert, and loads must tell experts apart.
+    if isinstance(order, Einsum):
+        raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
+    if isinstance(gate, SoftMoE):
+        raise no_load(gate)
+
+
+def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, hooked: bool) -> LayerPlans:
+    """Makes what finds a layer's plans.
+
+    Args:
+        schedule: "off" or None: the layer follows plans that it is assigned, or none.
+        moves: its experts do.   hooked: it has hooks.
+    """
+    if schedule is None or schedule == "off":
+        return LayerPlans(parts, moves)
+    from fusedmoe.layers.schedule import Schedule, ScheduledPlans
+
+    # A name may say more than a policy: "auto" also lets kernels send by themselves.
+    named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
+    assert named is not None
+    return ScheduledPlans(parts, named, moves, hooked)
+
+
+def set_up_experts(
+    parts: LayerParts,
+    shared: Experts | None,
+    model_dim: int,
+    moves: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> DynamicExperts | None:
+    """Makes this rank's parameters of a layer's experts, and of the shared one; returns them placed, where they move.
+
+    Raises:
+        ConfigError: experts that cannot be split, or do not say how they are; parts that do not go with a placement.
+    """
+    topology, gate, order, experts = parts
+    if moves:
+        from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
+
+        place = first_place(gate.experts, topology)
+    else:
+        place = even_place(gate.experts, topology)
+    experts.setup(model_dim, place, device=device, dtype=dtype)
+    # After the experts: both draw from the default generator, and a seed must give the same layer as ever.
+    if shared is not None:
+        shared.setup(model_dim, Place(), device=device, dtype=dtype)
+        shared.shardings = {}
+    if topology.ep.size * topology.esp.size > 1:
+        require_shardings(experts)
+    experts.numbers = tuple(place.numbers)
+    for name, _ in experts.named_parameters():
+        experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
+    if not moves:
+        return None
+    require_copies(order, gate)
+    return DynamicExperts(experts, gate.experts, topology)
+
+
+def make_dispatcher(
+    dispatch: str | Dispatcher, plans: LayerPlans, hooks: Sequence[Hooks], placed: DynamicExperts | None
+) -> Dispatcher:
+    """Chooses how tokens travel.
+
+    Args:
+        dispatch: the algorithm of all-to-alls, or a dispatcher of the user's.
+        placed: the experts, where they move.
+    """
+    if isinstance(dispatch, Dispatcher):
+        return dispatch
+    topology, all_to_all = plans.parts.topology, make_all_to_all(dispatch, plans.parts.topology)
+    # Hooks see rows on a wire, so with them even one rank's rows go by collectives.
+    if topology.ep.size * topology.esp.size == 1 and not hooks:
+        return Local()
+    if placed is not None:
+        from fusedmoe.layers.placed_dispatcher import Moving
+
+        return Moving(placed, topology, all_to_all, plans.find, hooks)
+    if plans.puts:
+        from fusedmoe.engine.one_sided_dispatcher import OneSided
+
+        return OneSided(plans.transport, topology, all_to_all, plans.find)
+    return Collectives(topology, all_to_all, plans.find, hooks)
