@@ -72,7 +72,9 @@ def on_one_rank(S: int, experts: int, K: int, ep: int, generator: torch.Generato
 # name -> (ranks of ep) -> the batch.
 UGLY: dict[str, Callable[[int], Batch]] = {
     "an empty rank": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(9 * (rank != 1), 2 * ep, 2, g), ep),
-    "all but one rank are empty": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(9 * (rank == 1), 4, 2, g), ep),
+    "all but one rank are empty": lambda ep: Batch(
+        "", 2 * ep, lambda rank, g: distinct(9 * (rank == 1), 2 * ep, 2, g), ep
+    ),
     "no token at all": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(0, 2 * ep, 2, g), ep),
     "one token in all": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(int(rank == 1), 2 * ep, 2, g), ep),
     "K = E": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(7 + rank, 2 * ep, 2 * ep, g), ep, network="swiglu"),
@@ -84,7 +86,9 @@ UGLY: dict[str, Callable[[int], Batch]] = {
     "all experts of a token on one rank": lambda ep: Batch(
         "", 3 * ep, lambda rank, g: on_one_rank(9, 3 * ep, 3, ep, g), ep
     ),
-    "all tokens to one rank": lambda ep: Batch("", 3 * ep, lambda rank, g: on_one_rank(9, 3 * ep, 2, ep, g, 1), ep),
+    "all tokens to one rank": lambda ep: Batch(
+        "", 3 * ep, lambda rank, g: on_one_rank(9, 3 * ep, 2, ep, g, ep - 1), ep
+    ),
     "dropped pairs": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(15, 2 * ep, 3, g), ep, capacity=3),
     "all pairs dropped": lambda ep: Batch("", 2 * ep, lambda rank, g: distinct(5, 2 * ep, 2, g), ep, capacity=0),
     "ids of -1": lambda ep: Batch("", 2 * ep, lambda rank, g: any_of(16, 2 * ep, 2, g, -ep).clamp(min=-1), ep),
