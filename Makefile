@@ -96,11 +96,8 @@ train: $(READY)
 	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe train $(CPU_LAYOUT); fi; \
 	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
 
-# Tests often wait: for ranks, for time to be up, for a process to start. So two processes share them, where
-# pytest-xdist is installed; ARGS="-n 0" runs them in one, as a debugger and -s need it.
 test: $(READY)
-	@side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n 2 --dist loadgroup --no-loadscope-reorder'); \
-	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $$side $(ARGS)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $(ARGS)
 
 # All three report, also when an earlier one has found something.
 lint: $(READY)

@@ -11,17 +11,6 @@ import pytest
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
-from tests.kernels.interpreter import DEVICE
-
-#: Files whose slow tests take minutes.
-LONG = (
-    "tests/kernels/gluon/test_orders.py",
-    "tests/kernels/test_aot.py",
-    "tests/layers/test_parallel.py",
-    "tests/graph/test_chunk_rows.py",
-    "tests/properties/test_damage.py",
-    "tests/comm/test_protocol.py",
-)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,24 +27,9 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, or one process would have one of them alone in the end.
-
-    The campaign's slow tests come last: in their minutes a hundred others end. Of several processes of tests, one has
-    all of those that another process interprets; else a file's stay together.
-    """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            file = item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(DEVICE if file.startswith("tests/kernels/device/") else file))
-
-    def place(item: pytest.Item) -> int:
-        if item.get_closest_marker("slow") is None:
-            return 1
-        return 0 if item.nodeid.startswith(LONG) else 2 if item.nodeid.startswith("tests/chaos/") else 1
-
-    items.sort(key=place)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The campaign's slow tests come last: in their minutes a hundred others end."""
+    items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,8 +33,6 @@ import pytest
 from tests.lifetime import end_with
 
 ROOT = Path(__file__).parents[2]
-#: The group of xdist that the tests of kernels are; it stands at the end of their ids then.
-DEVICE = "device"
 _PIPE, _PARENT = "FUSEDMOE_TEST_OUTCOMES", "FUSEDMOE_TEST_PARENT"
 
 
@@ -51,7 +49,6 @@ class Interpreter:
     def __init__(self, nodeids: Sequence[str], timeout_s: float | None = None) -> None:
         """`timeout_s`: of one test, if it is not the usual one."""
         read, write = os.pipe()
-        nodeids = [_plain(nodeid) for nodeid in nodeids]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         options = ["-p", "tests.kernels.interpreter", "-p", "no:cacheprovider", "-m", "", "--rootdir", str(ROOT)]
         options += [] if timeout_s is None else ["--timeout", str(timeout_s)]
@@ -78,7 +75,6 @@ class Interpreter:
 
     def outcome(self, nodeid: str) -> Outcome:
         """Waits for a test's end. A process that has died fails it."""
-        nodeid = _plain(nodeid)
         while nodeid not in self._outcomes:
             line = self._lines.get()
             if not line:
@@ -95,10 +91,6 @@ class Interpreter:
         self._process.kill()
         self._process.wait()
         self._output.close()
-
-
-def _plain(nodeid: str) -> str:
-    return nodeid.removesuffix(f"@{DEVICE}")
 
 
 def pytest_configure() -> None:

@@ -83,34 +83,25 @@ def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     return unsynchronised
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Last, so that this process does not wait for the other while it has tests of its own.
-
-    Of several processes of tests one has nothing else at first: it starts the other with the first of these.
-    """
-    first = hasattr(config, "workerinput")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last, so that this process does not wait for the other while it has tests of its own."""
     if _ELSEWHERE:
-        items.sort(key=lambda item: item.path.is_relative_to(_HERE) != first)
+        items.sort(key=lambda item: item.path.is_relative_to(_HERE))
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    if _ELSEWHERE and not hasattr(session.config, "workerinput"):
-        _interpret(session)
-
-
-def _interpret(session: pytest.Session) -> None:
     config = session.config
     nodeids = [item.nodeid for item in session.items if item.path.is_relative_to(_HERE)]
-    if nodeids and not config.option.collectonly and _INTERPRETER not in config.stash:
-        config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
-        config.add_cleanup(config.stash[_INTERPRETER].close)
+    if not _ELSEWHERE or not nodeids or config.option.collectonly:
+        return
+    config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
+    config.add_cleanup(config.stash[_INTERPRETER].close)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not _ELSEWHERE:
         return None
-    _interpret(pyfuncitem.session)
     result, text = pyfuncitem.config.stash[_INTERPRETER].outcome(pyfuncitem.nodeid)
     if result == "failed":
         pytest.fail(text, pytrace=False)
