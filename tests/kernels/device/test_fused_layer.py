@@ -22,7 +22,14 @@ def on_a_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(2, {"ep": 2}), (2, {"esp": 2}), (4, {"ep": 2, "esp": 2}), (4, {"ep": 2})], ids=str
+    ("world", "sizes"),
+    [
+        (2, {"ep": 2}),
+        (2, {"esp": 2}),
+        pytest.param(4, {"ep": 2, "esp": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"ep": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_same_as_collectives(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
     assert cluster.run(world, same_as_collectives, sizes) == [[]] * world
@@ -44,7 +51,7 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
 
 
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
     for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=110):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}
