@@ -268,16 +268,8 @@ def dispatch(
 
 
 @register_fake(dispatch)
-def _(
-    x_TM: Tensor,
-    weight_N: Tensor | None,
-    row_N: Tensor | None,
-    code_N: Tensor | None,
-    k: int,
-    send_PC: Tensor,
-    come_QPC: Tensor,
-    way: str,
-) -> tuple[Tensor, ...]:
+def _(x_TM: Tensor, weight_N: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    _, code_N, k, _, come_QPC, _ = others
     # How many come is known when the graph runs.
     tokens, experts = torch.library.get_ctx().new_dynamic_size(), come_QPC.shape[2] - 1
     pairs = tokens if code_N is None else torch.library.get_ctx().new_dynamic_size()

@@ -59,8 +59,6 @@ class BlocksForward(BlockPass, ForwardPass):
         self._drawn: list[tuple[Tensor, ...]] = []
         self._taken: list[Tensor | None] = [None] * len(states)
         self._placed = [0] * len(states)
-        # Of each chunk on its way codes and weights that it sent, and the most pairs of a token.
-        self._codes: dict[tuple[int, int], tuple[Tensor | None, Tensor, int]] = {}
         # Drawn for the whole batch at once, so that the numbers are those of a layer without micro-batches.
         for block, whole in zip(blocks, self._wholes, strict=True):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
@@ -234,8 +232,8 @@ class BlocksForward(BlockPass, ForwardPass):
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
         # The ranks meet once for each chunk, and for both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None)
-        k = sent[0].k
-        received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, state.held or exchange.experts, k)
+        experts = state.held or exchange.experts
+        received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
@@ -250,8 +248,8 @@ class BlocksForward(BlockPass, ForwardPass):
             sent=sent_tokens,
             sent_pairs=sent_pairs,
             received=received,
+            dtypes=(None if codes is None else codes.dtype, weight_N.dtype),
         )
-        self._codes[number, chunk] = codes, weight_N, k
 
     def _sent(self, rows: RowState, by_pairs: bool) -> Sending:
         """Chooses the tokens of a row micro-batch that travel."""
@@ -262,13 +260,12 @@ class BlocksForward(BlockPass, ForwardPass):
         return rows.sent
 
     def expert(self, task: Task) -> None:
-        number, chunk = task.layer or 0, self.block_chunks[task.layer or 0][task.chunk or 0]
+        chunk = self.block_chunks[task.layer or 0][task.chunk or 0]
         assert isinstance(chunk.part, Exchange)
         # Codes have come with the tokens: which experts these are for is known now.
-        code_N, weight_N, k = self._codes.pop((number, task.chunk or 0))
         message, chunk.beside = chunk.beside, None
-        assert message is not None
-        pairs, chunk.weight_P = chunk.part.read_pairs(self.use(message), code_N, weight_N, k)
+        assert message is not None and chunk.dtypes is not None
+        pairs, chunk.weight_P = chunk.part.read_pairs(self.use(message), *chunk.dtypes, chunk.received.k)
         chunk.received.sort(pairs)
         chunk.layout = chunk.received.layout
         super().expert(task)

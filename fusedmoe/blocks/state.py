@@ -127,12 +127,14 @@ class BlockChunk(Chunk):
 
     Attributes:
         sent, sent_pairs: how tokens and pairs of the micro-batches are joined.
+        dtypes: of the pairs' codes, None where a row travels for each pair, and of their weights.
         weight_P: weights of received pairs.
     """
 
     sent: Sent
     sent_pairs: Sent
     received: ReceivedChunk
+    dtypes: tuple[torch.dtype | None, torch.dtype] | None = None
     weight_P: Tensor | None = None
 
 

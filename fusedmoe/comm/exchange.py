@@ -200,17 +200,18 @@ class Sized(Part):
         message = pack(code_N, weight_N)
         if message is not None:
             message = self.pairs.all_gather(self.pairs.dispatch(message))
-        return self.read_pairs(message, code_N, weight_N, k)
+        code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
+        return self.read_pairs(message, code, weight, k)
 
     def read_pairs(
-        self, message: Tensor | None, code_N: Tensor | None, weight_N: Tensor | None, k: int
+        self, message: Tensor | None, code: torch.dtype | None, weight: torch.dtype | None, k: int
     ) -> tuple[Received, Tensor | None]:
-        """Reads what `pack` made on other ranks, once it is here; codes and weights are like this rank's."""
-        if code_N is None:
-            weight_P = None if weight_N is None or message is None else message[:, 0]
+        """Reads what `pack` made on other ranks of codes and weights of these dtypes, once it is here."""
+        if code is None:
+            weight_P = None if message is None else message[:, 0]
             return rows_of_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
         assert message is not None
-        code_P, weight_P = unpack(message, code_N.dtype, None if weight_N is None else weight_N.dtype)
+        code_P, weight_P = unpack(message, code, weight)
         self._check_codes(code_P, k)
         return decode(code_P), weight_P
 

@@ -168,7 +168,6 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Parts of a batch, not differentiable; one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
-    # With one part nothing is copied.
     return torch.cat(list(parts))
 
 

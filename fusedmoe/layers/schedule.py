@@ -341,7 +341,7 @@ class ScheduledPlans(LayerPlans):
         ep, esp = self.topology.ep.size, self.topology.esp.size
         workload = self.parts.experts.workload(rounded(pairs), x_SM.dtype.itemsize, ep, esp)
         # Pairs are rounded, so that few sizes are planned; a share rounded as coarsely would say a fourth too much.
-        return replace(workload, share=max(1, round(32 * share)) / 32)
+        return workload.sending(share)
 
     @undisturbed()
     def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:

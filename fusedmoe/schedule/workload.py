@@ -83,6 +83,10 @@ class Workload:
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
         return f"{of}, {self.itemsize} bytes"
 
+    def sending(self, share: float) -> Workload:
+        """Returns this workload where so many tokens travel for a pair, in 32nds, so that few are planned for."""
+        return replace(self, share=max(1, round(32 * share)) / 32)
+
     def volumes(self) -> dict[str, float]:
         """Returns the bytes that each part of the layer handles in one pass, and for "expert" the FLOP forward (F9).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -206,8 +206,7 @@ class LayerDispatcher:
             assert find is not None
             # Rounded up to a power of two, so that few sizes are planned.
             rows = 1 << (exchange.most_pairs - 1).bit_length() if exchange.most_pairs else 1
-            workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
-            workload = replace(workload, share=max(1, round(32 * exchange.share)) / 32)
+            workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
         any_degree = experts.in_chunks(x_SM).any_degree
         key = (degree, workload, any_degree)
         if key not in self._plans:
