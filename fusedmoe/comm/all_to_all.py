@@ -1,12 +1,17 @@
-"""All-to-all algorithms: direct, and two that send less across nodes in fewer, larger messages.
-
-All of them move the same rows to the same ranks, bit for bit; they differ in which ranks carry them. A row is
-mostly a token, which a rank sends once to each rank with experts for it; so it crosses to a node once for each of them.
+"""All-to-all algorithms: direct, and two that send less across nodes, in fewer and larger messages.
 
 - `direct`: every rank sends to every rank.
-- `1dh` (Hetu): the ranks of a node gather their rows at a leader, the leaders exchange, each leader scatters.
-- `2dh` (Tutel, DeepSpeed): ranks of a node first exchange rows by the destination's place in its node, then ranks of
-  equal place exchange across nodes. W ranks on nodes of L send messages L times as large, to W/L peers.
+- `2dh` (Tutel, DeepSpeed): ranks of equal place exchange across nodes; what they get they forward inside their node. So
+  W ranks on nodes of L have W/L peers across nodes, and messages L times as large.
+- `1dh` (Hetu): the ranks of a node gather their rows at a leader, the leaders exchange, each forwards inside its node.
+
+Two nodes of two ranks, rows of rank 0 for ranks 0 to 3, 2dh:
+
+    rank 0   a b | c d        across: a b stay, c d go to rank 2, which has rank 0's place
+    rank 2   c d              inside: c stays, d goes to rank 3
+
+A token that goes to several ranks of a node crosses to it once (`comm/forwarding.py`); rows of other kinds are moved
+bit for bit, whatever the algorithm.
 """
 
 from __future__ import annotations
@@ -23,26 +28,31 @@ from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.layout import Layout
 
 ALGORITHMS = ("direct", "1dh", "2dh")
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Rows that travel: to and from each rank; and for two-level algorithms between [source, destination]."""
+    """Rows that travel by one algorithm.
+
+    Attributes:
+        send: rows of this rank by where they go first: to each rank; by two levels, to each node.
+        recv: rows that come from each rank.
+    """
 
     send: list[int]
     recv: list[int]
-    pairs_WW: np.ndarray | None = None
-
-    def back(self) -> Traffic:
-        """Returns the traffic of the same rows on their way home."""
-        return Traffic(self.recv, self.send, None if self.pairs_WW is None else self.pairs_WW.T)
 
 
-@dataclass(frozen=True, eq=False)
 class AllToAll:
-    """An algorithm that moves rows between the ranks of one group."""
+    """An algorithm that moves rows between the ranks of one group.
+
+    Attributes:
+        group: these ranks.
+    """
 
     group: Group
 
@@ -52,20 +62,19 @@ class AllToAll:
         raise NotImplementedError
 
     def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        """Completes the rows that this rank sends and receives by those between all pairs of ranks. Collective."""
-        group, operation = self.group, "exchange of counts"
-        row = torch.tensor(send, device=device_of(group)).view(1, -1)
-        pairs_WW = all_gather_rows(group, row, [1] * group.size, operation).cpu().numpy()
-        for rank, sent_W, received in zip(group.ranks, pairs_WW, recv, strict=True):
-            if sent_W[group.index] != received or (sent_W < 0).any():
-                raise other_operation(group.board, operation, f"the {group}", rank)
-        return Traffic(send, recv, pairs_WW)
+        """Makes the traffic of rows to and from each rank. Collective for two-level algorithms."""
+        raise NotImplementedError
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         """Moves [sum(send), ...], ordered by destination, to [sum(recv), ...], ordered by source. Collective.
 
         The ranks have compared what they call (`collectives.begin`).
         """
+        raise NotImplementedError
+
+    def bring_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        """Moves rows the same way home: [sum(recv), ...] -> [sum(send), ...]; of rows that were forwarded to several
+        ranks of a node their sum. Collective."""
         raise NotImplementedError
 
 
@@ -96,10 +105,7 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     # With 1dh only leaders talk across nodes.
     talks = name == "2dh" or place == 0
     across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)) if talks else None
-    if name == "1dh":
-        return OneLeader(group, inside, across, len(grid))
-    assert across is not None
-    return TwoLevel(group, inside, across)
+    return TwoLevel(group, inside, across, len(grid), name == "1dh")
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
@@ -109,8 +115,11 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
     return list(nodes.values())
 
 
+@dataclass(frozen=True, eq=False)
 class Direct(AllToAll):
     """The algorithm of one collective over the whole group."""
+
+    group: Group
 
     @property
     def identity(self) -> str:
@@ -122,70 +131,169 @@ class Direct(AllToAll):
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation, agreed=True)
 
+    def bring_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        return all_to_all_rows(self.group, rows, traffic.recv, traffic.send, operation, agreed=True)
+
 
 @dataclass(frozen=True, eq=False)
-class OneLeader(AllToAll):
-    """The 1DH algorithm: gather at the node's leader, exchange between leaders, scatter."""
+class TwoLevelTraffic(Traffic):
+    """Rows that travel by two levels, the same on all ranks but for `layout`.
 
-    # The ranks of this node, the leader first; the leaders of all nodes, None on ranks that are none.
-    inside: Group
-    leaders: Group | None
-    nodes: int
+    Attributes:
+        nodes_npN: rows that the rank at place p of node n sends to node N.
+        ranks_npNP: rows that become of them at place P of it.
+        layout: sorts what this rank gets from other nodes by the places that it forwards it to; None: each row goes to
+            one place, and those of each rank lie by place.
+    """
 
-    @property
-    def identity(self) -> str:
-        leaders = "" if self.leaders is None else f", {self.leaders.identity}"
-        return f"1dh over {self.group.identity}, {self.inside.identity}{leaders}, {self.nodes} nodes"
-
-    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        assert traffic.pairs_WW is not None
-        places = self.inside.size
-        # Rows by source node n, source place p, destination node N, destination place P.
-        rows_npNP = traffic.pairs_WW.reshape(self.nodes, places, self.nodes, places)
-        node, place = divmod(self.group.index, places)
-        out_pNP, in_npP, scatter = rows_npNP[node], rows_npNP[:, :, node], [0] * places
-        gathered = scatter if self.leaders is None else out_pNP.sum((1, 2)).tolist()
-        rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), gathered, operation, agreed=True)
-        if self.leaders is not None:
-            # The leader holds rows by (source place, destination); leaders exchange them by destination node; what came
-            # from each node is by (source place, destination place), and goes out by destination place.
-            rows = regroup(rows, out_pNP, (1, 0, 2))
-            send, recv = out_pNP.sum((0, 2)).tolist(), in_npP.sum((1, 2)).tolist()
-            rows = all_to_all_rows(self.leaders, rows, send, recv, operation, agreed=True)
-            rows = regroup(rows, in_npP, (2, 0, 1))
-            scatter = in_npP.sum((0, 1)).tolist()
-        home = _only(0, int(rows_npNP[:, :, node, place].sum()), places)
-        return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
+    nodes_npN: np.ndarray
+    ranks_npNP: np.ndarray
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class TwoLevel(AllToAll):
-    """The 2DH algorithm: exchange inside the node by the destination's place in its own, then across nodes."""
+    """The algorithms 2DH and 1DH: rows cross to a node first, and are forwarded inside it.
 
+    Attributes:
+        inside: the ranks of this node.
+        across: the ranks that exchange with this one across nodes, one of each; None: the leader does it for this one.
+        nodes: how many there are.
+        leads: the first rank of each node exchanges for all of them (1DH); else each does for itself.
+    """
+
+    group: Group
     inside: Group
-    # The ranks of this rank's place on each node.
-    across: Group
+    across: Group | None
+    nodes: int
+    leads: bool
 
     @property
     def identity(self) -> str:
-        return f"2dh over {self.group.identity}, {self.inside.identity}, {self.across.identity}"
+        across = "" if self.across is None else f", {self.across.identity}"
+        name = "1dh" if self.leads else "2dh"
+        return f"{name} over {self.group.identity}, {self.inside.identity}{across}, {self.nodes} nodes"
+
+    def traffic(self, send: list[int], recv: list[int]) -> TwoLevelTraffic:
+        ranks_npNP = self.tell(torch.tensor(send, device=device_of(self.group)), recv)
+        nodes_npN = ranks_npNP.sum(3)
+        node, place = self._at
+        return TwoLevelTraffic(nodes_npN[node, place].tolist(), recv, nodes_npN, ranks_npNP)
+
+    def even(self, count: int) -> TwoLevelTraffic:
+        """Makes the traffic of so many rows from each rank to each; the ranks need not tell each other."""
+        places, size = self.inside.size, self.group.size
+        ranks_npNP = np.full((self.nodes, places, self.nodes, places), count)
+        return TwoLevelTraffic([count * places] * self.nodes, [count] * size, ranks_npNP.sum(3), ranks_npNP)
+
+    def tell(self, send_W: Tensor, recv: list[int]) -> np.ndarray:
+        """Returns [n, p, N, P], what each rank has told all others that it sends to each. Collective.
+
+        Args:
+            send_W: of this rank; more columns come behind those of the ranks, and are returned as [n, p, N, P + more].
+            recv: what this rank knows to come from each.
+        """
+        group, operation = self.group, "exchange of counts"
+        table = all_gather_rows(group, send_W.view(1, -1), [1] * group.size, operation).cpu().numpy()
+        places = self.inside.size
+        told = table.reshape(self.nodes, places, self.nodes, -1)
+        node, place = self._at
+        came = told[:, :, node, place].reshape(-1)
+        for rank, sent, told_N, known in zip(group.ranks, came, told.reshape(group.size, -1), recv, strict=True):
+            if sent != known or (told_N < 0).any():
+                raise other_operation(group.board, operation, f"the {group}", rank)
+        return told
+
+    @property
+    def _at(self) -> tuple[int, int]:
+        """The node and the place of this rank."""
+        return divmod(self.group.index, self.inside.size)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        assert traffic.pairs_WW is not None
-        nodes, places = self.across.size, self.inside.size
-        rows_npNP = traffic.pairs_WW.reshape(nodes, places, nodes, places)
-        node, place = divmod(self.group.index, places)
-        # After the first exchange this rank holds rows of all places of its node for its own place on every node.
-        own_NP, held_pN = rows_npNP[node, place], rows_npNP[node, :, :, place]
-        rows = regroup(rows, own_NP, (1, 0))
-        rows = all_to_all_rows(self.inside, rows, own_NP.sum(0).tolist(), held_pN.sum(1).tolist(), operation, True)
-        rows = regroup(rows, held_pN, (1, 0))
-        send, recv = held_pN.sum(0).tolist(), rows_npNP[:, :, node, place].sum(1).tolist()
+        assert isinstance(traffic, TwoLevelTraffic)
+        return self._forward(self.cross(rows, traffic.nodes_npN, operation), traffic, operation)
+
+    def bring_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        assert isinstance(traffic, TwoLevelTraffic)
+        rows = self._collect(rows, traffic, operation)
+        out_pN, in_np = self._crossing(traffic.nodes_npN)
+        if self.across is not None:
+            rows = all_to_all_rows(self.across, rows, in_np.sum(1).tolist(), out_pN.sum(0).tolist(), operation, True)
+        if not self.leads:
+            return rows
+        # The leader holds rows by (node that they came from, place), and hands them out by place.
+        places, scatter = self.inside.size, [0] * self.inside.size
+        if self.across is not None:
+            rows, scatter = regroup(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
+        home = _only(0, sum(traffic.send), places)
+        return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
+
+    def cross(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
+        """Takes rows to the nodes that they are for: [n, ...] by node -> those for this one, by the rank that sent
+        them; none where the leader forwards them. Collective."""
+        out_pN, in_np = self._crossing(nodes_npN)
+        if self.leads:
+            places = self.inside.size
+            gathered = [0] * places if self.across is None else out_pN.sum(1).tolist()
+            rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), gathered, operation, agreed=True)
+            if self.across is None:
+                return rows
+            rows = regroup(rows, out_pN, (1, 0))
+        assert self.across is not None
+        send, recv = out_pN.sum(0).tolist(), in_np.sum(1).tolist()
         return all_to_all_rows(self.across, rows, send, recv, operation, agreed=True)
+
+    def _crossing(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows that this rank takes across, by (place that has them, node), and that it gets, by source."""
+        (node, _), mine = self._at, self.crossed
+        return nodes_npN[node, mine], nodes_npN[:, mine, node]
+
+    @property
+    def crossed(self) -> slice:
+        """The places whose rows this rank takes across: with 1dh all, with 2dh its own."""
+        place = self._at[1]
+        return slice(None) if self.leads else slice(place, place + 1)
+
+    def _forward(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
+        """Takes rows that have crossed to the places they are for; returns them by the rank that sent them."""
+        node, place = self._at
+        if self.across is not None:
+            held_npP = traffic.ranks_npNP[:, self.crossed, node]
+            rows = regroup(rows, held_npP, (2, 0, 1)) if traffic.layout is None else permute(rows, traffic.layout)
+        send, recv = self._inside(traffic)
+        rows = all_to_all_rows(self.inside, rows, send, recv, operation, agreed=True)
+        # From each place of this node come the rows of that place on all nodes; the leader's are by rank already.
+        return rows if self.leads else regroup(rows, traffic.ranks_npNP[:, :, node, place].T, (1, 0))
+
+    def _collect(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
+        """Takes rows back to where they crossed; returns them as they came there. The inverse of `_forward`."""
+        node, place = self._at
+        if not self.leads:
+            rows = regroup(rows, traffic.ranks_npNP[:, :, node, place], (1, 0))
+        send, recv = self._inside(traffic)
+        rows = all_to_all_rows(self.inside, rows, recv, send, operation, agreed=True)
+        if self.across is None:
+            return rows
+        if traffic.layout is not None:
+            return gather_sum(rows, traffic.layout)
+        return regroup(rows, traffic.ranks_npNP[:, self.crossed, node].transpose(2, 0, 1), (1, 2, 0))
+
+    def _inside(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
+        """Returns the rows that this rank forwards to each place of its node, and that it gets from each."""
+        (node, place), places = self._at, self.inside.size
+        if self.leads:
+            send = [0] * places if self.across is None else traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist()
+            return send, _only(0, sum(traffic.recv), places)
+        return traffic.ranks_npNP[:, place, node].sum(0).tolist(), traffic.ranks_npNP[:, :, node, place].sum(0).tolist()
 
 
 def _only(index: int, count: int, size: int) -> list[int]:
     return [count if i == index else 0 for i in range(size)]
+
+
+def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
+    """Returns how many of n rows belong to part i of r: those from ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋."""
+    return counts * (part + 1) // degree - counts * part // degree
 
 
 def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
@@ -193,9 +301,15 @@ def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
 
     With sizes [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
     """
+    return rows.index_select(0, block_order(sizes, axes, rows.device))
+
+
+def block_order(sizes: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the rows of such blocks in that order, [rows] int64; never waits for the device."""
     # Where each block starts, then the same in the new order; a row's source is its block's start plus its place there.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
     start, size = start.reshape(sizes.shape).transpose(axes).reshape(-1), sizes.transpose(axes).reshape(-1)
-    offset = np.cumsum(size) - size
-    index = np.repeat(start - offset, size) + np.arange(size.sum())
-    return rows.index_select(0, torch.from_numpy(index).to(rows.device))
+    offset, rows = np.cumsum(size) - size, int(size.sum())
+    first, repeats = torch.from_numpy(np.stack([start - offset, size])).to(device)
+    index = torch.arange(rows, device=device)
+    return index.add_(torch.repeat_interleave(first, repeats, output_size=rows))

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.all_to_all import AllToAll
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel, share
 from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
 from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD
+from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.deduplicate import Received, decode, pack, rows_of_counts, unpack, wrong_codes
+from fusedmoe.kernels.deduplicate import Received, Sending, decode, pack, rows_of_counts, unpack, wrong_codes
 
 #: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
@@ -49,7 +50,7 @@ class Part:
 
     Args:
         algorithm: how rows cross the expert-parallel group.   esp: the expert-sharding group.
-        send_P, come_QP: rows sent to each peer, and rows received by sharding peer and source rank.
+        traffic: rows sent and received.   come_QP: rows received by sharding peer and source rank.
         call: the name of the exchange, the same on every rank.
         agreed: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
     Attributes:
@@ -61,7 +62,7 @@ class Part:
         self,
         algorithm: AllToAll,
         esp: Group,
-        send_P: np.ndarray,
+        traffic: Traffic,
         come_QP: np.ndarray,
         call: str = "an exchange",
         agreed: set[str] | None = None,
@@ -69,10 +70,8 @@ class Part:
         self.call = call
         self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
         self._algorithm, self._esp = algorithm, esp
-        self._traffic = algorithm.traffic(send_P.tolist(), come_QP[esp.index].tolist())
-        self._back = self._traffic.back()  # once for all combines of the part, forward and backward
-        self._gathered = come_QP.sum(1).tolist()
-        self.rows, self.sent, self.received = sum(self._gathered), int(send_P.sum()), sum(self._traffic.recv)
+        self._traffic, self._gathered = traffic, come_QP.sum(1).tolist()
+        self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Sends rows to the experts' ranks: [sent, ...] by destination -> [received, ...] by source."""
@@ -84,7 +83,7 @@ class Part:
         """Sends rows back to the tokens' ranks: the inverse of `dispatch`."""
         if rows.shape[:1] != (self.received,) or self._algorithm.group.axis not in self._agreed:
             self._begin(self._algorithm.group, rows, self.received, "combine")
-        return self._algorithm.exchange(rows, self._back, "combine")
+        return self._algorithm.bring_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Gathers the rows for all shards of the experts: [received, ...] -> [rows, ...] by (shard, source)."""
@@ -148,6 +147,7 @@ class Sized(Part):
         sizes: what the ranks told each other.   device: of the rows.
         by_pairs: a row travels for each pair, so that both are the same.
         ranks_QP: the rank that rows of each sharding peer and source began on, for errors; None: not known.
+        forwarding: how tokens go on inside nodes; None: they go to each rank by themselves.
     Attributes:
         counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
     """
@@ -161,9 +161,16 @@ class Sized(Part):
         by_pairs: bool = False,
         call: str = "an exchange",
         ranks_QP: np.ndarray | None = None,
+        forwarding: Forwarding | None = None,
     ) -> None:
-        super().__init__(algorithm, esp, sizes.send_Pp.sum(1), sizes.come_QPp.sum(2), call)
+        come_QP = sizes.come_QPp.sum(2)
+        if forwarding is None:
+            traffic = algorithm.traffic(sizes.send_Pp.sum(1).tolist(), come_QP[esp.index].tolist())
+        else:
+            traffic = forwarding.traffic()
+        super().__init__(algorithm, esp, traffic, come_QP, call)
         self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
+        self._forwarding = forwarding
 
     @cached_property
     def pairs(self) -> Part:
@@ -183,7 +190,8 @@ class Sized(Part):
 
     def part(self, send_P: np.ndarray, come_QP: np.ndarray) -> Part:
         """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
-        return Part(self._algorithm, self._esp, send_P, come_QP, self.call, self._agreed)
+        traffic = self._algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
+        return Part(self._algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
 
     def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
@@ -267,6 +275,8 @@ class Exchange(Sized):
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
         tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: as many
             as pairs, `by_pairs`.
+        hop: the same tokens by node (`sending` of them over nodes), for a two-level algorithm to forward there; None:
+            they go to each rank by themselves.
         by_pairs: a row travels for each pair.
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
@@ -286,6 +296,7 @@ class Exchange(Sized):
         dtype: torch.dtype,
         refusal: str | None = None,
         tokens_Wp: Tensor | None = None,
+        hop: Sending | None = None,
         by_pairs: bool = False,
         sizes: Group | None = None,
         held: int | None = None,
@@ -351,21 +362,44 @@ class Exchange(Sized):
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
         told = ExchangeSizes(told_PC[:, :-3], come_QPC, p)
         ranks_QP = all_QPC[..., -1] // len(_DTYPES) // 2
-        super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call, ranks_QP)
+        forwarding = None
+        if hop is not None and tokens_Wp is not None and isinstance(algorithm, TwoLevel):
+            forwarding = Forwarding(algorithm, esp, hop, tokens_Wp, told.come_QPp.sum(2))
+        by_pairs = by_pairs or tokens_Wp is None
+        super().__init__(algorithm, esp, told, counts_E.device, by_pairs, call, ranks_QP, forwarding)
 
-    def parts(self, degree: int) -> list[Part]:
-        """Splits the exchange into `degree` parts, each with its share of the tokens of every rank for every rank
-        (`share`); of pairs by experts, where a row travels for each.
+    def cut(self, degree: int) -> Cut:
+        """Splits the exchange into `degree` parts, each with its share (`share`) of the tokens of every rank for every
+        rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
 
         Collective for two-level algorithms.
         """
-        if degree == 1:
-            return [self]
+        if self._forwarding is not None:
+            traffics, come_iQP = self._forwarding.chunks(degree)
+            of = zip(traffics, come_iQP, strict=True)
+            parts = [Part(self._algorithm, self._esp, *each, self.call, self._agreed) for each in of]
+            sent_iG = np.array([traffic.send for traffic in traffics])
+            return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
         if self.by_pairs:
             send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        shares = ((share(send_Pp, i, degree).sum(1), share(come_QPp, i, degree).sum(2)) for i in range(degree))
-        return [self.part(send, come) for send, come in shares]
+        sends, comes = ([share(of, i, degree) for i in range(degree)] for of in (send_Pp, come_QPp))
+        parts = [self.part(send.sum(1), come.sum(2)) for send, come in zip(sends, comes, strict=True)]
+        sent_Gi, come_Gi = (np.stack(of, -1).reshape(-1, degree) for of in (sends, comes))
+        return Cut(parts, sent_Gi, come_Gi)
+
+
+class Cut(NamedTuple):
+    """An exchange in chunks.
+
+    Attributes:
+        parts: the collectives of each chunk.
+        sent_Gi, come_Gi: rows of each segment, as they lie without chunks, in each chunk: those sent, and received.
+    """
+
+    parts: list[Part]
+    sent_Gi: np.ndarray
+    come_Gi: np.ndarray
 
 
 def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -405,8 +439,3 @@ def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:
     if dtype not in _DTYPES:
         return f"rows of {dtype} cannot travel; convert them to one of {', '.join(map(str, _DTYPES))}"
     return ""
-
-
-def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
-    """Returns how many of n rows belong to part i of r: those from ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋."""
-    return counts * (part + 1) // degree - counts * part // degree

@@ -12,37 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.all_to_all import block_order
 from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.kernels.deduplicate import Received
+from fusedmoe.kernels.deduplicate import Received, inverse
 from fusedmoe.kernels.layout import Layout
-
-
-def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
-    """[rows] int64: the rows (numbered along the segments) in the order in which they go.
-
-    Args:
-        counts_G: rows of each segment.
-        rows: their sum.
-    """
-    row_N = torch.arange(rows, device=counts_G.device)
-    segment_N = torch.repeat_interleave(counts_G, output_size=rows)
-    first_G = counts_G.cumsum(0) - counts_G
-    # The chunk of the t-th of n rows is the last i with ⌊n·i/r⌋ ≤ t.
-    chunk_N = ((row_N - first_G[segment_N] + 1) * degree - 1) // counts_G[segment_N].clamp(min=1)
-    return chunk_N.sort(stable=True).indices
-
-
-def inverse(order_N: Tensor) -> Tensor:
-    """Returns the place of each row in an order."""
-    # A write by index takes one pass; an argsort would sort what is known.
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    return place_N
 
 
 def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
@@ -67,28 +44,19 @@ class RowChunks:
     """
 
     def __init__(self, exchange: Exchange, tokens: Layout, pairs: Received, k: int, degree: int) -> None:
-        self.parts: list[Part] = exchange.parts(degree)
         self.layout = tokens
-        rows = [part.rows for part in self.parts]
+        self.parts: list[Part] = [exchange]
         # Of each token and pair received, in chunk order, its number without chunks; None: chunk order is that order.
         self._token_R: Tensor | None = None
         self._pair_P: Tensor | None = None
         chunks = [pairs]
         if degree > 1:
-            self.layout = in_chunks(tokens, chunk_order(tokens.counts_E, tokens.rows, degree))
-            segments_G = exchange.counts_RE.reshape(-1) if exchange.by_pairs else exchange.tokens_R
-            self._token_R = chunk_order(segments_G, exchange.rows, degree)
-            place_P = inverse(self._token_R)[pairs.token_P]
-            # Stable, so that a token's pairs keep their order: sums over them are the same in any number of chunks.
-            place_P, self._pair_P = place_P.sort(stable=True)
-            # How many pairs the tokens of a chunk have is known here alone: on CUDA the host waits for it once.
-            starts = torch.tensor([sum(rows[:i]) for i in range(degree + 1)], device=place_P.device)
-            ends = torch.searchsorted(place_P, starts).tolist()
-            expert_P = pairs.expert_P[self._pair_P]
-            chunks = [
-                Received(expert_P[start:end], place_P[start:end] - sum(rows[:i]))
-                for i, (start, end) in enumerate(pairwise(ends))
-            ]
+            cut, device = exchange.cut(degree), tokens.pair_N.device
+            self.parts = cut.parts
+            self.layout = in_chunks(tokens, block_order(cut.sent_Gi, (1, 0), device))
+            self._token_R = block_order(cut.come_Gi, (1, 0), device)
+            self._pair_P, chunks = pairs.in_chunks(self._token_R, [part.rows for part in self.parts])
+        rows = [part.rows for part in self.parts]
         sorted_chunks = [chunk.sort(count, exchange.experts, k) for chunk, count in zip(chunks, rows, strict=True)]
         self.received = [layout for layout, _ in sorted_chunks]
         self._orders = [order_N for _, order_N in sorted_chunks]

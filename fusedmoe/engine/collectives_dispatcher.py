@@ -26,7 +26,7 @@ from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.all_to_all import AllToAll
+from fusedmoe.comm.all_to_all import AllToAll, TwoLevel
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
@@ -107,8 +107,12 @@ class Collectives(Dispatcher):
     def meet(self, routed: Routed) -> Met:
         """Tells the ranks how many tokens come, and for which experts. Collective."""
         layout, sent = routed.layout, sending(routed.layout, self.topology.ep.size)
-        tokens_W = None if sent.code_N is None else sent.tokens.counts_E
-        exchange = self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal, tokens_Wp=tokens_W)
+        tokens_W, hop = None if sent.code_N is None else sent.tokens.counts_E, None
+        # Hooks may have rows travel in a form that cannot be summed on the way.
+        if tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
+            hop = sending(sent.tokens, self.all_to_all.nodes)
+            sent = sent._replace(tokens=hop.tokens)
+        exchange = self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop)
         # Padding does not travel; how much of it there is the host knows now.
         pairs = exchange.pairs.sent
         self.travelled = pairs, exchange.sent

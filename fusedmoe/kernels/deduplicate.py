@@ -17,6 +17,7 @@ Plain torch on every device. Definitions: `define_sending`, `define_received`.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,30 @@ class Received(NamedTuple):
         pair_N = pair_P[order_N]
         row_RK = number_P.new_full((tokens * k,), -1).index_copy_(0, pair_N, number_P).view(tokens, k)
         return Layout(counts_E, offsets(counts_E), self.token_P[order_N], pair_N, row_RK, verified=True), order_N
+
+
+    def in_chunks(self, order_R: Tensor, rows: list[int]) -> tuple[Tensor, list[Received]]:
+        """Splits the pairs as their tokens are: in that order, so many in each chunk.
+
+        Returns:
+            The pairs in the order in which they are then, and those of each chunk.
+        """
+        place_P = inverse(order_R)[self.token_P]
+        # Stable, so that a token's pairs keep their order: sums over them are the same in any number of chunks.
+        place_P, pair_P = place_P.sort(stable=True)
+        first = list(accumulate(rows, initial=0))
+        # How many pairs the tokens of a chunk have is known here alone: on CUDA the host waits for it once.
+        ends = torch.searchsorted(place_P, torch.tensor(first, device=place_P.device)).tolist()
+        expert_P, spans = self.expert_P[pair_P], zip(pairwise(ends), first[:-1], strict=True)
+        return pair_P, [Received(expert_P[start:end], place_P[start:end] - before) for (start, end), before in spans]
+
+
+def inverse(order_N: Tensor) -> Tensor:
+    """Returns the place of each row in an order."""
+    # A write by index takes one pass; an argsort would sort what is known.
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return place_N
 
 
 def decode(code_P: Tensor) -> Received:

@@ -3,12 +3,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from fusedmoe.autograd.order import order
 from fusedmoe.blocks.cuts import cut
-from fusedmoe.engine.chunks import Kept, chunk_order, inverse
+from fusedmoe.comm.all_to_all import block_order, share
+from fusedmoe.engine.chunks import Kept
+from fusedmoe.kernels.deduplicate import inverse
 from fusedmoe.layers.expert_tables import by_place
+
+
+def chunk_order(counts_G: np.ndarray, degree: int) -> Tensor:
+    sizes_Gi = np.stack([share(counts_G, i, degree) for i in range(degree)], 1)
+    return block_order(sizes_Gi, (1, 0), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -16,10 +24,9 @@ def test_kept_rows_of_other_chunks(seed: int) -> None:
     """Segments of any sizes, in so many chunks before and so many after: each row where it belongs, copied."""
     draw = torch.Generator().manual_seed(seed)
     counts_G = torch.randint(0, 9 if seed % 2 else 90, (seed % 7,), generator=draw)
-    rows = int(counts_G.sum())
     before, after = (int(n) for n in torch.randint(1, 9, (2,), generator=draw))
-    whole = torch.randn(rows, 3, generator=draw)
-    there, here = (chunk_order(counts_G, rows, degree) for degree in (before, after))
+    whole = torch.randn(int(counts_G.sum()), 3, generator=draw)
+    there, here = (chunk_order(counts_G.numpy(), degree) for degree in (before, after))
     kept = Kept(whole[there].tensor_split(before))
     found = [kept.rows(part) for part in inverse(there)[here].tensor_split(after)]
     assert_close(torch.cat(found), whole[here], rtol=0, atol=0)

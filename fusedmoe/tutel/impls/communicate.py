@@ -24,7 +24,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +32,7 @@ from torch.distributed import ProcessGroup
 from fusedmoe import Topology, ranks
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Move, linear, make_all_to_all
-from fusedmoe.ranks import Group, Traffic
+from fusedmoe.ranks import Group, TwoLevel
 
 TUTEL_GLOBAL_TIMEOUT_SEC = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
 #: The backend under "", and what `create_groups_from_world` made, by its argument.
@@ -234,12 +233,10 @@ def _swap_parts(group: Group, rows: Tensor) -> Tensor:
 
 
 def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
-    """Does `_swap_parts` by the two-level algorithm, inside nodes of LOCAL_SIZE ranks first."""
+    """Does `_swap_parts` by the two-level algorithm, with nodes of LOCAL_SIZE ranks."""
     algorithm = make_all_to_all("2dh", topology_of(handle))
-    size = algorithm.group.size
-    # All parts are equal, so the ranks need not tell each other how many rows they send.
-    count = _part_of(len(rows), algorithm.group)
-    traffic = Traffic([count] * size, [count] * size, np.full((size, size), count))
+    assert isinstance(algorithm, TwoLevel)
+    traffic = algorithm.even(_part_of(len(rows), algorithm.group))
     ranks.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 

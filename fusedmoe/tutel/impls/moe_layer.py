@@ -48,7 +48,7 @@ class MOELayer(nn.Module):
         is_gshard_loss: else the load-and-importance loss, which needs gate_noise > 0.
         parallel_type: how ranks that share an expert work: 'adaptive:R', 'data' (R = 1), 'model' (R = their number),
             'auto'. R = 0 gathers all experts everywhere, R ≥ 1 splits an expert's work in R parts; same results.
-        use_2dh: all-to-all inside nodes of LOCAL_SIZE ranks first.
+        use_2dh: all-to-all in two levels, across nodes of LOCAL_SIZE ranks and inside them.
 
     Attributes:
         l_aux: the loss of the last forward, also an attribute of its result.
