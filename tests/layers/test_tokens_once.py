@@ -27,7 +27,8 @@ from tests.layers.tokens_once import (
 
 
 def topology_of(ep: int, esp: int) -> Topology:
-    return Topology.from_sizes(ep, esp, ranks_per_node=2, timeout_s=30)
+    """Nodes of two ranks, or of four where there are eight."""
+    return Topology.from_sizes(ep, esp, ranks_per_node=4 if ep * esp == 8 else 2, timeout_s=30)
 
 
 def sweep(rank: int, world: int, seeds: range) -> None:
@@ -110,6 +111,7 @@ UGLY: dict[str, Callable[[int], Batch]] = {
     "modules": lambda ep: Batch("", 2 * ep, lambda rank, g: any_of(9, 2 * ep, 3, g, -1), ep, network="custom"),
 }
 WAYS = [(2, 2, 1, "direct"), (4, 2, 2, "direct"), (4, 4, 1, "1dh"), (4, 4, 1, "2dh"), (2, 1, 2, "direct")]
+WAYS += [(8, 8, 1, "1dh"), (8, 8, 1, "2dh")]
 
 
 def ugly(rank: int, world: int, names: list[str], ep: int, esp: int, dispatch: str) -> None:
@@ -232,6 +234,37 @@ def test_bytes_that_leave_a_rank(cluster: Cluster, W: int, E: int, K: int) -> No
                 if width >= 1024:
                     assert abs(wire.bytes / (expected * width) - 1) < 0.03
             assert sum(of_pairs.of_width(width).values()) == pairs
+
+
+@pytest.mark.parametrize(
+    ("world", "dispatch"),
+    [(4, "2dh"), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((4, "1dh"), (8, "2dh"), (8, "1dh")))],
+    ids=str,
+)
+def test_a_token_crosses_to_a_node_once(cluster: Cluster, world: int, dispatch: str) -> None:
+    """Rows across nodes and inside them, counted; rows of 1 KiB within 3% of those with all that is beside them."""
+    M, experts, places = 256, 32, world // 2
+    batch = batch_of(world, 1, dispatch, 400, experts, 8, M)
+    tokens_WW, _ = needed(batch)
+    node_WSK = [tokens_of(batch, rank).expert_SK // (experts // 2) for rank in range(world)]
+    nodes_WN = torch.tensor([[int((node_SK == node).any(1).sum()) for node in range(2)] for node_SK in node_WSK])
+    for rank, (by_degrees, _) in enumerate(cluster.run(world, leaving, batch)):
+        node, place = divmod(rank, places)
+        # The ranks whose tokens cross by this one: its own, or those of all that it leads.
+        mine = [] if dispatch == "1dh" and place else range(places) if dispatch == "1dh" else [place]
+        own, others = ([n * places + peer for peer in mine] for n in (node, 1 - node))
+        across = 2 * int(nodes_WN[own, 1 - node].sum() + nodes_WN[others, node].sum())
+        # They go on to the other places of this node; and other ranks send this one the tokens that crossed by them.
+        held, here = [*own, *others], torch.arange(world) // places == node
+        here[rank] = False
+        inside = int(tokens_WW[held][:, here].sum() + tokens_WW[:, rank].sum() - tokens_WW[held, rank].sum())
+        if dispatch == "1dh":  # the leader also gets what is to cross, and gives back what came of it
+            inside += int(nodes_WN[rank].sum() if place else nodes_WN[here].sum())
+        for wire in by_degrees:
+            rows = wire.of_width(4 * M)
+            assert rows.get("ep across nodes", 0) == across and rows["ep in node"] == 2 * inside
+            crossed = sum(width * count for (axis, width), count in wire.rows.items() if axis == "ep across nodes")
+            assert crossed <= 1.03 * across * 4 * M
 
 
 @pytest.mark.parametrize(
