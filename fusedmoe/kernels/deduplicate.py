@@ -115,7 +115,6 @@ class Received(NamedTuple):
         row_RK = number_P.new_full((tokens * k,), -1).index_copy_(0, pair_N, number_P).view(tokens, k)
         return Layout(counts_E, offsets(counts_E), self.token_P[order_N], pair_N, row_RK, verified=True), order_N
 
-
     def in_chunks(self, order_R: Tensor, rows: list[int]) -> tuple[Tensor, list[Received]]:
         """Splits the pairs as their tokens are: in that order, so many in each chunk.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -15,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from fusedmoe import MoELayer, Schedule, Topology, gates
 from fusedmoe.blocks import forward as blocks_forward
-from fusedmoe.comm import exchange
+from fusedmoe.comm import exchange, forwarding
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.kernels import deduplicate
 from fusedmoe.layers.expert_networks import FeedForward
 from fusedmoe.training import ShardedExperts, save_communication
 from tests.cluster import Cluster
 from tests.comm.failing import nothing
-from tests.layers.tokens_once import all_experts, slice_of
+from tests.layers.tokens_once import Batch, all_experts, slice_of, travel
 
 M, E, K = 6, 8, 5
 SAMPLES = (4, 0, 7, 1)  # by rank, of three positions each
@@ -289,3 +290,38 @@ def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong:
 def test_the_shard_that_sent_them_is_named(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
     """Not the one that passed them on to other shards of the same experts."""
     check_blame(cluster, name, 4, 2, wrong, culprit)
+
+
+def one_sends_to_wrong_places(rank: int, world: int, wrong: str, culprit: int, dispatch: str) -> None:
+    topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=5)
+    batch = Batch("places", 8, partial(some_experts, 8), world, dispatch=dispatch)
+
+    def pack(code_N: Tensor, weight_N: Tensor | None) -> Tensor | None:
+        return deduplicate.pack(WRONG[wrong](code_N), weight_N)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == culprit:
+            patch.setattr(forwarding, "pack", pack)
+        travel(batch, rank, topology, (2, 2))
+
+
+def some_experts(experts: int, rank: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(9 + rank, experts, generator=generator).argsort(1)[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "culprit", "dispatch"),
+    [
+        pytest.param(wrong, culprit, dispatch, marks=() if (wrong, culprit) == ("swapped", 1) else pytest.mark.slow)
+        for wrong in WRONG
+        for culprit in (1, 2)
+        for dispatch in ("1dh", "2dh")
+    ],
+)
+def test_wrong_places_of_a_peer_end_all_ranks(cluster: Cluster, wrong: str, culprit: int, dispatch: str) -> None:
+    """Those who forward its tokens name it."""
+    outcomes = cluster.outcomes(4, one_sends_to_wrong_places, wrong, culprit, dispatch, timeout_s=60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None, (rank, wrong)
+        kind, text, _ = outcome.error
+        assert kind == "RankError" and f"rank {culprit} failed in exchange of places" in text, text
