@@ -84,7 +84,9 @@ class MoEBlock:
         self.waits = self.limited and (gate.k > 1 or in_positions)
         self._dense = _DensePart(dense, layer, in_positions, self.ends)
         self._names = [name for name, _ in self._dense.named_parameters()]
-        self._collectives = Collectives(topology, make_all_to_all(layer.dispatch, topology))
+        # A batch in pieces begins with no batch to try algorithms with.
+        algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
+        self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
         # Rows come back while dense parts may communicate over the MP group.
         self.mp = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
         self._joins = MpTokens(self.mp, layer.mp_input)

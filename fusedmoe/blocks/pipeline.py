@@ -415,7 +415,10 @@ def _refuse(layer: MoELayer, number: int, topology: Topology, joint: bool) -> No
             not layer.order.splits,
             f"{order} has a layout() or restore() of its own, of whole batches: use schedule=…, or Sparse()",
         ),
-        (layer.dispatch not in ALGORITHMS, "a dispatcher of your own takes whole layers: name an all-to-all algorithm"),
+        (
+            layer.dispatch not in (*ALGORITHMS, "auto"),
+            "a dispatcher of your own takes whole layers: name an all-to-all algorithm",
+        ),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,
             "all blocks must have the same topology",

@@ -85,7 +85,7 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
         ConfigError: unknown name, or a group that does not cover its nodes evenly.
     """
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}, or auto")
     group = topology.ep
     if name == "direct":
         return Direct(group)

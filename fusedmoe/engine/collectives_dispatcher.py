@@ -81,6 +81,7 @@ class Collectives(Dispatcher):
 
     Attributes:
         all_to_all: how tokens cross ep.
+        choose: chooses another way for the first batch and all that follow, all ranks alike; None: that is settled.
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
@@ -96,6 +97,7 @@ class Collectives(Dispatcher):
     name: str = "MoELayer"
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
+    choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
@@ -106,6 +108,9 @@ class Collectives(Dispatcher):
 
     def meet(self, routed: Routed) -> Met:
         """Tells the ranks how many tokens come, and for which experts. Collective."""
+        if self.choose is not None:
+            self.all_to_all = self.choose(routed.x_SM)
+            self.way, self.choose = Way(self.topology, self.all_to_all), None
         layout, sent = routed.layout, sending(routed.layout, self.topology.ep.size)
         tokens_W, hop = None if sent.code_N is None else sent.tokens.counts_E, None
         # Hooks may have rows travel in a form that cannot be summed on the way.

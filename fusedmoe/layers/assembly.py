@@ -6,6 +6,7 @@ What only schedules, kernels that send by themselves or experts that move need i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,21 +167,30 @@ def make_dispatcher(
     """Chooses how tokens travel.
 
     Args:
-        dispatch: the algorithm of all-to-alls, or a dispatcher of the user's.
+        dispatch: the algorithm of all-to-alls, "auto", or a dispatcher of the user's.
         placed: the experts, where they move.
     """
     if isinstance(dispatch, Dispatcher):
         return dispatch
-    topology, all_to_all = plans.parts.topology, make_all_to_all(dispatch, plans.parts.topology)
+    topology, gate = plans.parts.topology, plans.parts.gate
+    all_to_all = make_all_to_all("direct" if dispatch == "auto" else dispatch, topology)
     # Hooks see rows on a wire, so with them even one rank's rows go by collectives.
     if topology.ep.size * topology.esp.size == 1 and not hooks:
         return Local()
+    made: Collectives
     if placed is not None:
         from fusedmoe.layers.placed_dispatcher import Moving
 
-        return Moving(placed, topology, all_to_all, plans.find, hooks)
-    if plans.puts:
+        made = Moving(placed, topology, all_to_all, plans.find, hooks)
+    elif plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
-        return OneSided(plans.transport, topology, all_to_all, plans.find)
-    return Collectives(topology, all_to_all, plans.find, hooks)
+        made = OneSided(plans.transport, topology, all_to_all, plans.find)
+    else:
+        made = Collectives(topology, all_to_all, plans.find, hooks)
+    if dispatch == "auto":
+        from fusedmoe.layers.dispatch_choice import choose_all_to_all, has_choice
+
+        if has_choice(topology):
+            made.choose = partial(choose_all_to_all, topology, gate)
+    return made

@@ -55,8 +55,9 @@ class MoELayer(nn.Module):
     what is a combine there and back is a dispatch, and the other way round.
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
-    them alone. Given each rank's tokens, results do not depend on the dispatch algorithm, nor (to rounding: each rank
-    adds up what its experts make of a token) on where the experts are, nor on the order's means, sorting or products.
+    them alone. Given each rank's tokens, results do not depend on where the experts are nor on the dispatch algorithm
+    (to rounding: each rank, or node, adds up what its experts make of a token), nor on the order's means, sorting or
+    products.
 
     Args:
         model_dim: M.
@@ -64,8 +65,9 @@ class MoELayer(nn.Module):
         experts: the experts' network; each rank makes the parameters of its own.
         order: how rows are laid out; by default `Dropless` for a gate without capacity, else `Sparse`.
         topology: where ranks stand; by default a world of one (data parallelism around it needs nothing else).
-        dispatch: all-to-all algorithm, "direct", "1dh" or "2dh"; or a `Dispatcher` of your own, which then has the say
-            over how tokens travel, and whose hooks and plans are its own.
+        dispatch: all-to-all algorithm, "direct", "1dh" or "2dh", or "auto": the first batch tries all three, and the
+            shortest stays (`pipeline` and compiled layers take "direct" then). Or a `Dispatcher` of your own, which has
+            the say over how tokens travel, and whose hooks and plans are its own.
         hooks: user code at six seams, `Hooks`.
         shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the

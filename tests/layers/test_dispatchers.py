@@ -16,6 +16,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, Routed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.layers import dispatch_choice
 from tests.cluster import Cluster
 
 M, E, K = 6, 4, 2
@@ -66,6 +67,55 @@ def test_what_does_not_go_with_one_of_your_own() -> None:
         fusedmoe.pipeline([(torch.nn.Identity(), layer)])
     with pytest.raises(ConfigError, match="choose one of direct, 1dh, 2dh"):
         MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch="own")
+
+
+def chosen(rank: int, world: int, seconds: dict[str, list[list[float]]], expected: str) -> None:
+    topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=20)
+    right = step("direct", topology, experts.SwiGLU(5))
+
+    def measured(topology: Topology, through: Collectives, routed: Routed) -> list[float]:
+        handle = through.dispatch(routed)  # as it is, and other than what was measured
+        through.combine(*handle)
+        return seconds[through.all_to_all.identity.split()[0]][rank]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if seconds:
+            patch.setattr(dispatch_choice, "_seconds", measured)
+        found = step("auto", topology, experts.SwiGLU(5))
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    if seconds:
+        like = torch.empty(9 + rank, M, dtype=torch.float64)
+        found_again = dispatch_choice.choose_all_to_all(topology, gates.TopK(E, K), like)
+        assert found_again.identity.startswith(expected)
+
+
+SECONDS = {
+    # By round: the median of the slowest rank counts, not a rank's own, nor the best or worst round.
+    "direct": [[1.0, 5.0, 9.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+    "1dh": [[6.0, 6.0, 0.0], [0.0] * 3, [6.0, 0.0, 6.0], [0.0] * 3],
+    "2dh": [[4.0, 4.0, 99.0], [0.0] * 3, [4.0] * 3, [3.0] * 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(SECONDS, "2dh"), pytest.param({}, "", marks=pytest.mark.slow)],
+    ids=["made times", "measured"],
+)
+def test_the_shortest_is_chosen(cluster: Cluster, seconds: dict[str, list[list[float]]], expected: str) -> None:
+    cluster.run(4, chosen, seconds, expected)
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 4), (4, 1)])
+def test_no_choice_where_algorithms_are_the_same(cluster: Cluster, world: int, per_node: int) -> None:
+    cluster.run(world, nothing_to_choose, per_node)
+
+
+def nothing_to_choose(rank: int, world: int, per_node: int) -> None:
+    topology = Topology.from_sizes(world, ranks_per_node=per_node, timeout_s=20)
+    layer = MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), topology=topology, dispatch="auto")
+    assert isinstance(layer.dispatcher, Collectives) and layer.dispatcher.choose is None
 
 
 class Apart(Collectives):
