@@ -376,8 +376,8 @@ class Exchange(Sized):
         """
         if self._forwarding is not None:
             traffics, come_iQP = self._forwarding.chunks(degree)
-            of = zip(traffics, come_iQP, strict=True)
-            parts = [Part(self._algorithm, self._esp, *each, self.call, self._agreed) for each in of]
+            chunks = zip(traffics, come_iQP, strict=True)
+            parts = [Part(self._algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
             return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp

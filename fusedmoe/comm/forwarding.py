@@ -23,12 +23,13 @@ from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.group import Group
 from fusedmoe.kernels.deduplicate import Sending, decode, pack, unpack, wrong_codes
+from fusedmoe.kernels.layout import Layout
 
 _OPERATION = "exchange of places"
 
 
 class Forwarding:
-    """Which tokens of an exchange cross to which nodes, and where they go on to there. Making one is collective.
+    """Tokens of an exchange that cross to nodes, and the ranks they go on to there. Making one is collective.
 
     Args:
         algorithm: two-level.   esp: the expert-sharding group.
@@ -115,7 +116,7 @@ class Forwarding:
         come_iW = np.ascontiguousarray(ranks_inpNP[..., node, place].reshape(degree, -1))
         mine = torch.from_numpy(come_iW)[None].to(self._tokens_NP.device)
         come_QiW = all_gather_rows(self._esp, mine, [1] * self._esp.size, _OPERATION).cpu().numpy()
-        layouts: list = [None] * degree
+        layouts: list[Layout | None] = [None] * degree
         if self._received is not None:
             held_iR = nodes_inpN[(slice(None), *self._held_np)].reshape(degree, -1)
             order_R = block_order(held_iR.T, (1, 0), self._tokens_NP.device)
