@@ -169,10 +169,13 @@ class TwoLevel(AllToAll):
     leads: bool
 
     @property
+    def name(self) -> str:
+        return "1dh" if self.leads else "2dh"
+
+    @property
     def identity(self) -> str:
         across = "" if self.across is None else f", {self.across.identity}"
-        name = "1dh" if self.leads else "2dh"
-        return f"{name} over {self.group.identity}, {self.inside.identity}{across}, {self.nodes} nodes"
+        return f"{self.name} over {self.group.identity}, {self.inside.identity}{across}, {self.nodes} nodes"
 
     def traffic(self, send: list[int], recv: list[int]) -> TwoLevelTraffic:
         ranks_npNP = self.tell(torch.tensor(send, device=device_of(self.group)), recv)

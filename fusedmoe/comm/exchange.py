@@ -54,6 +54,7 @@ class Part:
         call: the name of the exchange, the same on every rank.
         agreed: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
     Attributes:
+        algorithm: as given.
         rows, sent, received: rows of this rank after dispatch and all-gather; rows that a dispatch sends, and that it
             receives.
     """
@@ -69,21 +70,21 @@ class Part:
     ) -> None:
         self.call = call
         self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
-        self._algorithm, self._esp = algorithm, esp
+        self.algorithm, self._esp = algorithm, esp
         self._traffic, self._gathered = traffic, come_QP.sum(1).tolist()
         self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Sends rows to the experts' ranks: [sent, ...] by destination -> [received, ...] by source."""
-        if rows.shape[:1] != (self.sent,) or self._algorithm.group.axis not in self._agreed:
-            self._begin(self._algorithm.group, rows, self.sent, "dispatch")
-        return self._algorithm.exchange(rows, self._traffic, "dispatch")
+        if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._agreed:
+            self._begin(self.algorithm.group, rows, self.sent, "dispatch")
+        return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sends rows back to the tokens' ranks: the inverse of `dispatch`."""
-        if rows.shape[:1] != (self.received,) or self._algorithm.group.axis not in self._agreed:
-            self._begin(self._algorithm.group, rows, self.received, "combine")
-        return self._algorithm.bring_back(rows, self._traffic, "combine")
+        if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._agreed:
+            self._begin(self.algorithm.group, rows, self.received, "combine")
+        return self.algorithm.bring_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Gathers the rows for all shards of the experts: [received, ...] -> [rows, ...] by (shard, source)."""
@@ -106,7 +107,7 @@ class Part:
         """Refuses rows of another number; compares what the ranks call, before the first rows of a backward pass."""
         if rows.shape[:1] != (count,):
             text = f"the exchange is of {count} rows, but these are {list(rows.shape)}"
-            self._algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
+            self.algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
         self._agreed.add(group.axis)
         begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
@@ -190,8 +191,8 @@ class Sized(Part):
 
     def part(self, send_P: np.ndarray, come_QP: np.ndarray) -> Part:
         """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
-        traffic = self._algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
-        return Part(self._algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
+        traffic = self.algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
+        return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
 
     def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
@@ -254,7 +255,7 @@ class Sized(Part):
         if wrong_R.is_cuda:  # the host does not wait to know: the device ends the process
             torch._assert_async(~wrong_R.any(), "codes of other pairs than the ranks had told each other")
         elif bool(wrong_R.any()):
-            ep, esp = self._algorithm.group, self._esp
+            ep, esp = self.algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
             # Where another shard has passed them on, the rank that sent them is in neither group of this one.
             passed_on = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
@@ -377,7 +378,7 @@ class Exchange(Sized):
         if self._forwarding is not None:
             traffics, come_iQP = self._forwarding.chunks(degree)
             chunks = zip(traffics, come_iQP, strict=True)
-            parts = [Part(self._algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
+            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
             return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
@@ -47,12 +47,14 @@ FUSED_DEGREES = (1, 2, 4)
 _ROUNDS, _FEW = 5, 64
 
 
-def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
+def measure_layer(plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
     """Measures this machine, and the parts of a layer for as many tokens as in `like`, [S, M]. Collective over all
     ranks; kept for layers like this one.
 
     Where the experts move, the lines of the machine alone are measured.
 
+    Args:
+        all_to_all: how the layer's tokens travel; None: directly.
     Raises:
         ConfigError: experts that do not say how much they compute.
     """
@@ -74,13 +76,15 @@ def measure_layer(plans: LayerPlans, like: Tensor) -> CostModel:
         "gate": repr(gate),
         "order": repr(order),
     }
+    if isinstance(all_to_all, TwoLevel):
+        facts["dispatch"] = all_to_all.name
     fused_kind = plans.fused_kind(like)
     degrees = [degree for degree in FUSED_DEGREES if degree <= plans.limit]
     facts |= {} if fused_kind is None else {"fused": f"{fused_kind} in {degrees}"}
 
     def observed() -> Observed:
         step = workload.step_costs(costs, [0], plans.kinds)
-        of_parts = observe_layer(topology, gate, order, experts, like, step)
+        of_parts = observe_layer(topology, gate, order, experts, like, step, all_to_all)
         if fused_kind is None:
             return of_parts
         # By collectives all of it takes no longer than this.
@@ -149,6 +153,7 @@ def observe_layer(
     experts: Experts,
     like: Tensor,
     costs: StepCosts,
+    all_to_all: AllToAll | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
@@ -160,6 +165,7 @@ def observe_layer(
     Args:
         like: [S, M]; its values do not matter.
         costs: of one such layer, before.
+        all_to_all: how its tokens travel; None: directly.
         clock: what is measured with on a CPU.
     """
     plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
@@ -167,7 +173,7 @@ def observe_layer(
     if isinstance(gate, Hash):
         gate.token_ids = None  # of other tokens
     recorder = Recorder(topology.rank, device=like.device, clock=clock)
-    all_to_all, streams = make_all_to_all("direct", topology), Streams()
+    all_to_all, streams = all_to_all or make_all_to_all("direct", topology), Streams()
     # A generator of its own: training goes on with the numbers that it would have had.
     chance = torch.Generator(like.device).manual_seed(topology.rank)
     parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]

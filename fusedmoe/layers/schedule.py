@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
@@ -284,12 +285,12 @@ class ScheduledPlans(LayerPlans):
         workload = self._workload(x_SM, exchange.most_pairs, exchange.share)
         if workload not in self.made:
             any_degree = experts.in_chunks(x_SM).any_degree
-            self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds)
+            self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds, exchange.algorithm)
         return Assigned(self.made[workload])
 
-    def measured(self, like: Tensor) -> CostModel:
+    def measured(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
         """Measures this machine and this layer for tokens like these, [S, M]; see `measure_layer`. Collective."""
-        return measure_layer(self, like)
+        return measure_layer(self, like, all_to_all)
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """Returns how kernels send and receive by themselves; None where collectives do. The first call in a dtype and
@@ -344,14 +345,21 @@ class ScheduledPlans(LayerPlans):
         return workload.sending(share)
 
     @undisturbed()
-    def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
+    def _plans(
+        self,
+        x_SM: Tensor,
+        workload: Workload | None,
+        any_degree: bool,
+        kinds: tuple[str, ...],
+        all_to_all: AllToAll | None = None,
+    ) -> Plans:
         """Makes plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured
         for."""
         costs = None
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))
             if costs is None:
-                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM)
+                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM, all_to_all)
         plans = self.schedule.plans(kinds, workload, costs, any_degree=any_degree)
         require_same_plans(self.topology, plans)
         return plans

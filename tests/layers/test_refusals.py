@@ -301,7 +301,7 @@ def nothing_is_sent(rank: int, world: int) -> int:
     return len(moved)
 
 
-class Spy:
+class Spy(AllToAll):
     """An all-to-all that notes its exchanges of rows."""
 
     def __init__(self, algorithm: AllToAll, moved: list[str]) -> None:
@@ -314,6 +314,10 @@ class Spy:
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         self._moved.append(operation)
         return self._algorithm.exchange(rows, traffic, operation)
+
+    def bring_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        self._moved.append(operation)
+        return self._algorithm.bring_back(rows, traffic, operation)
 
 
 def test_nothing_is_sent_before_a_refusal(cluster: Cluster) -> None:

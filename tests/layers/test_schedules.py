@@ -282,7 +282,7 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
         for name in names:
             layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)
             costs = measured(layer._plans, torch.empty(6, M, dtype=torch.float64))
-            patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, known=costs: known)
+            patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all, known=costs: known)
             found = step(layer, rank, torch.float64)
             for part, right in plain.items():
                 torch.testing.assert_close(found[part], right, rtol=1e-10, atol=1e-10, msg=f"{name}: {part}")
@@ -310,7 +310,7 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "measured_costs", None)
-        patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like: slow)
+        patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all: slow)
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
         found = step(layer, rank, torch.float64)
