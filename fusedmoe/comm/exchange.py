@@ -429,7 +429,7 @@ def _differ(ranks_QP: np.ndarray, note_QP: np.ndarray, form_QP: np.ndarray) -> s
     words = {"dtypes": _DTYPES, "dtypes of router weights": (None, *_DTYPES)}.get(what)
     of_ranks = sorted(zip(ranks_QP.flat, of_QP.flat, strict=True))
     each = ", ".join(f"{words[number] if words else number} on rank {rank}" for rank, number in of_ranks)
-    return f"rows of different {what} cannot travel together: {each}"
+    return f"rows of different {what} cannot travel together: {each}. Every rank must give the layer the same"
 
 
 def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:

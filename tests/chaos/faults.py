@@ -239,7 +239,15 @@ OF_INPUT: dict[str, Fault] = {
 #: A rank tells the others what is not so of its tokens (`tests.chaos.lies`).
 OF_MESSAGES: dict[str, Fault] = {
     name: Fault(id, share=0.4)
-    for name in ("wrong codes", "wrong pairs", "wrong tokens", "wrong table", "wrong message", "wrong rows")
+    for name in (
+        "wrong codes",
+        "wrong pairs",
+        "wrong tokens",
+        "wrong table",
+        "wrong form",
+        "wrong message",
+        "wrong rows",
+    )
 }
 OF_INPUT |= OF_MESSAGES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +21,16 @@ from fusedmoe.comm import exchange
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.kernels import deduplicate
 
-#: Of a message, or of what is made of it: the wrong one in place of the right one, None where there is none to be had.
+
+class Form(NamedTuple):
+    """What is said of rows before they travel."""
+
+    dtype: torch.dtype
+    width: int
+    weights: torch.dtype | None
+
+
+#: Of a message, or of what it is made of: the wrong one in place of the right one, None where there is none to be had.
 Lie = Callable[[random.Random, Any], Any]
 
 
@@ -102,19 +111,24 @@ def _one_more(rng: random.Random, table: bytes) -> bytes:
     return numbers.tobytes()
 
 
-_NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+def _shorter(rng: random.Random, rows: Tensor) -> Tensor:
+    return rows[:-1]
 
 
-def _narrower(rng: random.Random, rows: Tensor) -> Tensor | None:
-    return rows.to(_NARROWER[rows.dtype]) if rows.dtype in _NARROWER else None
+def _longer(rng: random.Random, rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows[:1]])
 
 
-def _shorter(rng: random.Random, rows: Tensor) -> Tensor | None:
-    return rows[:-1] if len(rows) else None
+def _other_dtype(rng: random.Random, form: Form) -> Form:
+    return form._replace(dtype=torch.float32)
 
 
-def _wider(rng: random.Random, rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows[..., :1]], -1)
+def _other_width(rng: random.Random, form: Form) -> Form:
+    return form._replace(width=form.width + rng.choice([-1, 1, 1000]))
+
+
+def _other_weights(rng: random.Random, form: Form) -> Form:
+    return form._replace(weights=rng.choice([None, torch.float32, torch.bfloat16]))
 
 
 LIES: dict[str, tuple[Lie, ...]] = {
@@ -122,14 +136,19 @@ LIES: dict[str, tuple[Lie, ...]] = {
     "wrong pairs": (_moved_pair, _more),
     "wrong tokens": (_fewer_tokens, _more),
     "wrong table": (_number, _bytes, _one_more),
-    "wrong message": (_noise, _narrower, _shorter, _wider),
-    "wrong rows": (_narrower, _shorter, _wider),
+    "wrong form": (_other_dtype, _other_width, _other_weights),
+    "wrong message": (_noise, _shorter, _longer),
+    "wrong rows": (_shorter, _longer),
 }
 
 
 @contextmanager
 def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterator[None]:
-    """Has this rank lie once, in one of the first messages of its kind."""
+    """Has this rank lie once, in one of the first messages of its kind.
+
+    Args:
+        strikes: called when it does.
+    """
     lie, wait, told = rng.choice(LIES[name]), rng.randrange(3), False
 
     def once(right: Any) -> Any:
@@ -149,17 +168,19 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
     def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
         if name == "wrong codes":
             return deduplicate.pack(once(code_N), weight_N)
-        if name == "wrong message" and lie is _narrower:
-            return deduplicate.pack(code_N, once(weight_N))
         message = deduplicate.pack(code_N, weight_N)
         return once(message) if name == "wrong message" else message
 
-    def made(self: Exchange, algorithm: Any, esp: Any, counts_E: Tensor, *more: Any, **named: Any) -> None:
+    def made(
+        self: Exchange, algorithm: Any, esp: Any, counts_E: Tensor, dtype: torch.dtype, *more: Any, **named: Any
+    ) -> None:
         if name == "wrong pairs":
             counts_E = once(counts_E)
         elif name == "wrong tokens" and named.get("tokens_Wp") is not None:
             named["tokens_Wp"] = once(named["tokens_Wp"])
-        make(self, algorithm, esp, counts_E, *more, **named)
+        elif name == "wrong form" and "width" in named:
+            dtype, named["width"], named["weights"] = once(Form(dtype, named["width"], named["weights"]))
+        make(self, algorithm, esp, counts_E, dtype, *more, **named)
 
     def begun(group: Any, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
         wrong = name == "wrong table" and data and operation == "exchange of counts"
