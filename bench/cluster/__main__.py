@@ -201,7 +201,7 @@ def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep:
                     "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
                 }
             )
-        _run_ranks(commands, environments, seconds, look)
+        run_ranks(commands, environments, seconds, look)
     finally:
         with _undisturbed():
             nodes.remove()
@@ -210,14 +210,14 @@ def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep:
 def _balanced(setting: Setting, folder: Path) -> Setting:
     """With a rate of the link between the nodes by what this machine computes now; also left in `folder`."""
     command = [sys.executable, "-m", "bench.cluster.balance", setting.name, str(folder)]
-    _run_ranks([command] * setting.ranks, [{"GLOO_SOCKET_IFNAME": "lo"}] * setting.ranks, balance.SECONDS)
+    run_ranks([command] * setting.ranks, [{"GLOO_SOCKET_IFNAME": "lo"}] * setting.ranks, balance.SECONDS)
     found = json.loads((folder / balance.FILE).read_text())
     rate, seconds = found["inter_mbit"], found["computation_s"]
     print(f"  {rate} Mbit/s between the nodes: a step's computation takes {seconds:.2f} s", flush=True)
     return replace(setting, **found)
 
 
-def _run_ranks(
+def run_ranks(
     commands: Sequence[Sequence[str]],
     environments: Sequence[Mapping[str, str]],
     seconds: float,

@@ -60,28 +60,28 @@ class TwoNodes:
         return ["ip", "netns", "exec", self.names[node], *arguments]
 
     def make(self) -> None:
-        _remove_left_behind()
+        remove_left_behind()
         inter, intra = self._rates
         for name in self.names:
-            _run("ip", "netns", "add", name)
+            run("ip", "netns", "add", name)
         (a, b), (at_a, at_b) = self.names, self.interfaces
-        _run("ip", "link", "add", at_a, "netns", a, "type", "veth", "peer", "name", at_b, "netns", b)
+        run("ip", "link", "add", at_a, "netns", a, "type", "veth", "peer", "name", at_b, "netns", b)
         for name, interface, address in zip(self.names, self.interfaces, ADDRESSES, strict=True):
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", interface)
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", interface)
             for device in ("lo", interface):
-                _run("ip", "-n", name, "link", "set", device, "up")
+                run("ip", "-n", name, "link", "set", device, "up")
             # A link that was idle sends a full bucket at once: small ones, so that chunks travel no faster than one
             # message. Loopback's packets of 64 KiB would not go through; and the fewer packets, the less of the
             # processors they take from what computes.
             for device in ("lo", interface):
-                _run("ip", "-n", name, "link", "set", device, "mtu", "9000")
+                run("ip", "-n", name, "link", "set", device, "mtu", "9000")
             # A connection that was idle would begin slowly again, and a collective by itself take longer than between
             # others.
             setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
-            _run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
+            run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
             for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 32)):
                 shape = ("tbf", "rate", f"{rate}mbit", "burst", f"{bucket_kb}kb", "latency", "100ms")
-                _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
+                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
     def remove(self) -> None:
         """What there is of them, also when `make` was interrupted."""
@@ -91,13 +91,13 @@ class TwoNodes:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_S)
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
-def _remove_left_behind() -> None:
+def remove_left_behind() -> None:
     """The namespaces of runs whose process is gone."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=_COMMAND_S)
     for line in listed.stdout.splitlines():

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.exchange import Exchange, ExchangeSizes, Sized
+from fusedmoe.comm.exchange import Bad, Exchange, ExchangeSizes, Sized
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import sending
@@ -219,7 +219,7 @@ def meet(
     found = _way(way, "meet")
     with found.topology.guard("fusedmoe::meet"):
         text = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
-        refusal = text if bad is not None and int(bad) else None
+        refusal = None if bad is None else Bad(bad, text)
         made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal, tokens_W)
     return torch.tensor(made.sizes.send_PC), torch.tensor(made.sizes.come_QPC)
 

@@ -221,7 +221,8 @@ class MoEBlock:
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
         sizes = {"tokens_Wp": tokens_Pp, "by_pairs": self.makes_rows, "sizes": self._sizes}
-        return self._collectives.exchange(counts, like.dtype, refusal, **sizes)
+        form = {"width": self.layer.model_dim, "weights": routings[0].weight_SK.dtype if routings else None}
+        return self._collectives.exchange(counts, like.dtype, refusal or checks.bad_logits(*routings), **sizes, **form)
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel, share
 from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
 from fusedmoe.comm.failure.blame import other_operation
-from fusedmoe.comm.failure.board import BACKWARD
+from fusedmoe.comm.failure.board import BACKWARD, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
@@ -36,6 +36,9 @@ from fusedmoe.kernels.deduplicate import Received, Sending, decode, pack, rows_o
 #: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Behind the counts of pairs and tokens of its message each rank has six numbers of metadata: how many tokens and how
+# many pairs it sends; its number, whether it refuses, dtype; width and weights of rows; bad numbers; and a sum of all.
+_METADATA = 6
 # Calls of layers over each process group, the same number on all of its ranks: topologies that share one need not lie
 # alike on all ranks, nor end there at the same time.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -263,6 +266,18 @@ class Sized(Part):
             raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
 
 
+class Bad(NamedTuple):
+    """Numbers that should be finite and are not, for the ranks to tell each other without the host's waiting for them.
+
+    Attributes:
+        number: how many, an integer scalar on the device of the rows; 0 where there are none.
+        text: what is wrong then, and its cure; the same on all ranks.
+    """
+
+    number: Tensor
+    text: str
+
+
 class Exchange(Sized):
     """An exchange between the ranks: their meeting, which making it is, and its collectives.
 
@@ -273,7 +288,8 @@ class Exchange(Sized):
         esp: the expert-sharding group.
         counts_E: [E] integers, pairs of this rank for each of the E experts.
         dtype: of the rows that will travel.
-        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason. `Bad`:
+            it cannot where the number is not zero.
         tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: as many
             as pairs, `by_pairs`.
         hop: the same tokens by node (`sending` of them over nodes), for a two-level algorithm to forward there; None:
@@ -282,11 +298,13 @@ class Exchange(Sized):
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
+        width, weights: elements of a row that will travel, and the dtype of the router weights beside it.
     Attributes:
         most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
             ranks, from 1/K to 1. Both are the same on all of them.
     Raises:
-        ConfigError, RankError: this or another rank refused, counts that cannot be, or dtypes that differ.
+        ConfigError, RankError: this or another rank refused or has bad numbers; counts that cannot be; dtypes or
+            widths that differ.
     """
 
     def __init__(
@@ -295,32 +313,36 @@ class Exchange(Sized):
         esp: Group,
         counts_E: Tensor,
         dtype: torch.dtype,
-        refusal: str | None = None,
+        refusal: str | Bad | None = None,
         tokens_Wp: Tensor | None = None,
         hop: Sending | None = None,
         by_pairs: bool = False,
         sizes: Group | None = None,
         held: int | None = None,
         call: str = "a layer",
+        width: int = 0,
+        weights: torch.dtype | None = None,
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
         if problem := _wrong(counts_E, dtype, ep.size):
             ep.refuse(CHECK, problem)
         # A rank that refuses still takes part in the meeting: its peers hear of it there, and nobody waits.
+        refusal, bad = (None, refusal) if isinstance(refusal, Bad) else (refusal, None)
         if refusal is not None:
             ep.board.refuse(CHECK, refusal, ep.size * esp.size)
         elif ep.job.board is not None:
             ep.job.board.go_on()
-        # Behind the counts of pairs and tokens three columns are metadata of each rank: how many tokens and how many
-        # pairs it sends; its number, whether it refuses, dtype.
         counts_PE = counts_E.view(ep.size, -1)
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
-        sums = (all_of.sum().to(counts_E.dtype).expand(ep.size, 1) for all_of in (tokens_Pp, counts_E))
-        metadata = [*sums, counts_E.new_full((ep.size, 1), note)]
+        form = width * (len(_DTYPES) + 1) + (1 + _DTYPES.index(weights) if weights in _DTYPES else 0)
+        found = [tokens_Pp.sum(), counts_E.sum(), *((counts_E.new_zeros(()),) if bad is None else (bad.number,))]
+        sums = [each.to(counts_E.dtype).expand(ep.size, 1) for each in found]
+        metadata = [*sums[:2], *(counts_E.new_full((ep.size, 1), number) for number in (note, form)), sums[2]]
         # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
         sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), *metadata], 1)
+        sent_PC = torch.cat([sent_PC, sent_PC.sum(1, keepdim=True, dtype=sent_PC.dtype)], 1)
         ones, operation = [1] * ep.size, "exchange of counts"
         number = 0
         if ep.handle is not None:
@@ -343,26 +365,31 @@ class Exchange(Sized):
         # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
-        notes = sorted(all_QPC[..., -1].reshape(-1).tolist())
-        culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
+        tokens_QP, pairs_QP, note_QP, form_QP, bad_QP, _ = all_QPC[..., -_METADATA:].transpose(2, 0, 1)
+        ranks_QP = note_QP // len(_DTYPES) // 2
+        culprits = sorted(ranks_QP[note_QP // len(_DTYPES) % 2 > 0].tolist())
         # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}", agreed=True)
         if culprits:
             raise RankError(f"rank {me}: ended because {ep.board.refusal(culprits[0])}", agreed=True)
-        dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
-        if len(set(dtypes.values())) > 1:
-            each = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
-            text = f"rows of different dtypes cannot travel together: {each}"
+        if bad_QP.any():
+            text = "numbers are NaN or infinite" if bad is None else bad.text
+            if bad_QP[esp.index, ep.index]:
+                ep.board.refuse(CHECK, text, ep.size * esp.size)
+                raise RankError(f"rank {me}: {text}", agreed=True)
+            verdict = Verdict(int(ranks_QP[bad_QP > 0].min()), CHECK, text)
+            raise RankError(f"rank {me}: ended because {verdict}", agreed=True)
+        if (note_QP % len(_DTYPES) != _DTYPES.index(dtype)).any() or (form_QP != form).any():
+            text = _differ(ranks_QP, note_QP, form_QP)
             ep.board.refuse(CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-        tokens, pairs = int(all_QPC[..., -3].sum()), int(all_QPC[..., -2].sum())
-        self.most_pairs, self.share = int(all_QPC[..., -2].max()), tokens / pairs if pairs else 1.0
-        come_QPC = all_QPC[..., :-3]
+        tokens, pairs = int(tokens_QP.sum()), int(pairs_QP.sum())
+        self.most_pairs, self.share = int(pairs_QP.max()), tokens / pairs if pairs else 1.0
+        come_QPC = all_QPC[..., :-_METADATA]
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
-        told = ExchangeSizes(told_PC[:, :-3], come_QPC, p)
-        ranks_QP = all_QPC[..., -1] // len(_DTYPES) // 2
+        told = ExchangeSizes(told_PC[:, :-_METADATA], come_QPC, p)
         forwarding = None
         if hop is not None and tokens_Wp is not None and isinstance(algorithm, TwoLevel):
             forwarding = Forwarding(algorithm, esp, hop, tokens_Wp, told.come_QPp.sum(2))
@@ -412,11 +439,12 @@ def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
-    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-3]
-    most_QP, rank_QP = all_QPC[..., -2], all_QPC[..., -1] // len(_DTYPES) // 2
+    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-_METADATA]
+    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // len(_DTYPES) // 2
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())
+    bad_QP |= all_QPC[..., :-1].sum(-1, dtype=all_QPC.dtype) != all_QPC[..., -1]
     pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # integers would wrap around
     bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > most_QP)
     # Each token has a pair at least, and each pair a token; of every micro-batch by itself.
@@ -426,6 +454,17 @@ def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int |
         return None
     peer, source = np.argwhere(bad_QP)[0]
     return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
+
+
+def _differ(ranks_QP: np.ndarray, note_QP: np.ndarray, form_QP: np.ndarray) -> str:
+    """Says in what the rows of ranks differ, and who has which."""
+    width_QP, weights_QP = np.divmod(form_QP, len(_DTYPES) + 1)
+    forms = {"dtypes": note_QP % len(_DTYPES), "widths": width_QP, "dtypes of router weights": weights_QP}
+    what, of_QP = next((what, of_QP) for what, of_QP in forms.items() if (of_QP != of_QP.flat[0]).any())
+    words = {"dtypes": _DTYPES, "dtypes of router weights": (None, *_DTYPES)}.get(what)
+    of_ranks = sorted(zip(ranks_QP.flat, of_QP.flat, strict=True))
+    each = ", ".join(f"{words[number] if words else number} on rank {rank}" for rank, number in of_ranks)
+    return f"rows of different {what} cannot travel together: {each}. Every rank must give the layer the same"
 
 
 def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:

@@ -27,7 +27,7 @@ from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, TwoLevel
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.exchange import Bad, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
@@ -112,19 +112,21 @@ class Collectives(Dispatcher):
             self.all_to_all = self.choose(routed.x_SM)
             self.way, self.choose = Way(self.topology, self.all_to_all), None
         layout, sent = routed.layout, sending(routed.layout, self.topology.ep.size)
+        x_SM, weight_SK = routed.x_SM, routed.weight_SK
         tokens_W, hop = None if sent.code_N is None else sent.tokens.counts_E, None
         # Hooks may have rows travel in a form that cannot be summed on the way.
         if tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
             hop = sending(sent.tokens, self.all_to_all.nodes)
             sent = sent._replace(tokens=hop.tokens)
-        exchange = self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop)
+        form = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
+        exchange = self.exchange(layout.counts_E, x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop, **form)
         # Padding does not travel; how much of it there is the host knows now.
         pairs = exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        weight_N = None if routed.weight_SK is None else take_pairs(routed.weight_SK, layout.cut(pairs))
+        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
-    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
+    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
             return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, call=self._call, **more)
 
@@ -225,10 +227,10 @@ class Collectives(Dispatcher):
     # By a plan, where there is one.
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        if selects() and routed.refusal is None and not self.hooks:
+        if selects() and not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
-            return self.by_operators(routed, experts)
+            return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
         return self.cross(routed.x_SM, self.meet(routed), experts)
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.comm.exchange import CHECK
+from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
@@ -45,13 +45,14 @@ class Routed(NamedTuple):
         x_SM: [S, M].
         layout: their rows, sorted by expert, of all E experts.
         weight_SK: [S, K] router weights, or None for 1.
-        refusal: why this rank cannot take part, if so; then all ranks end with that reason.
+        refusal: why this rank cannot take part, if so; then all ranks end with that reason. On CUDA `Collectives` are
+            given a count of bad numbers, which ranks tell each other with sizes: the host does not wait to know it.
     """
 
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
-    refusal: str | None = None
+    refusal: str | Bad | None = None
 
 
 class Handle(NamedTuple):

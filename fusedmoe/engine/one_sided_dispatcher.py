@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
@@ -60,6 +61,8 @@ class OneSided(Collectives):
         transport = None if weight_SK is None else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
+        if isinstance(refusal, Bad):  # no message takes the number to the other ranks
+            refusal = refusal.text if int(refusal.number) else None
         refuse(self.topology, refusal)
         return fused_experts(x_SM, weight_SK, layout, self.topology, experts.in_chunks(x_SM), transport, self.recorder)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
 from fusedmoe.comm.collectives import all_gather_rows, device_of
-from fusedmoe.comm.exchange import CHECK
+from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
@@ -108,10 +108,11 @@ class InputChecks:
 
     Args:
         name: who is at fault, for such layers; "" for a `MoELayer`, whose logits are.
+        carried: an exchange tells the ranks of `bad_logits`.
     """
 
-    def __init__(self, topology: Topology, name: str = "") -> None:
-        self._topology = topology
+    def __init__(self, topology: Topology, name: str = "", carried: bool = False) -> None:
+        self._topology, self._carried = topology, carried
         self._what = f"{name}: {_BAD_NUMBERS}" if name else _BAD_LOGITS
         self._cure = _BAD_NUMBERS_CURE if name else _BAD_LOGITS_CURE
         self._watch = NonFiniteMonitor()
@@ -133,9 +134,10 @@ class InputChecks:
         return self.of_logits(routing)
 
     def of_logits(self, routing: Routing | SoftRouting) -> str | None:
-        """Says what is wrong with router logits, if anything. Where nothing travels on CUDA a later call tells."""
+        """Says what is wrong with router logits, if anything, where an exchange does not tell (`bad_logits`). Where
+        nothing travels on CUDA a later call tells."""
         logits_SE = routing.logits_SE
-        if logits_SE is None or self.bad_logits(routing) is not None:
+        if logits_SE is None or self._is_carried(logits_SE):
             return None
         # A finite sum on the host is of finite numbers only; of what else it may be of, the count tells.
         if not (torch.compiler.is_compiling() or uses_triton(logits_SE)) and math.isfinite(logits_SE.sum()):
@@ -179,12 +181,21 @@ class InputChecks:
             return int(bad)
         return 0
 
-    def bad_logits(self, routing: Routing | SoftRouting) -> Tensor | None:
-        """Counts logits that are not finite, in a graph, for the exchange to tell all ranks: a scalar; else None."""
-        travels = self._topology.ep.size * self._topology.esp.size > 1
-        if routing.logits_SE is None or not travels or not torch.compiler.is_compiling():
+    def bad_logits(self, *routings: Routing | SoftRouting) -> Bad | None:
+        """Counts logits that are not finite, for an exchange to tell all ranks; None: `of_logits` says what is wrong.
+
+        In a graph and on CUDA, where the host would have to wait.
+        """
+        logits = [routing.logits_SE for routing in routings if routing.logits_SE is not None]
+        if not logits or not self._is_carried(logits[0]):
             return None
-        return count_bad(routing.logits_SE)
+        counts = [count_bad(logits_SE) for logits_SE in logits]
+        return Bad(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
+
+    def _is_carried(self, logits_SE: Tensor) -> bool:
+        if self._topology.ep.size == self._topology.esp.size == 1:
+            return False
+        return torch.compiler.is_compiling() or (self._carried and uses_triton(logits_SE))
 
     def tell_logits(self, wait: bool = False) -> None:
         """Raises for bad numbers of forwards before, as far as the host knows; with `wait`, of all."""

@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         self._plans = make_plans(schedule, parts, moves, bool(self.hooks))
         self.parts = self._plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology)
+        self.checks = input_checks.InputChecks(self.topology, carried=isinstance(self.dispatcher, Collectives))
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self.register_load_state_dict_pre_hook(require_own_experts)
@@ -206,10 +206,11 @@ class MoELayer(nn.Module):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         self.load.keep(ordered.kept_E)
         self.dispatcher.recorder = recorder
-        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
+        bad = self.checks.bad_logits(routing)
+        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or bad)
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
-            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, self.checks.bad_logits(routing), aux)
+            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, None if bad is None else bad.number, aux)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)

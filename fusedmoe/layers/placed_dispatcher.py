@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.exchange import Bad, Exchange
 from fusedmoe.engine.chunk_experts import Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, recomputing
@@ -39,10 +39,10 @@ class Moving(Collectives):
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
-        refusal = routed.refusal or placed.refusal()
+        refusal = placed.refusal() or routed.refusal
         return super().meet(routed._replace(layout=layout, refusal=refusal))
 
-    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
+    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:

@@ -398,7 +398,7 @@ def test_a_chosen_rate_is_the_link_s_and_is_written(monkeypatch: pytest.MonkeyPa
             (tmp_path / balance.FILE).write_text(json.dumps(found))
 
     monkeypatch.setattr(command, "TwoNodes", Nodes)
-    monkeypatch.setattr(command, "_run_ranks", run_ranks)
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
     command.run(COMPUTED, ["job"], 1, tmp_path, lambda *_: None)
     assert made == [41] and ran == ["bench.cluster.balance", "bench.cluster.rank"]
     written = setting_json(setting_of("computed", tmp_path))
@@ -441,7 +441,7 @@ def test_ranks_end_also_where_their_results_cannot_be_kept(tmp_path: Path) -> No
             raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        command._run_ranks([["sh", "-c", f"echo $$ > {number}; exec sleep 20"]], [{}], 20, look)
+        command.run_ranks([["sh", "-c", f"echo $$ > {number}; exec sleep 20"]], [{}], 20, look)
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
 

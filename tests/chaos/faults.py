@@ -236,4 +236,19 @@ OF_INPUT: dict[str, Fault] = {
     "skew": Fault(id, harmless=True, share=0.5),
 }
 
+#: A rank tells the others what is not so of its tokens (`tests.chaos.lies`).
+OF_MESSAGES: dict[str, Fault] = {
+    name: Fault(id, share=0.4)
+    for name in (
+        "wrong codes",
+        "wrong pairs",
+        "wrong tokens",
+        "wrong table",
+        "wrong form",
+        "wrong message",
+        "wrong rows",
+    )
+}
+OF_INPUT |= OF_MESSAGES
+
 FAULTS = AT_PLACES | OF_INPUT

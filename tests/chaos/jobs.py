@@ -38,6 +38,7 @@ from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.chaos.doors import DOORS
 from tests.chaos.doors import train as train_door
+from tests.chaos.lies import LIES, lying
 from tests.graph.models import Steady
 from tests.training.placed import DIM, EXPERTS, Model, optimizer_of
 
@@ -254,6 +255,8 @@ class Rank:
 
     def _meddle(self, x_SM: Tensor) -> None:
         """Before the step's own forward there may be another one, in which this rank's input is wrong."""
+        if self.meddle in LIES:
+            self.stack.enter_context(lying(self.meddle, self.rng, self.strikes))
         if self.meddle in INPUTS:
             self.strikes()
         if self.meddle == "order":

@@ -1,0 +1,198 @@
+"""What a rank that errs tells the others of its tokens: codes, sizes, dtypes and bytes that are not what it sends.
+
+A lie contradicts something that the other ranks know. One that does not, a token's expert in exchange for another's,
+say, is a token like any other, and nobody could tell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.blocks import forward as blocks_forward
+from fusedmoe.comm import exchange
+from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.kernels import deduplicate
+
+
+class Form(NamedTuple):
+    """What is said of rows before they travel."""
+
+    dtype: torch.dtype
+    width: int
+    weights: torch.dtype | None
+
+
+#: Of a message, or of what it is made of: the wrong one in place of the right one, None where there is none to be had.
+Lie = Callable[[random.Random, Any], Any]
+
+
+def _changed(values: Tensor, at: int, value: int) -> Tensor:
+    changed = values.clone()
+    changed[at] = value
+    return changed
+
+
+def _other_expert(rng: random.Random, code_N: Tensor) -> Tensor:
+    at = rng.randrange(len(code_N))
+    wrong = rng.choice([-4, -2, 2, 4, 2**14])  # one that is there, mostly, or none
+    return _changed(code_N, at, int(code_N[at]) + wrong)
+
+
+def _other_start(rng: random.Random, code_N: Tensor) -> Tensor:
+    """One token more or less."""
+    at = rng.randrange(len(code_N))
+    return _changed(code_N, at, int(code_N[at]) ^ 1)
+
+
+def _late_start(rng: random.Random, code_N: Tensor) -> Tensor | None:
+    """As many tokens, but the first begins with its second pair."""
+    if len(code_N) < 2 or int(code_N[1]) & 1:
+        return None
+    return _changed(_changed(code_N, 0, int(code_N[0]) - 1), 1, int(code_N[1]) + 1)
+
+
+def _noise(rng: random.Random, message: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    bytes_B = message.contiguous().view(torch.uint8)
+    return torch.randint_like(bytes_B, 256, generator=generator).view(message.dtype).view(message.shape)
+
+
+def _zeros(rng: random.Random, message: Tensor) -> Tensor | None:
+    return torch.zeros_like(message) if message.any() else None
+
+
+def _moved_pair(rng: random.Random, counts_E: Tensor) -> Tensor | None:
+    """A pair of another expert than there is."""
+    from_E = counts_E.nonzero()[:, 0].tolist()
+    if not from_E or len(counts_E) < 2:
+        return None
+    source = rng.choice(from_E)
+    target = rng.choice([expert for expert in range(len(counts_E)) if expert != source])
+    return _changed(_changed(counts_E, source, int(counts_E[source]) - 1), target, int(counts_E[target]) + 1)
+
+
+def _more(rng: random.Random, counts: Tensor) -> Tensor:
+    at = rng.randrange(counts.numel())
+    return _changed(counts.reshape(-1), at, int(counts.reshape(-1)[at]) + rng.choice([1, 2, 1000])).view(counts.shape)
+
+
+def _fewer_tokens(rng: random.Random, tokens_Wp: Tensor) -> Tensor | None:
+    flat = tokens_Wp.reshape(-1)
+    some = flat.nonzero()[:, 0].tolist()
+    if not some:
+        return None
+    at = rng.choice(some)
+    return _changed(flat, at, int(flat[at]) - 1).view(tokens_Wp.shape)
+
+
+def _number(rng: random.Random, table: bytes) -> bytes:
+    """A number of the meeting's that cannot be: negative, or of more rows than anybody has."""
+    numbers = np.frombuffer(table, np.int64).copy()
+    numbers[rng.randrange(len(numbers))] = rng.choice([-1, -(2**40), 2**40, 2**62, 10**6])
+    return numbers.tobytes()
+
+
+def _bytes(rng: random.Random, table: bytes) -> bytes:
+    return rng.randbytes(len(table))
+
+
+def _one_more(rng: random.Random, table: bytes) -> bytes:
+    """A pair more than are sent, for some expert."""
+    numbers = np.frombuffer(table, np.int64).copy()
+    numbers[rng.randrange(len(numbers))] += 1
+    return numbers.tobytes()
+
+
+def _shorter(rng: random.Random, rows: Tensor) -> Tensor:
+    return rows[:-1]
+
+
+def _longer(rng: random.Random, rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows[:1]])
+
+
+def _other_dtype(rng: random.Random, form: Form) -> Form:
+    return form._replace(dtype=torch.float32)
+
+
+def _other_width(rng: random.Random, form: Form) -> Form:
+    return form._replace(width=form.width + rng.choice([-1, 1, 1000]))
+
+
+def _other_weights(rng: random.Random, form: Form) -> Form:
+    return form._replace(weights=rng.choice([None, torch.float32, torch.bfloat16]))
+
+
+LIES: dict[str, tuple[Lie, ...]] = {
+    "wrong codes": (_other_expert, _other_start, _late_start, _noise, _zeros),
+    "wrong pairs": (_moved_pair, _more),
+    "wrong tokens": (_fewer_tokens, _more),
+    "wrong table": (_number, _bytes, _one_more),
+    "wrong form": (_other_dtype, _other_width, _other_weights),
+    "wrong message": (_noise, _shorter, _longer),
+    "wrong rows": (_shorter, _longer),
+}
+
+
+@contextmanager
+def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterator[None]:
+    """Has this rank lie once, in one of the first messages of its kind.
+
+    Args:
+        strikes: called when it does.
+    """
+    lie, wait, told = rng.choice(LIES[name]), rng.randrange(3), False
+
+    def once(right: Any) -> Any:
+        nonlocal wait, told
+        if told or right is None or (isinstance(right, Tensor) and right.numel() == 0):
+            return right
+        wait -= 1
+        wrong = None if wait >= 0 else lie(rng, right)
+        if wrong is None:
+            return right
+        told = True
+        strikes()
+        return wrong
+
+    make, begin, dispatch = Exchange.__init__, exchange.begin, Part.dispatch
+
+    def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
+        if name == "wrong codes":
+            return deduplicate.pack(once(code_N), weight_N)
+        message = deduplicate.pack(code_N, weight_N)
+        return once(message) if name == "wrong message" else message
+
+    def made(
+        self: Exchange, algorithm: Any, esp: Any, counts_E: Tensor, dtype: torch.dtype, *more: Any, **named: Any
+    ) -> None:
+        if name == "wrong pairs":
+            counts_E = once(counts_E)
+        elif name == "wrong tokens" and named.get("tokens_Wp") is not None:
+            named["tokens_Wp"] = once(named["tokens_Wp"])
+        elif name == "wrong form" and "width" in named:
+            dtype, named["width"], named["weights"] = once(Form(dtype, named["width"], named["weights"]))
+        make(self, algorithm, esp, counts_E, dtype, *more, **named)
+
+    def begun(group: Any, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
+        wrong = name == "wrong table" and data and operation == "exchange of counts"
+        return begin(group, operation, details, once(data) if wrong else data)
+
+    def dispatched(self: Part, rows: Tensor) -> Tensor:
+        return dispatch(self, once(rows) if name == "wrong rows" else rows)
+
+    with ExitStack() as stack:
+        for where in (exchange, blocks_forward):
+            stack.enter_context(patch.object(where, "pack", pack))
+        stack.enter_context(patch.object(exchange, "begin", begun))
+        stack.enter_context(patch.object(Exchange, "__init__", made))
+        stack.enter_context(patch.object(Part, "dispatch", dispatched))
+        yield
