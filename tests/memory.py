@@ -14,12 +14,12 @@ class PeakMemory(TorchDispatchMode):
     """Counts the bytes of all storages that operations make inside, while they live.
 
     Attributes:
-        now, peak: bytes.
+        now, peak: bytes.   largest: of one storage.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._sizes: dict[int, int] = {}
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -39,7 +39,7 @@ class PeakMemory(TorchDispatchMode):
         self._sizes[place] = storage.nbytes()
         self._known[place] = weakref.ref(storage, lambda _: self._gone(place))
         self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, storage.nbytes())
 
     def _gone(self, place: int) -> None:
         if self._known.pop(place, None) is not None:

@@ -168,7 +168,7 @@ class Wait(torch.autograd.Function):
 class WaitingChunks:
     """The same in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
-    any_degree = True
+    any_degree = keeps_rows = True
 
     def __init__(self, row_s: float, weight: Tensor) -> None:
         self._row_s = row_s

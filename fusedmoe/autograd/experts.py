@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
-from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
 from fusedmoe.kernels.layout import Layout, LayoutTensors
@@ -37,7 +37,9 @@ def experts(
         [S, M], as wide as w2 makes it, in x's dtype. Gradients of weight_N are zero in padding rows.
     Saves for backward:
         x_SM, weight_N and the pre-activation H: N·H elements, 2·N·H for a gated activation (plus the parameters, which
-        exist anyway). The down projection's output is not saved: the router weight's gradient is ⟨dA', A⟩.
+        exist anyway). The down projection's output is not saved: the router weight's gradient is ⟨dA', A⟩. Without a
+        gradient of w1 x_SM is not saved, and with none but b2's not the pre-activation either. The backward computes
+        what needs a gradient alone: half of it where all parameters are frozen.
     Raises:
         ConfigError: unknown activation; shapes, dtypes or devices that do not fit each other; a layout made by hand
             whose numbers do not.
@@ -89,8 +91,8 @@ def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_
 @operator("experts_backward")
 def experts_backward(
     dy_SM: Tensor,
-    h_NH: Tensor,
-    x_SM: Tensor,
+    h_NH: Tensor | None,
+    x_SM: Tensor | None,
     weight_N: Tensor | None,
     w1: Tensor,
     w2: Tensor,
@@ -99,23 +101,34 @@ def experts_backward(
     b2_start: int,
     layout: LayoutTensors,
     activation: str,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None."""
-    weights = Weights(w1, w2, b1, b2, b2_start)
-    grads = backward_kernels(dy_SM, x_SM, h_NH, Layout.of(layout), weight_N, weights, ACTIVATIONS[activation])
+    """Returns gradients of x_SM, weight_N, w1, w2, b1 and b2, of those that are `wanted`; an empty tensor for others.
+
+    h_NH and x_SM may be None where no wanted gradient needs them (see `kernels.experts.Wanted`).
+    """
+    weights, asked = Weights(w1, w2, b1, b2, b2_start), Wanted(*wanted)
+    given = (Layout.of(layout), weight_N, weights, ACTIVATIONS[activation])
+    grads = backward_kernels(dy_SM, x_SM, h_NH, *given, wanted=asked)
+    dweight_N = grads.weight_N
+    if weight_N is not None and dweight_N is not None:
+        dweight_N = dweight_N.to(weight_N.dtype)
     # A schema knows no optional results, and no two may be the same tensor.
-    dweight_N = x_SM.new_empty(0)
-    if weight_N is not None and grads.weight_N is not None:
-        dweight_N = grads.weight_N.to(weight_N.dtype)
-    db1 = x_SM.new_empty(0) if grads.b1 is None else grads.b1
-    db2 = x_SM.new_empty(0) if grads.b2 is None else grads.b2
-    return grads.x_SM, dweight_N, grads.w1, grads.w2, db1, db2
+    dx, dweight, dw1, dw2, db1, db2 = (
+        dy_SM.new_empty(0) if grad is None else grad for grad in (grads.x_SM, dweight_N, *grads.parameters)
+    )
+    return dx, dweight, dw1, dw2, db1, db2
 
 
 @register_fake(experts_backward)
-def _(dy_SM: Tensor, h_NH: Tensor, x_SM: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    given = (x_SM, *others[:5])
-    return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
+def _(dy_SM: Tensor, h_NH: Any, x_SM: Any, *others: Any) -> tuple[Tensor, ...]:
+    *parameters, wanted = *others[:5], others[-1]
+    x_like = dy_SM.new_empty((dy_SM.shape[0], parameters[1].shape[-1]))
+    pairs = zip((x_like, *parameters), wanted, strict=True)
+    return tuple(
+        tensor.new_empty(tensor.shape) if asked and tensor is not None else dy_SM.new_empty(0)
+        for tensor, asked in pairs
+    )
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -125,8 +138,25 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(h_NH)
     # Without a gradient of y there is none of anything; autograd would make zeros otherwise.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(h_NH, *tensors, *layout)
+    wanted = ctx.wanted = Wanted(*ctx.needs_input_grad[:6])
+    x_SM, weight_N, w1, w2, b1, b2 = tensors
+    ctx.save_for_backward(
+        h_NH if wanted.h_NH else None,
+        x_SM if wanted.w1 else None,
+        weight_N,
+        # A cast copy of parameters, as autocast makes, is as large as these.
+        w1 if wanted.x_SM else _shape_of(w1),
+        w2 if wanted.da_NH else _shape_of(w2),
+        b1,
+        b2,
+        *layout,
+    )
     ctx.recorder = None
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor of this one's shape, without memory of its size, for what is never read."""
+    return tensor.new_empty(()).expand(tensor.shape)
 
 
 def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -135,11 +165,9 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     h_NH, *saved = ctx.saved_tensors
     tensors, layout = saved[:6], saved[6:]
     with span(ctx.recorder, "experts", kind="expert", phase="backward"):
-        grads = experts_backward(dy_SM, h_NH, *tensors, ctx.b2_start, layout, ctx.activation)
-    dx_SM, dweight_N, dw1, dw2, db1, db2 = grads
-    _, weight_N, _, _, b1, b2 = tensors
-    dweight_N, db1 = None if weight_N is None else dweight_N, None if b1 is None else db1
-    return dx_SM, dweight_N, dw1, dw2, db1, None if b2 is None else db2, None, None, None
+        grads = experts_backward(dy_SM, h_NH, *tensors, ctx.b2_start, layout, ctx.activation, ctx.wanted)
+    given = (grad if asked else None for grad, asked in zip(grads, ctx.wanted, strict=True))
+    return *given, None, None, None
 
 
 register_gradient(experts_operator, _gradients, _keep)
@@ -169,7 +197,8 @@ def experts_in_parts(
         parts: parameters, in the order in which `how` joins them; each gets a gradient in its own dtype.
         how: what joins parts to weights, and splits the weights' gradients.
     Saves for backward:
-        The parts themselves, so that FSDP can free what it gathered, with x_SM, weight_N and the pre-activation.
+        The parts themselves, so that FSDP can free what it gathered, with weight_N and the pre-activation; and x_SM,
+        unless all parts are frozen. Then their gradients are not computed.
     """
     y_SM: Tensor = _InParts.apply(x_SM, weight_N, layout, how, activation, *parts)
     return y_SM
@@ -191,16 +220,25 @@ class _InParts(Function):
         # Joined again in the backward: the weights take memory only while a pass runs.
         w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
         y_SM, h = experts_operator(x_SM, weight_N, w1, w2, None, None, 0, layout.tensors, activation)
-        ctx.save_for_backward(h, x_SM, weight_N, *layout.tensors, *parts)
+        x, weight, *_ = ctx.needs_input_grad
+        # What `how` makes of the parts' gradients needs those of both matrices.
+        learns = any(ctx.needs_input_grad[5:])
+        wanted = ctx.wanted = Wanted(x, weight, learns, learns, False, False)
+        ctx.save_for_backward(
+            h if wanted.h_NH else None, x_SM if wanted.w1 else None, weight_N, *layout.tensors, *parts
+        )
         ctx.how, ctx.activation = how, activation
         return y_SM
 
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         h, x_SM, weight_N, *saved = ctx.saved_tensors
-        layout, parts = saved[:5], saved[5:]
-        w1, w2 = ctx.how.join([part.to(x_SM.dtype) for part in parts])
-        given = (dy_SM, h, x_SM, weight_N, w1, w2, None, None, 0, layout, ctx.activation)
+        layout, parts, wanted = saved[:5], saved[5:], ctx.wanted
+        w1, w2 = ctx.how.join([part.to(dy_SM.dtype) for part in parts])
+        given = (dy_SM, h, x_SM, weight_N, w1, w2, None, None, 0, layout, ctx.activation, wanted)
         dx_SM, dweight_N, dw1, dw2, *_ = experts_backward(*given)
-        dparts = [grad.to(part.dtype) for grad, part in zip(ctx.how.split(dw1, dw2), parts, strict=True)]
-        return dx_SM, None if weight_N is None else dweight_N, None, None, None, *dparts
+        dparts: list[Tensor | None] = [None] * len(parts)
+        if wanted.parameters:
+            pairs = zip(ctx.how.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
+            dparts = [grad.to(part.dtype) if asked else None for grad, part, asked in pairs]
+        return dx_SM if wanted.x_SM else None, dweight_N if wanted.weight_N else None, None, None, None, *dparts

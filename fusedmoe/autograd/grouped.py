@@ -27,7 +27,8 @@ def grouped_linear(
             but on a GPU one that is not contiguous is copied.
         bias_EO: [E, O], or None.
     Saves for backward:
-        rows_NK (and the weight, which exists anyway).
+        rows_NK, where the weight has a gradient (and the weight, which exists anyway). The backward computes what needs
+        a gradient alone.
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit each other.
     """
@@ -66,39 +67,57 @@ def _(rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool,
 
 @operator("grouped_linear_backward")
 def grouped_linear_backward(
-    dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, transposed: bool, layout: LayoutTensors
+    dout_NO: Tensor,
+    rows_NK: Tensor | None,
+    weight: Tensor | None,
+    biased: bool,
+    transposed: bool,
+    layout: LayoutTensors,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of the rows, the weights and the bias; an empty tensor where there is none."""
+    """Returns gradients of the rows, the weights and the bias; an empty tensor where there is none.
+
+    None is made of the rows without `weight`, of the weights without `rows_NK`, and of a bias unless it is `biased`.
+    """
     of_rows = Layout.of(layout)
-    # The same product, with the matrices read the other way round.
-    drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
-    left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
-    dweight = grouped_dweight(left, right, of_rows)
-    if not biased:
-        return drows_NK, dweight, dout_NO.new_empty(0)
-    # Σ over an expert's rows is the product of a column of ones with them.
-    dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)
-    return drows_NK, dweight, dbias_EO[:, 0].contiguous()
+    drows_NK, dweight, dbias_EO = (dout_NO.new_empty(0) for _ in range(3))
+    if weight is not None:
+        # The same product, with the matrices read the other way round.
+        drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
+    if rows_NK is not None:
+        left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
+        dweight = grouped_dweight(left, right, of_rows)
+    if biased:
+        # Σ over an expert's rows is the product of a column of ones with them.
+        dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)[:, 0].contiguous()
+    return drows_NK, dweight, dbias_EO
 
 
 @register_fake(grouped_linear_backward)
-def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = dout_NO.new_empty((weight.shape[0], dout_NO.shape[1]) if biased else 0)
-    return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
+def _(
+    dout_NO: Tensor, rows_NK: Any, weight: Any, biased: bool, transposed: bool, layout: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, outputs, experts = *dout_NO.shape, Layout.of(layout).experts
+    drows: Any = 0 if weight is None else (rows, weight.shape[2 if transposed else 1])
+    dweight: Any = 0
+    if rows_NK is not None:
+        width = rows_NK.shape[1]
+        dweight = (experts, outputs, width) if transposed else (experts, width, outputs)
+    dbias: Any = (experts, outputs) if biased else 0
+    return dout_NO.new_empty(drows), dout_NO.new_empty(dweight), dout_NO.new_empty(dbias)
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
-    rows_NK, weight, bias_EO, transposed, layout = inputs
-    # Only whether there was a bias counts: its gradient does not need it.
-    ctx.save_for_backward(rows_NK, weight, *layout)
-    ctx.biased, ctx.transposed = bias_EO is not None, transposed
+    rows_NK, weight, _, ctx.transposed, layout = inputs
+    of_rows, of_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows_NK if of_weight else None, weight if of_rows else None, *layout)
 
 
 def _linear_gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows_NK, weight, *layout = ctx.saved_tensors
-    grads = grouped_linear_backward(dout_NO, rows_NK, weight, ctx.biased, ctx.transposed, layout)
-    drows_NK, dweight, dbias_EO = grads
-    return drows_NK, dweight, dbias_EO if ctx.biased else None, None, None
+    wanted = ctx.needs_input_grad[:3]
+    grads = grouped_linear_backward(dout_NO, rows_NK, weight, wanted[2], ctx.transposed, layout)
+    given = (grad if asked else None for grad, asked in zip(grads, wanted, strict=True))
+    return *given, None, None
 
 
 register_gradient(grouped_linear_operator, _linear_gradients, _keep_rows)

@@ -93,13 +93,15 @@ class BlocksBackward(BlockPass, BackwardPass):
         chunks = [block.chunks[i] for i in range(len(block.chunks))]
         block.chunks = {}
         regrouped = Regrouped([chunk.received for chunk in chunks])
-        x_RM, kept_NH = Kept([c.x_RM for c in chunks if c.x_RM is not None]), Kept([c.kept for c in chunks])
+        rows = [c.x_RM for c in chunks if c.x_RM is not None]
+        x_RM, kept_NH = Kept(rows) if rows else None, Kept([c.kept for c in chunks])
         weight_P = torch.cat([c.weight_P for c in chunks if c.weight_P is not None])
-        del chunks  # so that the forward's rows can go as soon as they are copied
+        del chunks, rows  # so that the forward's rows can go as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
-            tokens, pairs, rows = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
+            tokens, pairs, in_order = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
             chunk.layout = chunk.received.layout
-            chunk.x_RM, chunk.kept, chunk.weight_P = x_RM.rows(tokens), kept_NH.rows(rows), weight_P[pairs]
+            chunk.x_RM = None if x_RM is None else x_RM.rows(tokens)
+            chunk.kept, chunk.weight_P = kept_NH.rows(in_order), weight_P[pairs]
 
     def start(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0

@@ -16,6 +16,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
     Hidden,
+    Wanted,
     Weights,
     experts_backward,
     experts_backward_rows,
@@ -38,6 +39,7 @@ class ChunkExperts(Protocol):
         parameters: what gets gradients, in the order of those.
         any_degree: the backward's chunks may be others than the forward's. Then what a chunk keeps is one tensor whose
             n-th row belongs to the n-th sorted row.
+        keeps_rows: the backward reads the rows that the forward was given; else it gets None for them.
     """
 
     @property
@@ -46,12 +48,15 @@ class ChunkExperts(Protocol):
     @property
     def any_degree(self) -> bool: ...
 
+    @property
+    def keeps_rows(self) -> bool: ...
+
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         """Results, and what the backward needs of them beside the inputs."""
         ...
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
         """Gradients of rows, of their weights, and of the parameters, these added up over the chunks.
 
@@ -60,7 +65,7 @@ class ChunkExperts(Protocol):
         ...
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
         """Gradients of rows and of their weights, and what gives those of the parameters later."""
         ...
@@ -73,7 +78,12 @@ class ChunkExperts(Protocol):
 
 
 class GroupedExperts:
-    """Feed-forward experts by their own kernels. A chunk keeps its pre-activations."""
+    """Feed-forward experts by their own kernels. A chunk keeps its pre-activations.
+
+    Attributes:
+        wanted: the gradients that are computed: those of rows and router weights, which go back to other ranks in any
+            case, and those of parameters that have one.
+    """
 
     any_degree = True
 
@@ -82,6 +92,8 @@ class GroupedExperts:
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
+        self.wanted = Wanted(True, True, *(p is not None and p.requires_grad for p in self.parameters))
+        self.keeps_rows = self.wanted.w1
 
     def for_backward(self) -> GroupedExperts:
         return self
@@ -90,35 +102,41 @@ class GroupedExperts:
         return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
         # Kernels add to what the chunks before gave: no second tensor of the parameters' size.
-        into = _gradients(x_RM, totals)
-        grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation, into)
-        return grads.x_SM, grads.weight_N, (grads.w1, grads.w2, grads.b1, grads.b2)
+        given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.wanted)
+        grads = experts_backward(dy_RM, x_RM, kept, *given)
+        assert grads.x_SM is not None
+        return grads.x_SM, grads.weight_N, grads.parameters
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
-        dx_RM, dweight_R, left = experts_backward_rows(
-            dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation
-        )
-
+        given = (layout, weight_R, self.weights, self.activation, self.wanted)
+        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given)
+        assert dx_RM is not None
         return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
 
     def weight_gradients(
-        self, dy_RM: Tensor, x_RM: Tensor, left: Hidden, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self,
+        dy_RM: Tensor,
+        x_RM: Tensor | None,
+        left: Hidden,
+        layout: Layout,
+        weight_R: Tensor | None,
+        totals: Totals,
     ) -> Totals:
         """The second half of `backward`."""
-        into = _gradients(x_RM, totals)
-        grads = experts_backward_weights(dy_RM, x_RM, left, layout, weight_R, self.weights, into)
-        return grads.w1, grads.w2, grads.b1, grads.b2
+        given = (layout, weight_R, self.weights, _gradients(totals), self.wanted)
+        return experts_backward_weights(dy_RM, x_RM, left, *given).parameters
 
 
 class AutogradExperts:
     """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks."""
 
-    any_degree = False
+    # What a chunk keeps has its rows.
+    any_degree = keeps_rows = False
 
     def __init__(self, compute: Compute | None, parameters: Sequence[Tensor]) -> None:
         self._compute: Callable[..., Tensor] | None = compute
@@ -139,7 +157,7 @@ class AutogradExperts:
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
         totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
@@ -157,7 +175,7 @@ class AutogradExperts:
         return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, totals
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
         """Gives all gradients, and what adds them up."""
         # Autograd makes all gradients at once: nothing is left for later but the sum.
@@ -165,12 +183,10 @@ class AutogradExperts:
         return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
 
 
-def _gradients(like: Tensor, totals: Totals) -> Gradients | None:
+def _gradients(totals: Totals) -> Gradients | None:
     if totals is None:
         return None
-    w1, w2, b1, b2 = (None if total is None else _at_least_float32(total) for total in totals)
-    assert w1 is not None and w2 is not None
-    return Gradients(like, None, w1, w2, b1, b2)
+    return Gradients(None, None, *(None if total is None else _at_least_float32(total) for total in totals))
 
 
 def _add_all(totals: Totals, grads: Totals) -> Totals:

@@ -375,20 +375,22 @@ class _TokensBackward(_TokensPass, BackwardPass):
             for chunk, x_RM, chunk_kept in zip(self.own.values(), x, kept, strict=True):
                 chunk.x_RM, chunk.kept = x_RM, chunk_kept
         else:
-            self._x_RM, self._kept = Kept(x), Kept(kept)
+            self._x_RM, self._kept = Kept(x) if batch.experts.keeps_rows else None, Kept(kept)
 
     def recall(self, task: Task) -> None:
         if self._places is not None:
             number = task.chunk or 0
             chunk, (received, in_order) = self.own[number], self._places[number]
-            chunk.x_RM, chunk.kept = self._x_RM.rows(received), self._kept.rows(in_order)
+            chunk.x_RM = None if self._x_RM is None else self._x_RM.rows(received)
+            chunk.kept = self._kept.rows(in_order)
 
 
 class _ByPlan(Function):
     """Σ over a token's pairs of their weighted results, through the experts' ranks, by the plans of a run.
 
-    Saved for backward: received tokens, R·M, and what the experts keep of P pairs, the
-    pre-activation P·H (gated 2·P·H); where the two plans differ in degree, the backward copies both once.
+    Saved for backward: received tokens, R·M, where experts read them again (`ChunkExperts.keeps_rows`), and what the
+    experts keep of P pairs, the pre-activation P·H (gated 2·P·H); where the two plans differ in degree, the backward
+    copies both once.
     """
 
     operation = "the way through the experts of several ranks (MoELayer, moe_layer)"

@@ -262,13 +262,13 @@ class Forward:
     """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn.
 
     Attributes:
-        x: received rows [R, M] of each chunk of the backward pass.
+        x: received rows [R, M] of each chunk of the backward pass; None where that does not read them.
         h: pre-activations [R, (2,) H] of each chunk of the forward pass.
     """
 
     def __init__(self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: Measured | None = None) -> None:
         self._x_SM, self.route, self.experts, self.measured = x_SM, route, experts, measured
-        self.x: list[Tensor] = []
+        self.x: list[Tensor | None] = []
         self.h: list[Tensor] = []
         self._tokens = self._results = 0
 
@@ -286,7 +286,8 @@ class Forward:
                 h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
-        self.x = [route.backward.take(chunk, self._tokens) for chunk in range(len(route.backward))]
+        keeps = self.experts.keeps_rows
+        self.x = [route.backward.take(chunk, self._tokens) if keeps else None for chunk in range(len(route.backward))]
         route.read(self._tokens)
 
     def finish(self) -> Tensor:
@@ -319,14 +320,17 @@ class Backward:
             put, values = chunks.put(chunk, self._results), chunks.value_addresses(chunk, self._results)
             with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
                 dy_RM, hidden = backward_rows_in_flight(
-                    dy_CM, h_RH, layout, arrivals.weight_R, experts.weights, experts.activation, wait, put, values
+                    *(dy_CM, h_RH, layout, arrivals.weight_R, experts.weights, experts.activation),
+                    *(wait, put, values, experts.wanted),
                 )
             left.append((dy_RM, hidden))
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
         for (dy_RM, hidden), x_RM, arrivals in zip(left, self._x, chunks.arrivals, strict=True):
-            layout = contiguous(arrivals)
-            self.totals = experts.weight_gradients(dy_RM, x_RM, hidden, layout, arrivals.weight_R, self.totals)
+            if experts.wanted.parameters:
+                assert dy_RM is not None
+                given = (dy_RM, x_RM, hidden, contiguous(arrivals), arrivals.weight_R)
+                self.totals = experts.weight_gradients(*given, self.totals)
 
     def _pre_activations(self) -> Iterator[Tensor]:
         """Yields the pre-activations of each chunk, from those that the forward's chunks have kept."""
@@ -392,8 +396,8 @@ def fused_experts(
     Returns:
         [S, M]
     Saves for backward:
-        received rows, R·M, and pre-activations R·H (gated 2·R·H); where the passes have different numbers of chunks,
-        the backward copies the latter once.
+        received rows, R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H); where the passes have different
+        numbers of chunks, the backward copies the latter once.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for. Nothing has been
             sent then.

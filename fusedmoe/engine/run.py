@@ -127,7 +127,8 @@ class Chunk:
         pairs: the collectives of what travels along with rows, `beside`: codes and weights of pairs, in the backward
             pass gradients of weights.
         weight_R: of sorted rows, where weights are there already; then their gradients.
-        x_RM, kept: what experts were given, and what they keep.   rest: what gives gradients of parameters later.
+        x_RM, kept: what experts were given, where their backward reads it, and what they keep.
+        rest: what gives gradients of parameters later.
     """
 
     part: Part
@@ -261,10 +262,13 @@ class ForwardPass(Pass):
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
-        chunk.rows, chunk.kept = self.experts[task.layer].forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
-        # Without a backward pass rows and pre-activations go as the chunks do.
+        experts = self.experts[task.layer]
+        chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
+        # Rows go where no backward reads them, and without one pre-activations as well.
+        if not (self.keep and experts.keeps_rows):
+            chunk.x_RM = None
         if not self.keep:
-            chunk.x_RM = chunk.kept = None
+            chunk.kept = None
 
 
 class BackwardPass(Pass):
@@ -289,8 +293,9 @@ class BackwardPass(Pass):
         self.recall(task)
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
-        assert dy_RM is not None and chunk.x_RM is not None and chunk.layout is not None
-        given = self.use(dy_RM), self.use(chunk.x_RM), chunk.kept, chunk.layout, weight_R
+        assert dy_RM is not None and chunk.layout is not None
+        x_RM = None if chunk.x_RM is None else self.use(chunk.x_RM)
+        given = self.use(dy_RM), x_RM, chunk.kept, chunk.layout, weight_R
         # Gradients of rows are on their way sooner where sums over rows are a task of their own (Lancet).
         if layer in self.settings.plans.late_weight_gradients:
             chunk.rows, dweight_R, chunk.rest = experts.backward_rows(*given)

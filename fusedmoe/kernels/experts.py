@@ -5,33 +5,28 @@ operation, so that nothing of the size of the routed rows has to be kept but the
 recomputes A = act(H), and the router weight's gradient is ⟨dA', A⟩ (SonicMoE), which spares the down projection's
 output.
 
-Contract: tensors in, tensors out; no autograd; the caller owns every buffer that is returned.
+Contract: tensors in, tensors out; no autograd; the caller owns every buffer that is returned. A backward is told which
+gradients are `Wanted`, and neither computes nor reads what serves others alone: with frozen parameters it takes half of
+the time, and x is not read.
 
-In plain torch rows are worked through in blocks, so that no tensor of the size of H besides H itself is ever made, and
-activations are applied in slices of these that stay in the cache. A block has rows of one expert, or of several whose
-rows fit into the cache together: then all but the products is done for all of them at once. On CUDA that waits for the
-device once, to learn the counts. Definition: `define_experts`.
+In plain torch rows are worked through in blocks (`row_blocks.py`), so that no tensor of the size of H besides H itself
+is ever made. Definition: `define_experts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation, cached_rows, define_activation
+from fusedmoe.kernels.activation import Activation, define_activation
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
-
-# Rows of an expert in a block: enough for full speed in the products, and sums of weight gradients are rarely read
-# again.
-_BLOCK_ROWS = 2048
-# Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
-_SLICE_BYTES = 1 << 18
+from fusedmoe.kernels.row_blocks import RowBlock, row_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +62,52 @@ class Weights:
         return slice(self.b2_start, self.b2_start + self.b2.shape[1])
 
 
+class Wanted(NamedTuple):
+    """The inputs of `experts_forward` whose gradients are asked for.
+
+    Worked example, W1 and W2 frozen: of dA' = dy·W2 and dx = dH·W1, dW1 = dH'ᵀ·x and dW2 = dyᵀ·A only the first two are
+    made. With W1 alone frozen the third is left out, and x may be forgotten after the forward.
+    """
+
+    x_SM: bool = True
+    weight_N: bool = True
+    w1: bool = True
+    w2: bool = True
+    b1: bool = True
+    b2: bool = True
+
+    def of(self, weight_N: Tensor | None, weights: Weights) -> Wanted:
+        """Returns these without inputs that are not there."""
+        return self._replace(
+            weight_N=self.weight_N and weight_N is not None,
+            b1=self.b1 and weights.b1 is not None,
+            b2=self.b2 and weights.b2 is not None,
+        )
+
+    @property
+    def parameters(self) -> bool:
+        """Tells whether any parameter has a gradient."""
+        return self.w1 or self.w2 or self.b1 or self.b2
+
+    @property
+    def dh_NH(self) -> bool:
+        """Tells whether the pre-activations' gradient is needed."""
+        return self.x_SM or self.w1 or self.b1
+
+    @property
+    def da_NH(self) -> bool:
+        """Tells whether the activations' gradient, a product with W2, is needed."""
+        return self.dh_NH or self.weight_N
+
+    @property
+    def h_NH(self) -> bool:
+        """Tells whether pre-activations are needed: for all gradients but the output bias's."""
+        return self.da_NH or self.w2
+
+
+ALL = Wanted()
+
+
 @dataclass(frozen=True, eq=False)
 class Hidden:
     """Activations and their inputs' gradients by sorted row, which the gradients of parameters are made of.
@@ -74,23 +115,28 @@ class Hidden:
     Either both times the rows' router weights or neither, as the device's kernels like it.
 
     Attributes:
-        a_NH: [N, H].   dh_NH: [N, H], gated [N, 2·H].
+        a_NH: [N, H]; None unless that of W2 is wanted.
+        dh_NH: [N, H], gated [N, 2·H]; None unless those of x, W1 or its bias are.
     """
 
-    a_NH: Tensor
-    dh_NH: Tensor
+    a_NH: Tensor | None
+    dh_NH: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of all inputs of `experts_forward`, like these; None where there was none."""
+    """Gradients of all inputs of `experts_forward`, like these; None where there was none, or none was wanted."""
 
-    x_SM: Tensor
+    x_SM: Tensor | None
     weight_N: Tensor | None
-    w1: Tensor
-    w2: Tensor
+    w1: Tensor | None
+    w2: Tensor | None
     b1: Tensor | None
     b2: Tensor | None
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        return self.w1, self.w2, self.b1, self.b2
 
     def added_to(self, totals: Gradients | None) -> Gradients:
         """Returns these gradients, with the parameters' part added to those of `totals`, if there are any, in place."""
@@ -100,8 +146,8 @@ class Gradients:
         def add(total: Tensor | None, mine: Tensor | None) -> Tensor | None:
             return None if total is None or mine is None else total.add_(mine)
 
-        b1, b2 = add(totals.b1, self.b1), add(totals.b2, self.b2)
-        return replace(self, w1=totals.w1.add_(self.w1), w2=totals.w2.add_(self.w2), b1=b1, b2=b2)
+        w1, w2, b1, b2 = map(add, totals.parameters, self.parameters)
+        return replace(self, w1=w1, w2=w2, b1=b1, b2=b2)
 
 
 def experts_forward(
@@ -121,7 +167,7 @@ def experts_forward(
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
-    blocks, most, step = _blocks(layout, x_SM, hidden)
+    blocks, most, step = row_blocks(layout, x_SM, hidden)
     # Nothing of the size of all rows is made but H and the results; buffers of a block are used again by each.
     h_NH, out_NM = x_SM.new_empty((layout.rows, activation.halves * hidden)), x_SM.new_empty((layout.rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
@@ -149,79 +195,94 @@ def experts_forward(
 
 def experts_backward(
     dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
+    x_SM: Tensor | None,
+    h_NH: Tensor | None,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
     into: Gradients | None = None,
+    wanted: Wanted = ALL,
 ) -> Gradients:
     """Gradients of `experts_forward` from its inputs and H. An expert without rows gets zero gradients.
 
-    `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
+    Args:
+        x_SM: None where no gradient of W1 is wanted.   h_NH: None where none but the output bias's is.
+        into: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
+        wanted: what is computed; each has the same bits whatever else is.
     """
-    if has_kernels(x_SM):  # whose halves share nothing but what the first one leaves
-        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-        grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
+    wanted = wanted.of(weight_N, weights)
+    if has_kernels(dy_SM):  # whose halves share nothing but what the first one leaves
+        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
+        grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into, wanted)
         return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
     # In one loop, so that a block is in the cache still when the second half comes to it.
-    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into, rows.most)
-    a_buffer, dh_buffer = (x_SM.new_empty((rows.most, width)) for width in (weights.w2.shape[2], rows.width))
+    rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
+    parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, rows.most)
+    a_buffer = dy_SM.new_empty((rows.most, weights.w2.shape[2])) if wanted.w2 else None
+    dh_buffer = dy_SM.new_empty((rows.most, rows.width)) if wanted.dh_NH else None
     for block in rows.blocks:
-        a, dh = a_buffer[: block.rows], dh_buffer[: block.rows]
+        a, dh = (None if buffer is None else buffer[: block.rows] for buffer in (a_buffer, dh_buffer))
         parameters.add(block, a, dh, rows.add(block, a, dh))
     return parameters.gradients(rows.dx_SM(), rows.dweight_N)
 
 
 def experts_backward_rows(
     dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
+    h_NH: Tensor | None,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
-) -> tuple[Tensor, Tensor | None, Hidden]:
+    wanted: Wanted = ALL,
+) -> tuple[Tensor | None, Tensor | None, Hidden]:
     """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs."""
+    wanted = wanted.of(weight_N, weights)
     # What waits for rows need not wait for products that only parameters need (Lancet §4).
-    if has_kernels(x_SM):
+    if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
-        return experts.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    rows = _RowGradients(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (weights.w2.shape[2], rows.width)))
+        return experts.experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
+    rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
+    a_NH = dy_SM.new_empty((layout.rows, weights.w2.shape[2])) if wanted.w2 else None
+    dh_NH = dy_SM.new_empty((layout.rows, rows.width)) if wanted.w1 or wanted.b1 else None
+    # What no parameter needs takes the room of a block, as in one loop.
+    dh_buffer = dy_SM.new_empty((rows.most, rows.width)) if dh_NH is None and wanted.x_SM else None
     for block in rows.blocks:
-        rows.add(block, block.of(left.a_NH), block.of(left.dh_NH))
-    return rows.dx_SM(), rows.dweight_N, left
+        dh = None if dh_buffer is None else dh_buffer[: block.rows]
+        rows.add(block, None if a_NH is None else block.of(a_NH), dh if dh_NH is None else block.of(dh_NH))
+    return rows.dx_SM(), rows.dweight_N, Hidden(a_NH, dh_NH)
 
 
 def experts_backward_weights(
     dy_SM: Tensor,
-    x_SM: Tensor,
+    x_SM: Tensor | None,
     left: Hidden,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
     into: Gradients | None = None,
+    wanted: Wanted = ALL,
 ) -> Gradients:
-    """The second half of `experts_backward`: the parameters' gradients, its `x_SM` and `weight_N` without meaning.
+    """The second half of `experts_backward`: the parameters' gradients, its `x_SM` and `weight_N` None.
 
     `into`: gradients of other rows, in at least float32, to which these are added in place.
     """
-    if has_kernels(x_SM):
+    wanted = wanted.of(weight_N, weights)
+    if not wanted.parameters:
+        return Gradients(None, None, None, None, None, None)
+    if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
-        return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights).added_to(into)
+        return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, wanted).added_to(into)
     dy_SM = dy_SM.contiguous()
-    blocks, most, _ = _blocks(layout, x_SM, weights.w2.shape[2])
-    parameters = _ParameterGradients(x_SM, layout, weight_N, weights, into, most)
+    blocks, most, _ = row_blocks(layout, dy_SM, weights.w2.shape[2])
+    parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, most)
     dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
     for block in blocks:
-        dy = block.gather(dy_SM, layout, dy_buffer)
-        parameters.add(block, block.of(left.a_NH), block.of(left.dh_NH), dy)
-    return parameters.gradients(x_SM[:0], None)
+        a, dh = (None if hidden is None else block.of(hidden) for hidden in (left.a_NH, left.dh_NH))
+        parameters.add(block, a, dh, block.gather(dy_SM, layout, dy_buffer))
+    return parameters.gradients(None, None)
 
 
 class _RowGradients:
@@ -236,62 +297,78 @@ class _RowGradients:
     def __init__(
         self,
         dy_SM: Tensor,
-        x_SM: Tensor,
-        h_NH: Tensor,
+        h_NH: Tensor | None,
         layout: Layout,
         weight_N: Tensor | None,
         weights: Weights,
         activation: Activation,
+        wanted: Wanted,
     ) -> None:
         _, dim, hidden = weights.w2.shape
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
-        self.blocks, self.most, self._step = _blocks(layout, x_SM, hidden)
+        self._wanted = wanted
+        self.blocks, self.most, step = row_blocks(layout, dy_SM, hidden)
         self.width = activation.halves * hidden
-        self._dy_SM, self._h_NH = dy_SM.contiguous(), h_NH.view(layout.rows, self.width)
+        self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
         self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
-        self._dy, self._da = dy_SM.new_empty((self.most, dim)), dy_SM.new_empty((self.most, hidden))
-        self._act = dy_SM.new_empty((min(self.most, self._step), hidden))
-        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
-        self.dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
+        self._dy = dy_SM.new_empty((self.most, dim))
+        self._da = dy_SM.new_empty((self.most if wanted.da_NH else 0, hidden))
+        # Slices that stay in the cache; the second one for activations that no parameter needs.
+        self._step = step
+        self._act, self._a = (dy_SM.new_empty((min(self.most, step), hidden)) for _ in range(2))
+        self._dx_NM = dy_SM.new_empty((layout.rows, weights.w1.shape[-1])) if wanted.x_SM else None
+        self.dweight_N = dy_SM.new_zeros(layout.rows) if wanted.weight_N else None
 
-    def add(self, block: _RowBlock, a: Tensor, dh: Tensor) -> Tensor:
-        """Computes a block's gradients; puts its activations into `a` and the gradients of their inputs into `dh`.
+    def add(self, block: RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
+        """Computes a block's gradients; puts its activations into `a` and the gradients of their inputs into `dh`, as
+        far as these are given.
 
         Returns:
             The block's rows of dy.
         """
-        activation, hidden, step = self._activation, a.shape[1], self._step
-        dy, da, h = block.gather(self._dy_SM, self._layout, self._dy), self._da[: block.rows], block.of(self._h_NH)
-        for expert, dy_e, da_e in block.by_expert(dy, da):
-            torch.mm(dy_e, self._w2_E[expert], out=da_e)
+        wanted, activation, hidden, step = self._wanted, self._activation, self._act.shape[1], self._step
+        dy = block.gather(self._dy_SM, self._layout, self._dy)
+        if self._h_NH is None or not wanted.h_NH:
+            return dy
+        h, da = block.of(self._h_NH), self._da[: block.rows]
+        if wanted.da_NH:
+            for expert, dy_e, da_e in block.by_expert(dy, da):
+                torch.mm(dy_e, self._w2_E[expert], out=da_e)
         ds = None if self.dweight_N is None else block.of(self.dweight_N)
         for first in range(0, block.rows, step):
             part = slice(first, first + step)
-            h_part, da_part, a_part, dh_part = h[part], da[part], a[part], dh[part]
-            act = self._act[: len(a_part)]
+            h_part, da_part = h[part], da[part]
+            act = self._act[: len(h_part)]
+            a_part = self._a[: len(h_part)] if a is None else a[part]
             if activation.gated:
-                (g, u), (dg, du) = h_part.split(hidden, 1), dh_part.split(hidden, 1)
+                g, u = h_part.split(hidden, 1)
                 activation.forward(g, out=act)
-                torch.mul(act, u, out=a_part)
-                torch.mul(da_part, act, out=du)
-                torch.mul(da_part, u, out=act)
-                activation.backward(act, g, grad_input=dg)
+                if a is not None or ds is not None:
+                    torch.mul(act, u, out=a_part)
+                if dh is not None:
+                    dg, du = dh[part].split(hidden, 1)
+                    torch.mul(da_part, act, out=du)
+                    torch.mul(da_part, u, out=act)
+                    activation.backward(act, g, grad_input=dg)
             else:
-                activation.forward(h_part, out=a_part)
-                activation.backward(da_part, h_part, grad_input=dh_part)
+                if a is not None or ds is not None:
+                    activation.forward(h_part, out=a_part)
+                if dh is not None:
+                    activation.backward(da_part, h_part, grad_input=dh[part])
             if ds is not None:
                 # Two passes over what is cached; a product of a row and a column each takes four times as long.
                 torch.sum(torch.mul(da_part, a_part, out=act), 1, out=ds[part])
         if ds is not None and self._weights.b2 is not None:
             for expert, dy_e, ds_e in block.by_expert(dy[:, self._weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ self._weights.b2[expert])
-        for expert, dh_e, dx_e in block.by_expert(dh, block.of(self._dx_NM)):
-            torch.mm(dh_e, self._w1_E[expert], out=dx_e)
+        if self._dx_NM is not None and dh is not None:
+            for expert, dh_e, dx_e in block.by_expert(dh, block.of(self._dx_NM)):
+                torch.mm(dh_e, self._w1_E[expert], out=dx_e)
         return dy
 
-    def dx_SM(self) -> Tensor:
+    def dx_SM(self) -> Tensor | None:
         """Sums the rows' gradients for each token; only here the router weights enter, where rows are M wide."""
-        return gather_sum(self._dx_NM, self._layout, self._weight_N)
+        return None if self._dx_NM is None else gather_sum(self._dx_NM, self._layout, self._weight_N)
 
 
 class _ParameterGradients:
@@ -301,109 +378,84 @@ class _ParameterGradients:
     """
 
     def __init__(
-        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, into: Gradients | None, most: int
+        self,
+        dy_SM: Tensor,
+        x_SM: Tensor | None,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        into: Gradients | None,
+        wanted: Wanted,
+        most: int,
     ) -> None:
+        self._wanted = wanted
         # Products add to what is there; sums in another dtype, float32 beside half precision, are added to at the end.
-        self._later = None if into is None or into.w1.dtype == x_SM.dtype else into
+        others = () if into is None else (total for total in into.parameters if total is not None)
+        self._later = into if any(total.dtype != dy_SM.dtype for total in others) else None
         self._adds, self._last = into is not None and self._later is None, -1
         if into is None or self._later is not None:
-            w1, w2 = weights.w1.new_empty(weights.w1.shape), weights.w2.new_empty(weights.w2.shape)
-            b1, b2 = (None if bias is None else torch.zeros_like(bias) for bias in (weights.b1, weights.b2))
-            into = Gradients(x_SM, None, w1, w2, b1, b2)
+            w1, w2 = (
+                matrix.new_empty(matrix.shape) if asked else None
+                for matrix, asked in ((weights.w1, wanted.w1), (weights.w2, wanted.w2))
+            )
+            b1, b2 = (
+                bias.new_zeros(bias.shape) if bias is not None and asked else None
+                for bias, asked in ((weights.b1, wanted.b1), (weights.b2, wanted.b2))
+            )
+            into = Gradients(None, None, w1, w2, b1, b2)
             for expert, count in enumerate(layout.counts):
-                if count == 0:
-                    w1[expert].zero_()
-                    w2[expert].zero_()
-        self._sums, self._x_SM, self._layout, self._weights = into, x_SM.contiguous(), layout, weights
-        self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
-        self._dw1_E, self._dw2_E = into.w1.flatten(1, -2).unbind(), into.w2.unbind()
-        self._x = x_SM.new_empty((most if weight_N is not None or layout.source_N is not None else 0, x_SM.shape[1]))
-        self._dy = x_SM.new_empty((most if weight_N is not None else 0, weights.w2.shape[1]))
+                for matrix in (w1, w2) if count == 0 else ():
+                    if matrix is not None:
+                        matrix[expert].zero_()
+        self._sums, self._layout, self._weights = into, layout, weights
+        self._x_SM = x_SM.contiguous() if x_SM is not None and wanted.w1 else None
+        self._factor_N1 = None if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
+        self._dw1_E = () if into.w1 is None else into.w1.flatten(1, -2).unbind()
+        self._dw2_E = () if into.w2 is None else into.w2.unbind()
+        scaled = weight_N is not None
+        x_rows = most if wanted.w1 and (scaled or layout.source_N is not None) else 0
+        self._x = dy_SM.new_empty((x_rows, weights.w1.shape[-1]))
+        self._dy = dy_SM.new_empty((most if scaled and (wanted.w2 or wanted.b2) else 0, weights.w2.shape[1]))
 
-    def add(self, block: _RowBlock, a: Tensor, dh: Tensor, dy: Tensor) -> None:
+    def add(self, block: RowBlock, a: Tensor | None, dh: Tensor | None, dy: Tensor) -> None:
         """Adds a block's gradients, from its activations, the gradients of their inputs, and those of its results."""
-        x, factor = block.gather(self._x_SM, self._layout, self._x), None
-        if self._factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
-            factor = block.of(self._factor_N1)
-            x = torch.mul(x, factor, out=self._x[: block.rows])
+        factor = None if self._factor_N1 is None else block.of(self._factor_N1)
+        wanted, db1, db2 = self._wanted, self._sums.b1, self._sums.b2
+        # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
+        if wanted.w1:
+            assert self._x_SM is not None and dh is not None
+            x = block.gather(self._x_SM, self._layout, self._x)
+            if factor is not None:
+                x = torch.mul(x, factor, out=self._x[: block.rows])
+            self._add_products(block, self._dw1_E, dh, x)
+        if factor is not None and (wanted.w2 or wanted.b2):
             dy = torch.mul(dy, factor, out=self._dy[: block.rows])
-        columns = zip(dh.t().split(block.sizes, 1), dy.t().split(block.sizes, 1), strict=True)
-        for (expert, x_e, a_e), (dh_e, dy_e) in zip(block.by_expert(x, a), columns, strict=True):
-            dw1, dw2 = self._dw1_E[expert], self._dw2_E[expert]
-            # The first rows of an expert overwrite, for what is there is new memory; the next ones add.
-            if self._adds or expert == self._last:
-                dw1.addmm_(dh_e, x_e)
-                dw2.addmm_(dy_e, a_e)
-            else:
-                torch.mm(dh_e, x_e, out=dw1)
-                torch.mm(dy_e, a_e, out=dw2)
-            self._last = expert
-        db1, db2 = self._sums.b1, self._sums.b2
-        if db1 is not None:
+        if wanted.w2:
+            assert a is not None
+            self._add_products(block, self._dw2_E, dy, a)
+        self._last = block.experts[-1]
+        if db1 is not None and dh is not None:
             for expert, dh_e in block.by_expert(dh if factor is None else dh * factor):
                 db1[expert].add_(dh_e.sum(0).view(db1.shape[1:]))
         if db2 is not None:
             for expert, dy_e in block.by_expert(dy[:, self._weights.b2_columns()]):
                 db2[expert].add_(dy_e.sum(0))
 
-    def gradients(self, dx_SM: Tensor, dweight_N: Tensor | None) -> Gradients:
+    def _add_products(self, block: RowBlock, out_E: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+        """Adds leftᵀ·right of each expert's rows of a block."""
+        last = self._last
+        columns = left.t().split(block.sizes, 1)
+        for (expert, right_e), left_e in zip(block.by_expert(right), columns, strict=True):
+            # The first rows of an expert overwrite, for what is there is new memory; the next ones add.
+            if self._adds or expert == last:
+                out_E[expert].addmm_(left_e, right_e)
+            else:
+                torch.mm(left_e, right_e, out=out_E[expert])
+            last = expert
+
+    def gradients(self, dx_SM: Tensor | None, dweight_N: Tensor | None) -> Gradients:
         """Returns all gradients, by those of the rows."""
         return replace(self._sums, x_SM=dx_SM, weight_N=dweight_N).added_to(self._later)
-
-
-@dataclass
-class _RowBlock:
-    """Sorted rows from `start` on that are worked through together: `sizes[i]` rows of expert `experts[i]`, in turn."""
-
-    start: int
-    experts: list[int]
-    sizes: list[int]
-    rows: int
-
-    def of(self, value_N: Tensor) -> Tensor:
-        """Returns this block's part of what all sorted rows have."""
-        return value_N[self.start : self.start + self.rows]
-
-    def gather(self, x_SM: Tensor, layout: Layout, buffer: Tensor) -> Tensor:
-        """Returns the tokens that the rows copy: a view where they lie in order already, else in the buffer."""
-        if layout.source_N is None:
-            return self.of(x_SM)
-        return torch.index_select(x_SM, 0, self.of(layout.source_N), out=buffer[: self.rows])
-
-    def by_expert(self, *values: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yields each expert, and its rows of the block's values.
-
-        One call makes the views of all experts: where these have few rows, a view costs as much as a product.
-        """
-        return zip(self.experts, *(value.split(self.sizes) for value in values), strict=True)
-
-
-def _blocks(layout: Layout, x_SM: Tensor, hidden: int) -> tuple[list[_RowBlock], int, int]:
-    """Cuts sorted rows into blocks, experts in order.
-
-    Returns:
-        the blocks, the most rows of one, and how many rows of width H stay in the cache.
-    """
-    step = cached_rows(hidden * x_SM.itemsize, _SLICE_BYTES)
-    together = min(step, cached_rows(x_SM.shape[1] * x_SM.itemsize, _SLICE_BYTES))
-    most = max(layout.counts, default=0)
-    # In half precision a weight gradient must be one product: adding blocks would round after each.
-    if x_SM.dtype in (torch.float32, torch.float64):
-        most = min(most, _BLOCK_ROWS)
-    blocks: list[_RowBlock] = []
-    start = 0
-    for expert, count in enumerate(layout.counts):
-        parts = -(-count // most) if count else 0
-        for i in range(parts):
-            rows = count * (i + 1) // parts - count * i // parts
-            if blocks and blocks[-1].rows + rows <= together:
-                blocks[-1].experts.append(expert)
-                blocks[-1].sizes.append(rows)
-                blocks[-1].rows += rows
-            else:
-                blocks.append(_RowBlock(start, [expert], [rows], rows))
-            start += rows
-    return blocks, max((block.rows for block in blocks), default=0), step
 
 
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:

@@ -63,7 +63,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "router_dx", (logits_SE, weight_EM, torch.float32)
     yield "router_dw", (logits_SE, x_SM, torch.float32)
     given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, layout.tensors)
-    yield "experts_backward", (x_SM, *given, "gelu")
+    yield "experts_backward", (x_SM, *given, "gelu", (True, False, True, True, False, False))
     yield (
         "grouped_linear_backward",
         (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, layout.tensors),

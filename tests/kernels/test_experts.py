@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fusedmoe.kernels import experts
+from fusedmoe.kernels import row_blocks
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
+    Wanted,
     Weights,
     define_experts,
     experts_backward,
@@ -17,6 +19,7 @@ from fusedmoe.kernels.experts import (
     experts_forward,
 )
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout
+from tests.memory import PeakMemory
 
 
 def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:
@@ -52,7 +55,7 @@ def in_halves(
     name: str,
     into: Gradients | None = None,
 ) -> Gradients:
-    dx_SM, dweight_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
+    dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
     grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
     return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
 
@@ -137,14 +140,48 @@ def test_several_blocks_in_low_precision_and_non_contiguous_input(
     # More rows on one expert than a block holds, so that weight gradients are sums over blocks.
     expert_SK = torch.stack([torch.randperm(3)[:2] for _ in range(1000)])
     layout = build_layout(expert_SK, 3)
-    monkeypatch.setattr(experts, "_BLOCK_ROWS", 300)
-    assert max(layout.counts) > 2 * experts._BLOCK_ROWS
+    monkeypatch.setattr(row_blocks, "_BLOCK_ROWS", 300)
+    assert max(layout.counts) > 2 * row_blocks._BLOCK_ROWS
     x_SM = torch.randn(16, 1000).to(dtype).t()
     dy_SM = torch.randn(2000, 16).to(dtype)[::2]
     weight_N = torch.rand(layout.rows)
     weights = make_weights(3, 16, 24, 2, "full", dtype)
     case = (x_SM, dy_SM, layout, weight_N, weights, "swiglu")
     compare(compute(*case), define(*case), 2e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "bias", "weighted"), [("swiglu", "slice", True), ("gelu", "full", False)])
+def test_gradients_that_are_wanted_have_the_bits_of_all(
+    name: str, bias: str, weighted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_blocks, "_BLOCK_ROWS", 4)
+    layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(14)]), 5)
+    weights = make_weights(5, 10, 6, ACTIVATIONS[name].halves, bias, dtype)
+    x_SM, dy_SM = torch.randn(28, 10).to(dtype)[::2], torch.randn(10, 14).to(dtype).t()
+    weight_N, activation = torch.rand(layout.rows) if weighted else None, ACTIVATIONS[name]
+    _, h_NH = experts_forward(x_SM, layout, weight_N, weights, activation)
+    whole = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    totals = replace(whole, **{key: torch.rand_like(getattr(whole, key)) for key in ("w1", "w2", "b1", "b2")})
+    for asked in itertools.product([False, True], repeat=6):
+        wanted = Wanted(*asked)
+        # What is not read need not be there.
+        x, h = x_SM if wanted.w1 else None, h_NH if wanted.of(weight_N, weights).h_NH else None
+        grads = experts_backward(dy_SM, x, h, layout, weight_N, weights, activation, wanted=wanted)
+        given = (layout, weight_N, weights)
+        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h, *given, activation, wanted)
+        later = experts_backward_weights(dy_SM, x, left, *given, None, wanted)
+        into = replace(totals, **{key: getattr(totals, key).clone() for key in ("w1", "w2", "b1", "b2")})
+        added = experts_backward_weights(dy_SM, x, left, *given, into, wanted)
+        for key, is_wanted in zip(Wanted._fields, wanted, strict=True):
+            one, right = getattr(grads, key), getattr(whole, key)
+            other = {"x_SM": dx_SM, "weight_N": dweight_N}.get(key, getattr(later, key))
+            if not is_wanted or right is None:
+                assert one is None and other is None, key
+                continue
+            assert torch.equal(one, right) and torch.equal(other, right), key
+            if key in ("w1", "w2", "b1", "b2"):
+                torch.testing.assert_close(getattr(added, key), getattr(totals, key) + right, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -170,3 +207,16 @@ def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -
             assert own is None and sum_ is None
         else:
             torch.testing.assert_close(sum_, before + own.to(total), rtol=1e-12, atol=1e-12 if dtype == total else 1e-6)
+
+
+def test_frozen_experts_make_no_tensor_of_their_size() -> None:
+    # Tokens that are few beside the experts: nothing but a gradient of parameters is as large as these.
+    layout = build_layout(torch.tensor([[0, 3], [5, 0], [7, 3]]), 8)
+    weights = make_weights(8, 24, 32, 2, "full", torch.float32)
+    x_SM, dy_SM, weight_N = torch.randn(3, 24), torch.randn(3, 24), torch.rand(layout.rows)
+    swiglu, least = ACTIVATIONS["swiglu"], min(weights.w1[0].nbytes, weights.w2[0].nbytes)
+    _, h_NH = experts_forward(x_SM, layout, weight_N, weights, swiglu)
+    for wanted, expected in ((Wanted(True, True, False, False, False, False), False), (Wanted(), True)):
+        with PeakMemory() as memory:
+            experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, wanted=wanted)
+        assert (memory.largest > 4 * least) == expected

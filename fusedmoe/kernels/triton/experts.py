@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.experts import Gradients, Hidden, Weights
+from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
@@ -54,45 +54,56 @@ def experts_forward(
 
 def experts_backward_rows(
     dy_SM: Tensor,
-    x_SM: Tensor,
-    h_NH: Tensor,
+    h_NH: Tensor | None,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
-) -> tuple[Tensor, Tensor | None, Hidden]:
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None, Hidden]:
     """The rows' half of the backward, as in the contract; what it leaves is times the router weights."""
+    if h_NH is None or not wanted.h_NH:
+        return None, None, Hidden(None, None)
     dy_SM = solid(dy_SM)
-    call = make_call(layout, x_SM)
+    call = make_call(layout, dy_SM)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
-    dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation)
-    # dH is times the router weights already, so this sum has none.
-    dx_SM = gather_sum(product(call, "dinput", dh, weights.w1.flatten(1, -2), False), layout)
+    dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, wanted)
+    dx_SM = None
+    if wanted.x_SM and dh is not None:
+        # dH is times the router weights already, so this sum has none.
+        dx_SM = gather_sum(product(call, "dinput", dh, weights.w1.flatten(1, -2), False), layout)
     if weights.b2 is not None and ds_N is not None:
         ds_N = ds_N + _bias_dot(call, dy_SM, weights)
     if ds_N is not None:
         ds_N = layout.zero_padding(ds_N)
-    return dx_SM, ds_N, Hidden(a, dh)
+    return dx_SM, ds_N, Hidden(a, dh if wanted.w1 or wanted.b1 else None)
 
 
 def experts_backward_weights(
-    dy_SM: Tensor, x_SM: Tensor, left: Hidden, layout: Layout, weight_N: Tensor | None, weights: Weights
+    dy_SM: Tensor,
+    x_SM: Tensor | None,
+    left: Hidden,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    wanted: Wanted,
 ) -> Gradients:
     """The parameters' half of the backward, as in the contract."""
-    x_SM, dy_SM, dh, a = solid(x_SM), solid(dy_SM), left.dh_NH, left.a_NH
-    call = make_call(layout, x_SM)
-    dw1 = dweight(call, "dw1", dh, x_SM, "right").view_as(weights.w1)
-    dw2 = dweight(call, "dw2", dy_SM, a, "left")
+    dy_SM, dh, a = solid(dy_SM), left.dh_NH, left.a_NH
+    call = make_call(layout, dy_SM)
+    dw1 = dw2 = db1 = db2 = None
+    if wanted.w1 and x_SM is not None and dh is not None:
+        dw1 = dweight(call, "dw1", dh, solid(x_SM), "right").view_as(weights.w1)
+    if wanted.w2 and a is not None:
+        dw2 = dweight(call, "dw2", dy_SM, a, "left")
     # Σ over an expert's rows is the product of a column of ones with them: the same kernel, and the same order of sums.
-    one_N1 = None
-    if weights.b1 is not None or weights.b2 is not None:
-        one_N1 = dh.new_ones((layout.rows, 1))
-    db1 = None if weights.b1 is None or one_N1 is None else dweight(call, "dw1", one_N1, dh, None).view_as(weights.b1)
-    db2 = None
-    if weights.b2 is not None and one_N1 is not None:
-        factor_N1 = one_N1 if weight_N is None else weight_N.to(dh.dtype)[:, None]
+    one_N1 = dy_SM.new_ones((layout.rows, 1)) if wanted.b1 or wanted.b2 else None
+    if weights.b1 is not None and wanted.b1 and one_N1 is not None and dh is not None:
+        db1 = dweight(call, "dw1", one_N1, dh, None).view_as(weights.b1)
+    if wanted.b2 and one_N1 is not None:
+        factor_N1 = one_N1 if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
         db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
-    return Gradients(x_SM, None, dw1, dw2, db1, db2)
+    return Gradients(None, None, dw1, dw2, db1, db2)
 
 
 def forward_in_flight(
@@ -121,25 +132,29 @@ def backward_rows_in_flight(
     wait: Wait,
     put: Put,
     values: Addresses,
-) -> tuple[Tensor, Hidden]:
+    wanted: Wanted,
+) -> tuple[Tensor | None, Hidden]:
     """The rows' half of the backward of `forward_in_flight`: puts the gradients of rows.
 
     Args:
         values: where the gradients of router weights, [R], are put.
+        wanted: of x and the router weights in any case, for which other ranks wait.
     Returns:
         What the gradients of parameters need: dy, [R, M] sorted by expert, and the activations.
     """
     call = make_call(layout, dy_CM, in_flight=True)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
-    dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wait)
-    assert ds_R is not None
-    dy_RM = permute(dy_CM, layout)  # the kernel before has waited for all of them
-    if weights.b2 is not None:
+    dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wanted, wait)
+    assert dh is not None and ds_R is not None
+    dy_RM = None
+    if wanted.parameters or weights.b2 is not None:
+        dy_RM = permute(dy_CM, layout)  # the kernel before has waited for all of them
+    if weights.b2 is not None and dy_RM is not None:
         sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
     put_values(ds_R, values, layout.offsets_E1[-1:])
     product(call, "dinput", dh, weights.w1.flatten(1, -2), False, put=put)
-    return dy_RM, Hidden(a, dh)
+    return dy_RM, Hidden(a, dh if wanted.w1 or wanted.b1 else None)
 
 
 def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
+from fusedmoe.kernels.experts import ALL, Wanted, Weights, experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from tests.kernels.routings import choose
@@ -135,12 +135,30 @@ def test_no_rows_of_some_tokens(
         layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
         with no_sync():
             y_SM, h = triton_experts.experts_forward(x_SM[:0], layout, None, weights, activation)
-            given = (layout, None, weights)
-            dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], x_SM[:0], h, *given, activation)
-            grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given)
+            given, wanted = (layout, None, weights), ALL.of(None, weights)
+            dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], h, *given, activation, wanted)
+            grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given, wanted)
         assert y_SM.shape == dx_SM.shape == (0, dim)
         for gradient, of in ((grads.w1, weights.w1), (grads.w2, weights.w2), (grads.b1, weights.b1)):
             assert gradient is not None and of is not None and gradient.shape == of.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_gradients_that_are_wanted_are_those_of_all(name: str, device: torch.device, no_sync: NoSync) -> None:
+    layout, activation = build_layout(choose(11, 2, 5, 0.0).to(device), 5, 6), ACTIVATIONS[name]
+    weights, weight_N = make_weights(5, 32, 24, name, "slice", device), torch.rand(layout.rows, device=device)
+    x_SM, dy_SM = torch.randn(11, 32, device=device), torch.randn(11, 32, device=device)
+    _, h = experts_forward(x_SM, layout, weight_N, weights, activation)
+    whole = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, activation)
+    for wanted in ("x_SM weight_N", "w1", "w2", "weight_N b2", "x_SM b1", "w1 w2 b1", "b2"):
+        asked = Wanted(*(one in wanted.split() for one in Wanted._fields))
+        given = (x_SM if asked.w1 else None, h if asked.h_NH else None, layout, weight_N, weights, activation)
+        with no_sync():
+            grads = experts_backward(dy_SM, *given, wanted=asked)
+        for key, value in vars(grads).items():
+            assert (value is not None) == getattr(asked, key), (wanted, key)
+            rows = int(layout.counts_E.sum()) if key == "weight_N" else None  # padding has no gradient that counts
+            assert value is None or torch.equal(value[:rows], getattr(whole, key)[:rows]), (wanted, key)
 
 
 def test_rows_in_order_without_weights(device: torch.device) -> None:

@@ -22,6 +22,12 @@ def test_every_activation(activation: str, weighted: bool) -> None:
     check_dhidden(ALL_ODD, 32, 40, activation, weighted=weighted)
 
 
+@pytest.mark.parametrize("wanted", ["dh ds", "dh", "a ds", "ds"])
+def test_what_nobody_wants_has_no_place(wanted: str) -> None:
+    for activation in ("swiglu", "gelu"):
+        check_dhidden(ALL_ODD, 32, 40, activation, wanted=wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim, hidden", [(8, 8), (16, 16), (72, 40), (24, 104)])
 def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:

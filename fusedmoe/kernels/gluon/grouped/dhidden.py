@@ -1,4 +1,5 @@
 """dA' = dy[source]·W2_e and from it, on the way out, dH = s·dA'·act'(H), s·A and the router weights' gradient ⟨dA', A⟩.
+What nobody wants has no pointer, and is not stored.
 
 H comes through the ring as dy and W2 do, in steps of its own behind those of a tile's product: it is on its way while
 the tile is still multiplied. Threads read it out of its stages. Before they give one back they fence, as bulk copies
@@ -51,9 +52,11 @@ def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.const
     act, slope = act_both(g.to(gl.float32), ACT)
     a = act * u
     scaled = da * s[:, None]
-    store_columns(scaled * u * slope, dh_ptr, row, end, column, 2 * H, H)
-    store_columns(scaled * act, dh_ptr + H, row, end, column, 2 * H, H)
-    store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
+    if dh_ptr is not None:
+        store_columns(scaled * u * slope, dh_ptr, row, end, column, 2 * H, H)
+        store_columns(scaled * act, dh_ptr + H, row, end, column, 2 * H, H)
+    if a_ptr is not None:
+        store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
     return gl.sum(gl.where((column < H)[None, :], da * a, 0.0), axis=1)
 
 
@@ -61,8 +64,10 @@ def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.const
 def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
     """Finishes a tile whose activation is not gated."""
     a, slope = act_both(h.to(gl.float32), ACT)
-    store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
-    store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
+    if dh_ptr is not None:
+        store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
+    if a_ptr is not None:
+        store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
     return gl.sum(gl.where((column < H)[None, :], da * a, 0.0), axis=1)
 
 
@@ -132,7 +137,7 @@ def _multiply(
             s = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, OUT))
         ds = _finish(acc, s, of_tile, it, row, end, col_tile * BN, GROUP_OF_WARPS, ACT, GATED, ROWS, BN, OUT, BLOCKS)
         it += BOXES
-        if WEIGHTED:
+        if ds_ptr is not None:
             gl.store(ds_ptr + (row + col_tile.to(gl.int64) * n_rows), ds, mask=row < end)
 
 
@@ -141,7 +146,7 @@ def dhidden_kernel(
     # Gradients of results [·, D]; which of them each row reads, [rows] int64; boxes [BK, BN] of all experts' matrices
     # below each other, [E·D, H]; router weights s, [rows] float32; boxes [BM, BK] of pre-activations [rows, (2·)H].
     dy_ptr, source_ptr, w_desc, weight_ptr, h_desc,
-    # dH as H, A [rows, H] and, WEIGHTED, the column tiles' parts of ⟨dA', A⟩, [n_col_tiles, n_rows] float32.
+    # dH as H, A [rows, H] and the column tiles' parts of ⟨dA', A⟩, [n_col_tiles, n_rows] float32; each may be None.
     dh_ptr, a_ptr, ds_ptr,
     tiles_ptr, used_ptr, ends_ptr, D, H, n_rows, n_col_tiles,
     # Without WEIGHTED, s is 1. EVEN: BK divides D (it always divides BN).

@@ -83,16 +83,16 @@ def launch_dhidden(
     h: Tensor,
     weight_N: Tensor | None,
     w2: Tensor,
-    dh: Tensor,
-    a: Tensor,
+    dh: Tensor | None,
+    a: Tensor | None,
     ds: Tensor | None,
     activation: Activation,
 ) -> None:
     """Writes dH, s·A and the parts of the router weights' gradient, as `triton.grouped.dhidden.dhidden`; rows are
     looked up."""
-    dim, hidden = dy_SM.shape[1], a.shape[1]
+    _, dim, hidden = w2.shape
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
-    dhidden_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
+    dhidden_kernel[_grid(config, h, len(table.table) * n_col_tiles)](
         dy_SM, call.layout.source_N, _described(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
         _described(h, [config.bm, config.bk]),
         dh, a, ds,

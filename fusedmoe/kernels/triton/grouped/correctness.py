@@ -175,6 +175,7 @@ def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
     w2 = case.random(case.experts, dim, hidden) / dim**0.5
     weight_N = case.random_rows(dtype=torch.float32) if case.variant.extra else None
     dh, a, ds_N = dhidden(case.call, dy_SM, h, weight_N, Weights(w2, w2), activation)
+    assert dh is not None and a is not None  # all is wanted
     factor_N = torch.ones_like(case.source_N) if weight_N is None else weight_N[: case.kept]
     shape = (case.kept, 2, hidden) if activation.gated else (case.kept, hidden)
     right = define_dhidden(

@@ -1,7 +1,8 @@
 """Gradient of the hidden rows: dA' = dy[source]·W2_e, and from it, while it is in registers, everything that needs it.
 
 With A = act(H) recomputed and s the router weight of the row: dH = s·dA'·act'(H), s·A (for the gradient of W2), and
-the router weight's gradient ⟨dA', A⟩, one partial sum for each column tile.
+the router weight's gradient ⟨dA', A⟩, one partial sum for each column tile. What nobody wants has no pointer, and is
+not stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.experts import ALL, Wanted, Weights
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
@@ -36,15 +37,18 @@ def _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT: tl.constex
         act, slope = act_both(g, ACT)
         a = act * u
         scaled = da * s[:, None]
-        tl.store(dh_ptr + offset, (scaled * u * slope).to(dh_ptr.dtype.element_ty), mask=mask)
-        tl.store(dh_ptr + offset + H, (scaled * act).to(dh_ptr.dtype.element_ty), mask=mask)
+        if dh_ptr is not None:
+            tl.store(dh_ptr + offset, (scaled * u * slope).to(dh_ptr.dtype.element_ty), mask=mask)
+            tl.store(dh_ptr + offset + H, (scaled * act).to(dh_ptr.dtype.element_ty), mask=mask)
     else:
         offset = row[:, None] * H + column[None, :]
         h = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         a, slope = act_both(h, ACT)
-        tl.store(dh_ptr + offset, (da * s[:, None] * slope).to(dh_ptr.dtype.element_ty), mask=mask)
-    a_ptrs = a_ptr + row[:, None] * H + column[None, :]
-    tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
+        if dh_ptr is not None:
+            tl.store(dh_ptr + offset, (da * s[:, None] * slope).to(dh_ptr.dtype.element_ty), mask=mask)
+    if a_ptr is not None:
+        a_ptrs = a_ptr + row[:, None] * H + column[None, :]
+        tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
     return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
 
 
@@ -69,7 +73,7 @@ def _finish_parts(
 def dhidden_kernel(
     # Gradients of results, which of them each row reads, matrices or a descriptor, router weights, pre-activations.
     dy_ptr, source_ptr, w2, weight_ptr, h_ptr,
-    # What is made: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients.
+    # What is made: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients; each may be None.
     dh_ptr, a_ptr, ds_ptr,
     # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, rows, M, H,
@@ -130,7 +134,7 @@ def dhidden_kernel(
     else:
         s = tl.full((BM,), 1.0, dtype=tl.float32)
     ds = _finish_parts(acc, s, h_ptr, dh_ptr, a_ptr, row, inside, n0, H, ACT, GATED, BM, BN, PART)
-    if WEIGHTED:
+    if ds_ptr is not None:
         tl.store(ds_ptr + col_tile.to(tl.int64) * rows + row, ds, mask=inside)
 
 
@@ -141,19 +145,22 @@ def dhidden(
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
+    wanted: Wanted = ALL,
     wait: Wait | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dH [N, (2·)H], s·A [N, H] and the router weights' gradient [N], without the output bias's part."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dH [N, (2·)H], s·A [N, H] and the router weights' gradient [N], without the output bias's part; None for what no
+    wanted gradient needs."""
     layout, dim, hidden = call.layout, dy_SM.shape[1], weights.w2.shape[2]
     dy_SM, h, w2 = solid(dy_SM), solid(h), solid(weights.w2)
     gather = layout.source_N is not None
     variant = call.variant("dhidden", dim, hidden, activation.name, gather, weight_N is not None)
 
-    def launch(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
-        dh, a = torch.empty_like(h), h.new_empty((layout.rows, hidden))
+    def launch(config: Config) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dh = torch.empty_like(h) if wanted.dh_NH else None
+        a = h.new_empty((layout.rows, hidden)) if wanted.w2 else None
         column_tiles = triton.cdiv(hidden, config.bn)
         ds = None
-        if weight_N is not None:
+        if weight_N is not None and wanted.weight_N:
             ds = torch.empty((column_tiles, layout.rows), device=h.device, dtype=torch.float32)
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_dhidden
