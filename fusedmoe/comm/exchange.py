@@ -185,6 +185,20 @@ class Sized(Part):
         """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
         return Part(self._algorithm, self._esp, send_P, come_QP, self.call, self._agreed)
 
+    def parts(self, degree: int) -> list[Part]:
+        """Splits the exchange into `degree` parts, each with its share of the tokens of every rank for every rank
+        (`share`); of pairs by experts, where a row travels for each.
+
+        Collective for two-level algorithms.
+        """
+        if degree == 1:
+            return [self]
+        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
+        if self.by_pairs:
+            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
+        shares = ((share(send_Pp, i, degree).sum(1), share(come_QPp, i, degree).sum(2)) for i in range(degree))
+        return [self.part(send, come) for send, come in shares]
+
     def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
 
@@ -352,20 +366,6 @@ class Exchange(Sized):
         told = ExchangeSizes(told_PC[:, :-3], come_QPC, p)
         ranks_QP = all_QPC[..., -1] // len(_DTYPES) // 2
         super().__init__(algorithm, esp, told, counts_E.device, by_pairs or tokens_Wp is None, call, ranks_QP)
-
-    def parts(self, degree: int) -> list[Part]:
-        """Splits the exchange into `degree` parts, each with its share of the tokens of every rank for every rank
-        (`share`); of pairs by experts, where a row travels for each.
-
-        Collective for two-level algorithms.
-        """
-        if degree == 1:
-            return [self]
-        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
-        if self.by_pairs:
-            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        shares = ((share(send_Pp, i, degree).sum(1), share(come_QPp, i, degree).sum(2)) for i in range(degree))
-        return [self.part(send, come) for send, come in shares]
 
 
 def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,10 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import COUNTS, Task, TaskKind
+
+#: Those that there are, by number.
+dispatchers: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_new_number = count()
 
 # (tokens, exchange, experts) -> the plans for these; None: nothing is to overlap.
 FindPlans = Callable[[Tensor, Exchange, LocalExperts], "Assigned | None"]
@@ -84,6 +90,7 @@ class Collectives(Dispatcher):
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
+        number: by which operators find it when a graph runs, a scalar on the host.
         streams: on which chunks overlap on CUDA; None: on one.
     """
 
@@ -101,6 +108,17 @@ class Collectives(Dispatcher):
         self.way = Way(self.topology, self.all_to_all)
         # Exchanges compare it: a rank that skipped a layer is named, and not given the rows of another one.
         self._call = f"{self.name} {self.topology.number_layer()}"
+        self._enlist()
+
+    def _enlist(self) -> None:
+        # A graph takes it as it takes parameters, so that one graph does for all layers.
+        number = next(_new_number)
+        self.number = torch.tensor(number, device="cpu")
+        dispatchers[number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._enlist()  # a copy is no other layer
 
     # The meeting first: the one host synchronisation of a layer.
 
@@ -175,8 +193,19 @@ class Collectives(Dispatcher):
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
-    def in_graph(self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange."""
+    def in_graph(
+        self, routed: Routed, experts: Any, bad: Tensor | None, loss: Tensor, by_plan: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange.
+
+        Args:
+            by_plan: by plans of this dispatcher's, with experts by kernels of this library.
+        """
+        if by_plan:
+            from fusedmoe.engine.scheduled_operator import through_experts  # made of what is here
+
+            y_SM, zero = through_experts(self, routed, experts, bad)
+            return y_SM, loss if len(y_SM) else loss + zero
         if len(routed.x_SM):
             return self.by_operators(routed, experts, bad), loss
         y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
@@ -239,18 +268,21 @@ class Collectives(Dispatcher):
                 f"experts that are modules of their own need one degree for both passes, not {there} forward and "
                 f"{back} backward: their backward follows the forward's chunks"
             )
-        run = Run(
+        batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
+        return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+
+    def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:
+        """Makes a call's run of its plans."""
+        return Run(
             assigned.plans,
             partial(self.topology.stop, self.name),
             self.hooks,
             self.recorder,
-            None if self.streams is None else self.streams.on(x_SM.device),
+            None if self.streams is None else self.streams.on(device),
             assigned.gradients,
             assigned.beside,
             copies,
         )
-        batch = RowBatch(met.sent, met.exchange, chunk_experts, run)
-        return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
 
 def _with_backward(x_SM: Tensor, met: Met, experts: LocalExperts) -> tuple[Tensor, Met]:
@@ -335,11 +367,11 @@ class _TokensPass(Pass):
         return concatenated(rows)
 
 
-class _TokensForward(_TokensPass, ForwardPass):
+class TokensForward(_TokensPass, ForwardPass):
     """Keeps what experts were given and what they keep."""
 
 
-class _TokensBackward(_TokensPass, BackwardPass):
+class TokensBackward(_TokensPass, BackwardPass):
     """Goes back from what the forward pass has kept of its chunks, which may be others.
 
     Args:
@@ -390,7 +422,7 @@ class _ByPlan(Function):
         pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
-        forward = _TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
+        forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
         out_TM = forward.run()
         received, kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
         # What a chunk keeps is a tensor, or a graph of its own.
@@ -416,7 +448,7 @@ class _ByPlan(Function):
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
-        backward = _TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
+        backward = TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM

@@ -169,9 +169,13 @@ class MoELayer(nn.Module):
 
     @property
     def _compiles(self) -> bool:
-        """Tells whether a compiler can take the layer in: all that it does are operators, one after the other."""
-        in_chunks = self.dispatcher.follows_plans and not self._plans.plans_nothing
-        return self.dispatcher.compiles and not (in_chunks or self.hooks or self.topology.mp.size > 1)
+        """Tells whether a compiler can take the layer in: all that it does are operators."""
+        plain = not (self.hooks or self.topology.mp.size > 1)
+        return self.dispatcher.compiles and plain and (not self._by_plan or self._plans.compiles)
+
+    @property
+    def _by_plan(self) -> bool:
+        return self.dispatcher.follows_plans and not self._plans.plans_nothing
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
@@ -207,7 +211,8 @@ class MoELayer(nn.Module):
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
-            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, self.checks.bad_logits(routing), aux)
+            bad = self.checks.bad_logits(routing)
+            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, bad, aux, self._by_plan)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)

@@ -211,7 +211,10 @@ def undisturbed() -> Iterator[None]:
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), _disable_current_modes(), hooks:
+    # So would operators, which run below autograd.
+    below = torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C._dispatch_tls_local_include_set(), below.remove(torch._C.DispatchKey.AutogradFunctionality)
+    with torch.inference_mode(False), _disable_current_modes(), hooks, torch._C._ForceDispatchKeyGuard(*keys):
         yield
 
 
@@ -276,6 +279,11 @@ class ScheduledPlans(LayerPlans):
     @property
     def plans_nothing(self) -> bool:
         return False
+
+    @property
+    def compiles(self) -> bool:
+        # In graphs collectives send; who names kernels that send by themselves wants these.
+        return super().compiles and self.schedule.policy != FUSED_POLICY
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
         assigned = self.to_follow()

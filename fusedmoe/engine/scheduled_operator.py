@@ -1,0 +1,278 @@
+"""The way through the experts by a plan as one operator: what a graph of `torch.compile` holds of a scheduled layer.
+
+    y_SM = through_experts(dispatcher, Routed(x_SM, layout, weight_SK), experts, bad)
+
+Tokens, router weights and parameters go in, sums of results come out; between them the ranks meet, find their plans and
+work by these in chunks, as without a compiler (`engine/collectives_dispatcher.py`). Whose ranks and plans is known when
+a graph runs: the operator gets the number of its dispatcher as a tensor, which a graph takes as it takes parameters. So
+one graph does for all layers that are alike, and plans may change under it. What the backward needs are results: tokens
+as received, what experts keep of their rows, and what the ranks have told each other, with one size for all that is a
+token's and one for all that is a pair's. The gradient is an operator of its own, which sends once there and back.
+
+No compiler computes it twice in a backward pass, but an activation checkpoint does, which sends twice then, unless it
+keeps the results (`fusedmoe.training.save_communication`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.exchange_operators import BAD_NUMBERS
+from fusedmoe.comm.exchange import ExchangeSizes, Sized
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.chunks import concatenated
+from fusedmoe.engine.collectives_dispatcher import (
+    Collectives,
+    RowBatch,
+    TokensBackward,
+    TokensForward,
+    dispatchers,
+)
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, weight_of_rows
+from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import gather_sum as kernels
+from fusedmoe.kernels.deduplicate import Received, sending
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout, LayoutTensors
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.step import pass_by_degree
+from fusedmoe.schedule.task import PHASES
+
+
+def through_experts(
+    dispatcher: Collectives, routed: Routed, experts: LocalExperts, bad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Does what `Collectives.by_operators` does, by the dispatcher's plans.
+
+    Args:
+        experts: by kernels of this library (`GroupedExperts`).
+        bad: how many numbers are not finite, a scalar; all ranks end where there are any.
+    Returns:
+        [S, M], and a zero whose gradient is the operator's: added to the loss it ties the ranks' exchange to that where
+        this rank has no tokens.
+    Saves for backward:
+        Received tokens, R·M, pre-activations of P pairs, P·H (gated 2·P·H), and 3·P numbers of pairs.
+    Raises:
+        RankError: on every rank, for numbers that are not finite on any; a rank fails or does not come.
+    """
+    chunk_experts = experts.in_chunks(routed.x_SM)
+    assert isinstance(chunk_experts, GroupedExperts)
+    weight_N, weights = weight_of_rows(routed.weight_SK, routed.layout), chunk_experts.weights
+    y_SM, zero, *_ = scheduled_experts(
+        routed.x_SM,
+        weight_N,
+        weights.w1,
+        weights.w2,
+        weights.b1,
+        weights.b2,
+        weights.b2_start,
+        chunk_experts.activation.name,
+        routed.layout.tensors,
+        bad,
+        torch.is_grad_enabled(),
+        dispatcher.topology.esp.size,
+        dispatcher.number,
+    )
+    return y_SM, zero
+
+
+class _Given(NamedTuple):
+    """The experts that an operator was given, as plans are found for them."""
+
+    experts: GroupedExperts
+
+    def in_chunks(self, x_SM: Tensor) -> GroupedExperts:
+        return self.experts
+
+
+def _dispatcher(number: Tensor) -> Collectives:
+    dispatcher = dispatchers.get(int(number))
+    if dispatcher is None:
+        raise ConfigError("scheduled_experts: the layer is gone; keep it until the backward pass has ended")
+    return dispatcher
+
+
+def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: Any) -> Assigned:
+    """Returns the plans to work by; one thing after the other where nothing is to overlap."""
+    assigned = dispatcher.plans(x_SM, exchange, _Given(experts))
+    if assigned is not None:
+        return assigned
+    kinds = runnable_kinds(Capabilities(dispatcher.topology.ep.size, dispatcher.topology.esp.size), "itself")
+    order = POLICIES["sequential"].order
+    return Assigned(Plans(*(pass_by_degree(order, kinds, 1, phase) for phase in PHASES)))
+
+
+@operator("scheduled_experts")
+def scheduled_experts(
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    activation: str,
+    layout: LayoutTensors,
+    bad: Tensor | None,
+    keep: bool,
+    shards: int,
+    number: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the sums of each token's results, a zero, and what a backward pass needs (nothing without `keep`).
+
+    Args:
+        weight_N: [N] router weights of the rows of the layout, which may end with padding.
+        bad: see `through_experts`.
+        shards: of an expert.   number: the dispatcher's.
+    Returns:
+        y_SM, zero, x_RM and h_PH of all chunks, weights and `Received` of pairs as received, `ExchangeSizes` on the
+        host, and there the number of chunks with what plans are found by.
+    """
+    dispatcher = _dispatcher(number)
+    with dispatcher.topology.guard("fusedmoe::scheduled_experts"):
+        refusal = BAD_NUMBERS if bad is not None and int(bad) else None
+        _, sent, exchange = dispatcher.meet(Routed(x_SM, Layout.of(layout), None, refusal))
+        experts = GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation)
+        run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), x_SM.device)
+        batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]
+        own_N = weight_N
+        if weight_N is not None:  # in the order in which pairs travel; padding does not
+            pairs_sent = exchange.pairs.sent
+            own_N = weight_N[:pairs_sent] if sent.row_N is None else weight_N[sent.row_N]
+        received, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
+        chunks = batch.chunks(received, degree)
+        weights = [None] * degree if weight_P is None else chunks.split(weight_P)
+        forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
+        forward.keep = keep
+        y_SM = kernels.gather_sum(forward.run(), chunks.layout)
+        zero = x_SM.new_zeros(())
+        sizes = torch.tensor(exchange.sizes.send_PC), torch.tensor(exchange.sizes.come_QPC)
+        known = torch.tensor([degree, exchange.most_pairs, exchange.share], dtype=torch.float64)
+        if not keep:
+            rows = x_SM.new_empty((0, x_SM.shape[1])), x_SM.new_empty((0, *w1.shape[1:-1]))
+            received = Received(*(number.new_empty(0, device=x_SM.device) for _ in range(2)))
+            weight_P = None if weight_P is None else weight_P.new_empty(0)
+        else:
+            chunks_kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
+            rows = tuple(map(concatenated, chunks_kept))  # type: ignore[assignment]
+        weight_P = x_SM.new_empty(0) if weight_P is None else weight_P.contiguous()
+        return y_SM, zero, *rows, weight_P, *received, *sizes, known
+
+
+@register_fake(scheduled_experts)
+def _(
+    x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_start: int, *others: Any
+) -> tuple[Tensor, ...]:
+    _, layout, _, keep, shards, _ = others
+    # How many come is known when the graph runs.
+    tokens, pairs = (torch.library.get_ctx().new_dynamic_size() if keep else 0 for _ in range(2))
+    counts_E, experts = layout[0], w1.shape[0]
+    send_PC = counts_E.new_empty((counts_E.shape[0] // experts, experts + 1), device="cpu")
+    return (
+        x_SM.new_empty((x_SM.shape[0], w2.shape[1])),
+        x_SM.new_empty(()),
+        x_SM.new_empty((tokens, x_SM.shape[1])),
+        x_SM.new_empty((pairs, *w1.shape[1:-1])),
+        x_SM.new_empty(0) if weight_N is None else weight_N.new_empty(pairs),
+        counts_E.new_empty(pairs),
+        counts_E.new_empty(pairs),
+        send_PC,
+        send_PC.new_empty((shards, *send_PC.shape)),
+        send_PC.new_empty(3, dtype=torch.float64),
+    )
+
+
+@operator("scheduled_experts_backward")
+def scheduled_experts_backward(
+    dy_SM: Tensor,
+    kept: list[Tensor],
+    rows: int | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    activation: str,
+    layout: LayoutTensors,
+    number: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None.
+
+    Args:
+        kept: what the forward pass returned for it.   rows: N; None: there were no weights.
+    """
+    x_RM, h_PH, weight_P, expert_P, token_P, send_PC, come_QPC, known = kept
+    dispatcher = _dispatcher(number)
+    topology = dispatcher.topology
+    with topology.guard("fusedmoe::scheduled_experts_backward"):
+        sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
+        grid, by_pairs = topology.expert_grid, layout[2] is None
+        ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
+        call = f"a graph with {dispatcher.name}"
+        exchange: Any = Sized(dispatcher.all_to_all, topology.esp, sizes, x_RM.device, by_pairs, call, ranks_QP)
+        exchange.most_pairs, exchange.share = int(known[1]), float(known[2])
+        sent = sending(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
+        experts = GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation)
+        run = dispatcher.run(_plans(dispatcher, x_RM, exchange, experts), x_RM.device)
+        # Ranks compare first what they call: another one may have no backward pass.
+        exchange.turn()
+        batch, received = RowBatch(sent, exchange, experts, run), Received(expert_P, token_P)
+        (_, degree), forward_degree = run.plans.degrees, int(known[0])
+        forward_chunks = batch.chunks(received, forward_degree)
+        chunks = forward_chunks if degree == forward_degree else batch.chunks(received, degree)
+        weights = [None] * degree if rows is None else chunks.split(weight_P)
+        x = x_RM.split([part.rows for part in forward_chunks.parts])
+        h = h_PH.split([chunk_layout.rows for chunk_layout in forward_chunks.received])
+        rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
+        backward = TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, x, h)
+        del rows_TM  # a chunk gives up what it has sent
+        dx_SM = kernels.gather_sum(backward.run(), chunks.layout)
+        dweight_N = x_RM.new_empty(0)
+        if rows is not None:
+            dweights = [chunk.weight_R.to(weight_P.dtype) for chunk in backward.own.values()]  # type: ignore[union-attr]
+            dweight_N = exchange.return_weights(chunks.join(dweights), sent.row_N, rows).contiguous()
+        totals = backward.totals[backward.layer]
+        assert totals is not None
+        given = zip(totals, (w1, w2, b1, b2), strict=True)
+        grads = (x_RM.new_empty(0) if p is None or total is None else total.to(p.dtype) for total, p in given)
+        return dx_SM, dweight_N, *grads  # type: ignore[return-value]
+
+
+@register_fake(scheduled_experts_backward)
+def _(dy_SM: Tensor, kept: list[Tensor], rows: int | None, *others: Any) -> tuple[Tensor, ...]:
+    x_RM, _, weight_P, *_ = kept
+    dweight_N = x_RM.new_empty(0) if rows is None else weight_P.new_empty(rows)
+    grads = (x_RM.new_empty(0) if p is None else torch.empty_like(p) for p in others[:4])
+    return x_RM.new_empty((dy_SM.shape[0], x_RM.shape[1])), dweight_N, *grads
+
+
+def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    x_SM, weight_N, *parameters, ctx.b2_start, ctx.activation, layout, _, keep, _, number = inputs
+    y_SM, _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    # Ranks without tokens have a gradient of the zero alone: they go back with the others.
+    ctx.set_materialize_grads(False)
+    ctx.rows, ctx.size = None if weight_N is None else weight_N.shape[0], y_SM.shape
+    ctx.save_for_backward(*parameters, number, *layout, *kept)
+
+
+def _gradients(ctx: Any, dy_SM: Tensor | None, dzero: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    w1, w2, b1, b2, number, *saved = ctx.saved_tensors
+    layout, kept = saved[:5], saved[5:]
+    if dy_SM is None:
+        if dzero is None:
+            return (None,) * 13
+        dy_SM = w2.new_zeros(ctx.size, dtype=kept[0].dtype)
+    given = (ctx.rows, w1, w2, b1, b2, ctx.b2_start, ctx.activation, layout, number)
+    dx_SM, dweight_N, dw1, dw2, db1, db2 = scheduled_experts_backward(dy_SM, kept, *given)
+    dweight_N, db1 = None if ctx.rows is None else dweight_N, None if b1 is None else db1
+    return dx_SM, dweight_N, dw1, dw2, db1, None if b2 is None else db2, *(None,) * 7
+
+
+register_gradient(scheduled_experts, _gradients, _keep)
