@@ -90,6 +90,7 @@ class Collectives(Dispatcher):
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
+        local: experts by autograd, as an operator finds them; those by kernels it is given.
         number: by which operators find it when a graph runs, a scalar on the host.
         streams: on which chunks overlap on CUDA; None: on one.
     """
@@ -103,6 +104,7 @@ class Collectives(Dispatcher):
     name: str = "MoELayer"
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
+    local: LocalExperts | None = None
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
@@ -213,13 +215,22 @@ class Collectives(Dispatcher):
         return y_0M, loss + zero
 
     def by_operators(
-        self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
+        self,
+        routed: Routed,
+        experts: Callable[[Tensor, Layout, Tensor | None], Tensor],
+        bad: Tensor | None = None,
+        by_plan: bool = False,
     ) -> Tensor:
         """Does all that a layer does between gate and shared expert by operators, sizes included, for graphs.
 
         Args:
             bad: how many router logits are not finite, a scalar; all ranks end where there are any.
+            by_plan: by this dispatcher's plans, as `scheduled_operator.through_experts` takes experts.
         """
+        if by_plan:
+            from fusedmoe.engine.scheduled_operator import through_experts  # made of what is here
+
+            return through_experts(self, routed, experts, bad)[0]  # type: ignore[arg-type]
         weight_N = weight_of_rows(routed.weight_SK, routed.layout)
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)

@@ -51,7 +51,8 @@ def through_experts(
     """Does what `Collectives.by_operators` does, by the dispatcher's plans.
 
     Args:
-        experts: by kernels of this library (`GroupedExperts`).
+        experts: by kernels of this library (`GroupedExperts`), or by autograd with four parameters at most and as
+            `dispatcher.local`, which the backward computes again. Others go without a plan.
         bad: how many numbers are not finite, a scalar; all ranks end where there are any.
     Returns:
         [S, M], and a zero whose gradient is the operator's: added to the loss it ties the ranks' exchange to that where
@@ -62,17 +63,19 @@ def through_experts(
         RankError: on every rank, for numbers that are not finite on any; a rank fails or does not come.
     """
     chunk_experts = experts.in_chunks(routed.x_SM)
-    assert isinstance(chunk_experts, GroupedExperts)
-    weight_N, weights = weight_of_rows(routed.weight_SK, routed.layout), chunk_experts.weights
+    own = [None if p is None else getattr(p, "to_local", lambda p=p: p)() for p in chunk_experts.parameters]
+    if isinstance(chunk_experts, GroupedExperts):
+        b2_start, activation = chunk_experts.weights.b2_start, chunk_experts.activation.name
+    elif dispatcher.local is None or len(own) > 4:
+        return dispatcher.by_operators(routed, experts, bad), routed.x_SM.new_zeros(())
+    else:
+        own, b2_start, activation = own + [None] * (4 - len(own)), 0, ""
     y_SM, zero, *_ = scheduled_experts(
         routed.x_SM,
-        weight_N,
-        weights.w1,
-        weights.w2,
-        weights.b1,
-        weights.b2,
-        weights.b2_start,
-        chunk_experts.activation.name,
+        weight_of_rows(routed.weight_SK, routed.layout),
+        *own,
+        b2_start,
+        activation,
         routed.layout.tensors,
         bad,
         torch.is_grad_enabled(),
