@@ -90,7 +90,8 @@ class Collectives(Dispatcher):
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
-        local: experts by autograd, as an operator finds them; those by kernels it is given.
+        local: experts by autograd, as operators find them, called with rows, layout and weights; those by kernels they
+            are given.
         number: by which operators find it when a graph runs, a scalar on the host.
         streams: on which chunks overlap on CUDA; None: on one.
     """
@@ -104,7 +105,7 @@ class Collectives(Dispatcher):
     name: str = "MoELayer"
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
-    local: LocalExperts | None = None
+    local: nn.Module | None = None
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
@@ -195,19 +196,8 @@ class Collectives(Dispatcher):
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
-    def in_graph(
-        self, routed: Routed, experts: Any, bad: Tensor | None, loss: Tensor, by_plan: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange.
-
-        Args:
-            by_plan: by plans of this dispatcher's, with experts by kernels of this library.
-        """
-        if by_plan:
-            from fusedmoe.engine.scheduled_operator import through_experts  # made of what is here
-
-            y_SM, zero = through_experts(self, routed, experts, bad)
-            return y_SM, loss if len(y_SM) else loss + zero
+    def in_graph(self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange."""
         if len(routed.x_SM):
             return self.by_operators(routed, experts, bad), loss
         y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
@@ -215,22 +205,13 @@ class Collectives(Dispatcher):
         return y_0M, loss + zero
 
     def by_operators(
-        self,
-        routed: Routed,
-        experts: Callable[[Tensor, Layout, Tensor | None], Tensor],
-        bad: Tensor | None = None,
-        by_plan: bool = False,
+        self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
     ) -> Tensor:
         """Does all that a layer does between gate and shared expert by operators, sizes included, for graphs.
 
         Args:
             bad: how many router logits are not finite, a scalar; all ranks end where there are any.
-            by_plan: by this dispatcher's plans, as `scheduled_operator.through_experts` takes experts.
         """
-        if by_plan:
-            from fusedmoe.engine.scheduled_operator import through_experts  # made of what is here
-
-            return through_experts(self, routed, experts, bad)[0]  # type: ignore[arg-type]
         weight_N = weight_of_rows(routed.weight_SK, routed.layout)
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)

@@ -1,6 +1,6 @@
 """The way through the experts by a plan as one operator: what a graph of `torch.compile` holds of a scheduled layer.
 
-    y_SM = through_experts(dispatcher, Routed(x_SM, layout, weight_SK), experts, bad)
+    y_SM, _ = through_experts_in_graph(dispatcher, Routed(x_SM, layout, weight_SK), experts, bad)
 
 Tokens, router weights and parameters go in, sums of results come out; between them the ranks meet, find their plans and
 work by these in chunks, as without a compiler (`engine/collectives_dispatcher.py`). Whose ranks and plans is known when
@@ -15,6 +15,8 @@ keeps the results (`fusedmoe.training.save_communication`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.exchange_operators import BAD_NUMBERS
 from fusedmoe.comm.exchange import ExchangeSizes, Sized
-from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals
 from fusedmoe.engine.chunks import concatenated
 from fusedmoe.engine.collectives_dispatcher import (
     Collectives,
@@ -36,7 +38,7 @@ from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, sending
-from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import operator, recording, register_fake, register_gradient
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -45,14 +47,14 @@ from fusedmoe.schedule.step import pass_by_degree
 from fusedmoe.schedule.task import PHASES
 
 
-def through_experts(
+def through_experts_in_graph(
     dispatcher: Collectives, routed: Routed, experts: LocalExperts, bad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Does what `Collectives.by_operators` does, by the dispatcher's plans.
 
     Args:
-        experts: by kernels of this library (`GroupedExperts`), or by autograd with four parameters at most and as
-            `dispatcher.local`, which the backward computes again. Others go without a plan.
+        experts: by kernels of this library (`GroupedExperts`), or `dispatcher.local` with four parameters at most. The
+            backward computes the latter again, for an operator keeps no graph. Others go without a plan.
         bad: how many numbers are not finite, a scalar; all ranks end where there are any.
     Returns:
         [S, M], and a zero whose gradient is the operator's: added to the loss it ties the ranks' exchange to that where
@@ -63,7 +65,7 @@ def through_experts(
         RankError: on every rank, for numbers that are not finite on any; a rank fails or does not come.
     """
     chunk_experts = experts.in_chunks(routed.x_SM)
-    own = [None if p is None else getattr(p, "to_local", lambda p=p: p)() for p in chunk_experts.parameters]
+    own = [None if parameter is None else _local(parameter) for parameter in chunk_experts.parameters]
     if isinstance(chunk_experts, GroupedExperts):
         b2_start, activation = chunk_experts.weights.b2_start, chunk_experts.activation.name
     elif dispatcher.local is None or len(own) > 4:
@@ -79,19 +81,76 @@ def through_experts(
         routed.layout.tensors,
         bad,
         torch.is_grad_enabled(),
+        dispatcher.topology.ep.size,
         dispatcher.topology.esp.size,
         dispatcher.number,
     )
     return y_SM, zero
 
 
+class _AutogradAgain:
+    """Experts by autograd, whose graph is made once more in the backward pass: an operator keeps tensors alone."""
+
+    any_degree = True
+
+    def __init__(self, experts: ChunkExperts) -> None:
+        self._experts, self.parameters = experts, experts.parameters
+
+    def for_backward(self) -> _AutogradAgain:
+        return self
+
+    def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        with recording():
+            y_RM, _ = self._experts.forward(x_RM, layout, weight_R)
+        return y_RM, x_RM.new_empty((layout.rows, 0))
+
+    def backward(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+    ) -> tuple[Tensor, Tensor | None, Totals]:
+        with recording():
+            _, graph = self._experts.forward(x_RM, layout, weight_R)
+            return self._experts.backward(dy_RM, x_RM, graph, layout, weight_R, totals)
+
+    def backward_rows(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Rest]:
+        with recording():
+            _, graph = self._experts.forward(x_RM, layout, weight_R)
+            return self._experts.backward_rows(dy_RM, x_RM, graph, layout, weight_R)
+
+
 class _Given(NamedTuple):
-    """The experts that an operator was given, as plans are found for them."""
+    """The experts of an operator, as plans are found for them."""
 
-    experts: GroupedExperts
+    experts: ChunkExperts
 
-    def in_chunks(self, x_SM: Tensor) -> GroupedExperts:
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         return self.experts
+
+
+def _experts(dispatcher: Collectives, own: Sequence[Tensor | None], b2_start: int, how: str) -> ChunkExperts:
+    """Makes the experts of an operator of what it was given."""
+    w1, w2, b1, b2 = own
+    if how:
+        assert w1 is not None and w2 is not None
+        return GroupedExperts(Weights(w1, w2, b1, b2, b2_start), how)
+    module = dispatcher.local
+    assert module is not None
+    # The graph's, not the module's: where these are sharded, a graph has this rank's part.
+    leaves = [tensor.detach().requires_grad_() for tensor in own if tensor is not None]
+    parameters = dict(zip((name for name, _ in module.named_parameters()), leaves, strict=True))
+
+    def compute(x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> Tensor:
+        y_RM: Tensor = torch.func.functional_call(module, parameters, (x_RM, layout, weight_R))
+        return y_RM
+
+    return _AutogradAgain(AutogradExperts(compute, leaves))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _dispatcher(number: Tensor) -> Collectives:
@@ -101,9 +160,10 @@ def _dispatcher(number: Tensor) -> Collectives:
     return dispatcher
 
 
-def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: Any) -> Assigned:
+def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: ChunkExperts) -> Assigned:
     """Returns the plans to work by; one thing after the other where nothing is to overlap."""
-    assigned = dispatcher.plans(x_SM, exchange, _Given(experts))
+    given: Any = _Given(experts)
+    assigned = dispatcher.plans(x_SM, exchange, given)
     if assigned is not None:
         return assigned
     kinds = runnable_kinds(Capabilities(dispatcher.topology.ep.size, dispatcher.topology.esp.size), "itself")
@@ -115,8 +175,8 @@ def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: Any) -
 def scheduled_experts(
     x_SM: Tensor,
     weight_N: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     b2_start: int,
@@ -124,6 +184,7 @@ def scheduled_experts(
     layout: LayoutTensors,
     bad: Tensor | None,
     keep: bool,
+    peers: int,
     shards: int,
     number: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -131,8 +192,10 @@ def scheduled_experts(
 
     Args:
         weight_N: [N] router weights of the rows of the layout, which may end with padding.
-        bad: see `through_experts`.
-        shards: of an expert.   number: the dispatcher's.
+        bad: see `through_experts_in_graph`.
+        w1, w2, b1, b2: as in `Weights`; of experts by autograd their parameters, in order.
+        activation: a name of `fusedmoe.kernels.activation.ACTIVATIONS`; "" has autograd compute.
+        peers, shards: ranks that experts are split over, and of an expert.   number: the dispatcher's.
     Returns:
         y_SM, zero, x_RM and h_PH of all chunks, weights and `Received` of pairs as received, `ExchangeSizes` on the
         host, and there the number of chunks with what plans are found by.
@@ -141,7 +204,7 @@ def scheduled_experts(
     with dispatcher.topology.guard("fusedmoe::scheduled_experts"):
         refusal = BAD_NUMBERS if bad is not None and int(bad) else None
         _, sent, exchange = dispatcher.meet(Routed(x_SM, Layout.of(layout), None, refusal))
-        experts = GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation)
+        experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation)
         run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), x_SM.device)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]
         own_N = weight_N
@@ -158,7 +221,7 @@ def scheduled_experts(
         sizes = torch.tensor(exchange.sizes.send_PC), torch.tensor(exchange.sizes.come_QPC)
         known = torch.tensor([degree, exchange.most_pairs, exchange.share], dtype=torch.float64)
         if not keep:
-            rows = x_SM.new_empty((0, x_SM.shape[1])), x_SM.new_empty((0, *w1.shape[1:-1]))
+            rows = x_SM.new_empty((0, x_SM.shape[1])), x_SM.new_empty((0, *_kept_shape(w1, activation)))
             received = Received(*(number.new_empty(0, device=x_SM.device) for _ in range(2)))
             weight_P = None if weight_P is None else weight_P.new_empty(0)
         else:
@@ -168,20 +231,25 @@ def scheduled_experts(
         return y_SM, zero, *rows, weight_P, *received, *sizes, known
 
 
+def _kept_shape(w1: Any, activation: str) -> tuple[int, ...]:
+    """Returns the shape of what experts keep of a row."""
+    return tuple(w1.shape[1:-1]) if activation else (0,)
+
+
 @register_fake(scheduled_experts)
 def _(
-    x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_start: int, *others: Any
+    x_SM: Tensor, weight_N: Any, w1: Any, w2: Any, b1: Any, b2: Any, b2_start: int, activation: str, *others: Any
 ) -> tuple[Tensor, ...]:
-    _, layout, _, keep, shards, _ = others
+    layout, _, keep, peers, shards, _ = others
     # How many come is known when the graph runs.
     tokens, pairs = (torch.library.get_ctx().new_dynamic_size() if keep else 0 for _ in range(2))
-    counts_E, experts = layout[0], w1.shape[0]
-    send_PC = counts_E.new_empty((counts_E.shape[0] // experts, experts + 1), device="cpu")
+    counts_E = layout[0]
+    send_PC = counts_E.new_empty((peers, counts_E.shape[0] // peers + 1), device="cpu")
     return (
-        x_SM.new_empty((x_SM.shape[0], w2.shape[1])),
+        x_SM.new_empty((x_SM.shape[0], w2.shape[1] if activation else x_SM.shape[1])),
         x_SM.new_empty(()),
         x_SM.new_empty((tokens, x_SM.shape[1])),
-        x_SM.new_empty((pairs, *w1.shape[1:-1])),
+        x_SM.new_empty((pairs, *_kept_shape(w1, activation))),
         x_SM.new_empty(0) if weight_N is None else weight_N.new_empty(pairs),
         counts_E.new_empty(pairs),
         counts_E.new_empty(pairs),
@@ -196,8 +264,8 @@ def scheduled_experts_backward(
     dy_SM: Tensor,
     kept: list[Tensor],
     rows: int | None,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     b2_start: int,
@@ -221,7 +289,8 @@ def scheduled_experts_backward(
         exchange: Any = Sized(dispatcher.all_to_all, topology.esp, sizes, x_RM.device, by_pairs, call, ranks_QP)
         exchange.most_pairs, exchange.share = int(known[1]), float(known[2])
         sent = sending(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
-        experts = GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation)
+        own = w1, w2, b1, b2
+        experts = _experts(dispatcher, own, b2_start, activation)
         run = dispatcher.run(_plans(dispatcher, x_RM, exchange, experts), x_RM.device)
         # Ranks compare first what they call: another one may have no backward pass.
         exchange.turn()
@@ -242,8 +311,11 @@ def scheduled_experts_backward(
             dweight_N = exchange.return_weights(chunks.join(dweights), sent.row_N, rows).contiguous()
         totals = backward.totals[backward.layer]
         assert totals is not None
-        given = zip(totals, (w1, w2, b1, b2), strict=True)
-        grads = (x_RM.new_empty(0) if p is None or total is None else total.to(p.dtype) for total, p in given)
+        # Parameters that no row of this rank has used have no gradient by autograd.
+        grads = [
+            x_RM.new_empty(0) if p is None else torch.zeros_like(p) if total is None else _local(total).to(p.dtype)
+            for total, p in zip_longest(totals, own)
+        ]
         return dx_SM, dweight_N, *grads  # type: ignore[return-value]
 
 
@@ -256,13 +328,13 @@ def _(dy_SM: Tensor, kept: list[Tensor], rows: int | None, *others: Any) -> tupl
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    x_SM, weight_N, *parameters, ctx.b2_start, ctx.activation, layout, _, keep, _, number = inputs
+    _, weight_N, w1, w2, b1, b2, ctx.b2_start, ctx.activation, layout, *_, number = inputs
     y_SM, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     # Ranks without tokens have a gradient of the zero alone: they go back with the others.
     ctx.set_materialize_grads(False)
     ctx.rows, ctx.size = None if weight_N is None else weight_N.shape[0], y_SM.shape
-    ctx.save_for_backward(*parameters, number, *layout, *kept)
+    ctx.save_for_backward(w1, w2, b1, b2, number, *layout, *kept)
 
 
 def _gradients(ctx: Any, dy_SM: Tensor | None, dzero: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -270,12 +342,13 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, dzero: Tensor | None, *_: Any) ->
     layout, kept = saved[:5], saved[5:]
     if dy_SM is None:
         if dzero is None:
-            return (None,) * 13
-        dy_SM = w2.new_zeros(ctx.size, dtype=kept[0].dtype)
+            return (None,) * 14
+        dy_SM = kept[0].new_zeros(ctx.size)
     given = (ctx.rows, w1, w2, b1, b2, ctx.b2_start, ctx.activation, layout, number)
     dx_SM, dweight_N, dw1, dw2, db1, db2 = scheduled_experts_backward(dy_SM, kept, *given)
-    dweight_N, db1 = None if ctx.rows is None else dweight_N, None if b1 is None else db1
-    return dx_SM, dweight_N, dw1, dw2, db1, None if b2 is None else db2, *(None,) * 7
+    given_grads = zip((w1, w2, b1, b2), (dw1, dw2, db1, db2), strict=True)
+    grads = (None if parameter is None else grad for parameter, grad in given_grads)
+    return dx_SM, None if ctx.rows is None else dweight_N, *grads, *(None,) * 8
 
 
 register_gradient(scheduled_experts, _gradients, _keep)

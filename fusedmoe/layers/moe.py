@@ -212,7 +212,14 @@ class MoELayer(nn.Module):
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
             bad = self.checks.bad_logits(routing)
-            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, bad, aux, self._by_plan)
+            if self._by_plan:
+                from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+
+                y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, bad)
+                # Gradients of the loss go through the exchange, where this rank has no others.
+                aux = aux if len(y_SM) else aux + zero
+            else:
+                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, bad, aux)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)

@@ -23,6 +23,7 @@ from fusedmoe.engine.dispatcher import LocalExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.derivatives import recording
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, rounded
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -211,10 +212,7 @@ def undisturbed() -> Iterator[None]:
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    # So would operators, which run below autograd.
-    below = torch._C._dispatch_tls_local_exclude_set()
-    keys = torch._C._dispatch_tls_local_include_set(), below.remove(torch._C.DispatchKey.AutogradFunctionality)
-    with torch.inference_mode(False), _disable_current_modes(), hooks, torch._C._ForceDispatchKeyGuard(*keys):
+    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
         yield
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
@@ -55,7 +54,8 @@ def step(blocks: nn.Module, x: Tensor, layers: list[fusedmoe.MoELayer]) -> dict[
     blocks.zero_grad(set_to_none=True)
     (y.square().sum() + sum(layer.aux_loss for layer in layers)).backward()
     assert x.grad is not None
-    return {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in blocks.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in blocks.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **grads}
 
 
 def differences(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
@@ -89,6 +89,8 @@ def compiled_blocks(
             x = torch.randn(size + 3 * rank, M, dtype=torch.float64)
             worst = max(worst, differences(step(blocks, x, layers), step(plain, x, off)))
         found[name] = counter.frame_count, worst
+        targets = {node.target for graph in counter.graphs for node in graph.graph.nodes}
+        assert (torch.ops.fusedmoe.scheduled_experts.default in targets) == (schedule != "off")
     return found
 
 
@@ -237,9 +239,9 @@ def check_the_operator(rank: int, world: int) -> None:
         same = *weights, 0, "gelu", layout.tensors
         operators = torch.ops.fusedmoe
         torch.library.opcheck(
-            operators.scheduled_experts.default, (*given, *same, torch.tensor(0), True, 1, number), test_utils=tests
+            operators.scheduled_experts.default, (*given, *same, torch.tensor(0), True, 2, 1, number), test_utils=tests
         )
-        y, _, *kept = scheduled_operator.scheduled_experts(*given, *same, None, True, 1, number)
+        y, _, *kept = scheduled_operator.scheduled_experts(*given, *same, None, True, 2, 1, number)
         kept = [tensor.detach() for tensor in kept]
         torch.library.opcheck(
             operators.scheduled_experts_backward.default,
@@ -257,5 +259,5 @@ def test_a_layer_that_is_gone() -> None:
     weights = torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, None, 0, "gelu"
     with pytest.raises(fusedmoe.ConfigError, match="scheduled_experts: the layer is gone"):
         scheduled_operator.scheduled_experts(
-            torch.ones(1, 1), None, *weights, layout.tensors, None, True, 1, torch.tensor(-1)
+            torch.ones(1, 1), None, *weights, layout.tensors, None, True, 1, 1, torch.tensor(-1)
         )
