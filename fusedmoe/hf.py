@@ -35,7 +35,17 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
+from fusedmoe.dispatchers import (
+    AutogradExperts,
+    ChunkExperts,
+    Collectives,
+    GroupedExperts,
+    InputChecks,
+    Routed,
+    no_plans,
+    not_finite,
+    through_experts_in_graph,
+)
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 
@@ -160,21 +170,12 @@ def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
-
-    def parameter(name: str) -> Tensor | None:
-        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
-        return None if value is None else value.to(x_TH.dtype)
-
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
-    assert up is not None and down is not None
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
-    activation = fused_activation(experts)
-    if activation is not None:
-        halves = (2,) if experts.has_gate else ()
-        w1 = up.reshape(len(up), *halves, -1, up.shape[2])
-        b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
-        return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
+    fused = fused_weights(experts, x_TH.dtype)
+    if fused is not None:
+        return ops.experts(x_TH, layout, weight_N, *fused)
+    up, up_bias, down, down_bias = _parameters(experts, x_TH.dtype)
+    assert up is not None and down is not None
     # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
     transposed = not experts.is_transposed
     rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
@@ -189,6 +190,26 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
     return ops.unpermute(rows_NH, layout)
+
+
+def _parameters(experts: Any, dtype: torch.dtype) -> list[Tensor | None]:
+    """Returns a module's projections and their biases, up and down, in a dtype."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    names = (name, f"{name}_bias", "down_proj", "down_proj_bias")
+    values = (getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None for name in names)
+    return [None if value is None else value.to(dtype) for value in values]
+
+
+def fused_weights(experts: Any, dtype: torch.dtype) -> tuple[ops.Weights, str] | None:
+    """Returns weights and activation of a network that is one operation of ours; None for others."""
+    activation = fused_activation(experts)
+    if activation is None:
+        return None
+    up, up_bias, down, down_bias = _parameters(experts, dtype)
+    assert up is not None and down is not None
+    w1 = up.reshape(len(up), *((2,) if experts.has_gate else ()), -1, up.shape[2])
+    b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
+    return ops.Weights(w1, down, b1, down_bias), activation
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
@@ -263,17 +284,19 @@ def check_experts(experts: Any) -> None:
             )
 
 
-class _LocalExperts:
+class _LocalExperts(nn.Module):
     """The experts of this rank as dispatchers call them."""
 
     def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
         self._experts = experts
 
-    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    def forward(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         return compute(self._experts, x_SM, layout, weight_N)
 
-    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
-        return AutogradExperts(self, list(self._experts.parameters()))
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        weights = fused_weights(self._experts, x_SM.dtype)
+        return AutogradExperts(self, list(self._experts.parameters())) if weights is None else GroupedExperts(*weights)
 
 
 class ExpertParallel(EPImplementation):
@@ -294,12 +317,13 @@ class ExpertParallel(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         check_experts(experts)
         self._experts: Any = experts
+        self._local = _LocalExperts(experts)
         self._topology = Topology.from_group(ep_mesh.get_group())
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         all_to_all = ops.make_all_to_all("direct", self._topology)
         # Layers are numbered, so that ranks that call different ones find out.
-        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf")
+        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf", local=self._local)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
@@ -311,7 +335,11 @@ class ExpertParallel(EPImplementation):
         bad = self._checks.of_given(hidden_states, top_k_weights)
         x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
         layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
-        y_TH = self._exchange.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        routed = Routed(x_TH, layout, top_k_weights)
+        if self._exchange.plans is no_plans:
+            y_TH = self._exchange.by_operators(routed, self._local, bad)
+        else:
+            y_TH, _ = through_experts_in_graph(self._exchange, routed, self._local, bad)
         return y_TH.to(hidden_states.dtype)
 
     @torch.compiler.disable
@@ -326,7 +354,7 @@ class ExpertParallel(EPImplementation):
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         routed = Routed(x_TH, layout, weight_TK, refusal)
-        y_TH = self._exchange.through_experts(routed, _LocalExperts(experts))
+        y_TH = self._exchange.through_experts(routed, self._local)
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
 

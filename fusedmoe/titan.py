@@ -32,8 +32,19 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import Collectives, Dispatcher, Handle, InputChecks, Local, LocalExperts, Routed
+from fusedmoe import Topology, dispatchers, ops
+from fusedmoe.dispatchers import (
+    AutogradExperts,
+    Collectives,
+    Dispatcher,
+    Handle,
+    InputChecks,
+    Local,
+    LocalExperts,
+    Routed,
+    no_plans,
+    through_experts_in_graph,
+)
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import KEPT_OPERATORS
 
@@ -73,6 +84,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         self._timeout_s = config.timeout_s
         self._dispatcher: Dispatcher = Local()
+        self.experts: torch.nn.Module | None = None
         self._checks = InputChecks(Topology(), "fusedmoe.titan")
 
     def init_buffer(self) -> None:
@@ -80,7 +92,11 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         if self.ep_mesh is not None:
             topology = Topology.from_group(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
             self._checks = InputChecks(topology, "fusedmoe.titan")
-            self._dispatcher = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.titan")
+            all_to_all, local = ops.make_all_to_all("direct", topology), self.experts
+            # Such experts share their biases by how their parameters lie, of which an operator sees nothing.
+            if isinstance(local, FusedGptOssExperts) and _tensor_parallel_ranks(local.mlp1_weight_EGD) > 1:
+                local = None
+            self._dispatcher = Collectives(topology, all_to_all, name="fusedmoe.titan", local=local)
 
     def dispatch(
         self,
@@ -132,6 +148,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         layout = ops.order(topk_expert_ids_TK, self.num_experts)
         routed = Routed(x_TD, layout, topk_scores_TK)
         if isinstance(self._dispatcher, Collectives):
+            if self._dispatcher.plans is not no_plans and torch.compiler.is_compiling():
+                return through_experts_in_graph(self._dispatcher, routed, experts, bad)[0]
             return self._dispatcher.by_operators(routed, experts, bad)
         return self._dispatcher.through_experts(routed, experts)
 
@@ -145,8 +163,15 @@ class FusedExperts(GroupedExperts):
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
-        parts = [_local(parameter) for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
-        return ops.experts_in_parts(x_SD, layout, score_N, parts, _PARTS, "swiglu")
+        return ops.experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
+
+    def in_chunks(self, x_SD: Tensor) -> dispatchers.GroupedExperts:
+        """Returns the same experts as plans call them."""
+        w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
+        return dispatchers.GroupedExperts(ops.Weights(w13, w2_EDF), "swiglu")
+
+    def _parts(self) -> list[Tensor]:
+        return [_local(parameter) for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
 
 
 class FusedGptOssExperts(GptOssGroupedExperts):
@@ -174,6 +199,10 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         rows_ND = ops.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         return ops.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
 
+    def in_chunks(self, x_SD: Tensor) -> AutogradExperts:
+        """Returns the same experts as plans call them."""
+        return AutogradExperts(self, list(self.parameters()))
+
 
 class FusedRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine as one.
@@ -188,6 +217,10 @@ class FusedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         inner_experts: FusedExperts.Config | FusedGptOssExperts.Config
         token_dispatcher: TokenDispatcher.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.token_dispatcher.experts = self.inner_experts
 
     def forward(
         self,

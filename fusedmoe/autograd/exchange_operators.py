@@ -48,6 +48,9 @@ _ways: dict[str, WeakSet[Way]] = {}
 _crossings: WeakValueDictionary[str, Crossing] = WeakValueDictionary()
 _new_number = count()
 
+#: Why a rank of a graph refuses.
+BAD_NUMBERS = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
+
 
 class Way:
     """The ranks and the algorithm by which rows of a layer travel, under a name for as long as somebody holds it.
@@ -218,8 +221,7 @@ def meet(
     """
     found = _way(way, "meet")
     with found.topology.guard("fusedmoe::meet"):
-        text = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
-        refusal = None if bad is None else Bad(bad, text)
+        refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
         made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal, tokens_W)
     return torch.tensor(made.sizes.send_PC), torch.tensor(made.sizes.come_QPC)
 

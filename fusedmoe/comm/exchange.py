@@ -144,6 +144,19 @@ class ExchangeSizes(NamedTuple):
         return self.come_QPC[..., -self.micro_batches :]
 
 
+class Cut(NamedTuple):
+    """An exchange in chunks.
+
+    Attributes:
+        parts: the collectives of each chunk.
+        sent_Gi, come_Gi: rows of each segment, as they lie without chunks, in each chunk: those sent, and received.
+    """
+
+    parts: list[Part]
+    sent_Gi: np.ndarray
+    come_Gi: np.ndarray
+
+
 class Sized(Part):
     """An exchange whose sizes are known: the collectives of its tokens and, as `pairs`, those of its pairs.
 
@@ -196,6 +209,26 @@ class Sized(Part):
         """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
         traffic = self.algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
         return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
+
+    def cut(self, degree: int) -> Cut:
+        """Splits the exchange into `degree` parts, each with its share (`share`) of the tokens of every rank for every
+        rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
+
+        Collective for two-level algorithms.
+        """
+        if self._forwarding is not None:
+            traffics, come_iQP = self._forwarding.chunks(degree)
+            chunks = zip(traffics, come_iQP, strict=True)
+            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
+            sent_iG = np.array([traffic.send for traffic in traffics])
+            return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
+        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
+        if self.by_pairs:
+            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
+        sends, comes = ([share(of, i, degree) for i in range(degree)] for of in (send_Pp, come_QPp))
+        parts = [self.part(send.sum(1), come.sum(2)) for send, come in zip(sends, comes, strict=True)]
+        sent_Gi, come_Gi = (np.stack(of, -1).reshape(-1, degree) for of in (sends, comes))
+        return Cut(parts, sent_Gi, come_Gi)
 
     def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
@@ -395,39 +428,6 @@ class Exchange(Sized):
             forwarding = Forwarding(algorithm, esp, hop, tokens_Wp, told.come_QPp.sum(2))
         by_pairs = by_pairs or tokens_Wp is None
         super().__init__(algorithm, esp, told, counts_E.device, by_pairs, call, ranks_QP, forwarding)
-
-    def cut(self, degree: int) -> Cut:
-        """Splits the exchange into `degree` parts, each with its share (`share`) of the tokens of every rank for every
-        rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
-
-        Collective for two-level algorithms.
-        """
-        if self._forwarding is not None:
-            traffics, come_iQP = self._forwarding.chunks(degree)
-            chunks = zip(traffics, come_iQP, strict=True)
-            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
-            sent_iG = np.array([traffic.send for traffic in traffics])
-            return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
-        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
-        if self.by_pairs:
-            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        sends, comes = ([share(of, i, degree) for i in range(degree)] for of in (send_Pp, come_QPp))
-        parts = [self.part(send.sum(1), come.sum(2)) for send, come in zip(sends, comes, strict=True)]
-        sent_Gi, come_Gi = (np.stack(of, -1).reshape(-1, degree) for of in (sends, comes))
-        return Cut(parts, sent_Gi, come_Gi)
-
-
-class Cut(NamedTuple):
-    """An exchange in chunks.
-
-    Attributes:
-        parts: the collectives of each chunk.
-        sent_Gi, come_Gi: rows of each segment, as they lie without chunks, in each chunk: those sent, and received.
-    """
-
-    parts: list[Part]
-    sent_Gi: np.ndarray
-    come_Gi: np.ndarray
 
 
 def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:

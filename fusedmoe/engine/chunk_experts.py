@@ -80,6 +80,8 @@ class ChunkExperts(Protocol):
 class GroupedExperts:
     """Feed-forward experts by their own kernels. A chunk keeps its pre-activations.
 
+    Args:
+        learns: w1, w2, b1 and b2 that have gradients; None: those that require them.
     Attributes:
         wanted: the gradients that are computed: those of rows and router weights, which go back to other ranks in any
             case, and those of parameters that have one.
@@ -87,12 +89,12 @@ class GroupedExperts:
 
     any_degree = True
 
-    def __init__(self, weights: Weights, activation: str) -> None:
+    def __init__(self, weights: Weights, activation: str, learns: Sequence[bool] | None = None) -> None:
         # Once for all chunks: kernels would copy matrices with other strides in each of them.
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
-        self.wanted = Wanted(True, True, *(p is not None and p.requires_grad for p in self.parameters))
+        self.wanted = Wanted(True, True, *(learning(self.parameters) if learns is None else learns))
         self.keeps_rows = self.wanted.w1
 
     def for_backward(self) -> GroupedExperts:
@@ -130,6 +132,11 @@ class GroupedExperts:
         """The second half of `backward`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.wanted)
         return experts_backward_weights(dy_RM, x_RM, left, *given).parameters
+
+
+def learning(parameters: Sequence[Tensor | None]) -> list[bool]:
+    """Tells which parameters have gradients."""
+    return [parameter is not None and parameter.requires_grad for parameter in parameters]
 
 
 class AutogradExperts:

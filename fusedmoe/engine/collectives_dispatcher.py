@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,10 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import COUNTS, Task, TaskKind
+
+#: Those that there are, by number.
+dispatchers: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_new_number = count()
 
 # (tokens, exchange, experts) -> the plans for these; None: nothing is to overlap.
 FindPlans = Callable[[Tensor, Exchange, LocalExperts], "Assigned | None"]
@@ -85,6 +91,9 @@ class Collectives(Dispatcher):
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
         name: of who calls, for messages.
+        local: experts by autograd, as operators find them, called with rows, layout and weights; those by kernels they
+            are given.
+        number: by which operators find it when a graph runs, a scalar on the host.
         streams: on which chunks overlap on CUDA; None: on one.
     """
 
@@ -97,17 +106,33 @@ class Collectives(Dispatcher):
     name: str = "MoELayer"
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
+    local: nn.Module | None = None
     choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
         # Exchanges compare it: a rank that skipped a layer is named, and not given the rows of another one.
         self._call = f"{self.name} {self.topology.number_layer()}"
+        self._enlist()
+
+    def _enlist(self) -> None:
+        # A graph takes it as it takes parameters, so that one graph does for all layers.
+        number = next(_new_number)
+        self.number = torch.tensor(number, device="cpu")
+        dispatchers[number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._enlist()  # a copy is no other layer
 
     # The meeting first: the one host synchronisation of a layer.
 
-    def meet(self, routed: Routed) -> Met:
-        """Tells the ranks how many tokens come, and for which experts. Collective."""
+    def meet(self, routed: Routed, by_node: bool = True) -> Met:
+        """Tells the ranks how many tokens come, and for which experts. Collective.
+
+        Args:
+            by_node: two-level algorithms may forward tokens inside nodes.
+        """
         if self.choose is not None:
             self.all_to_all = self.choose(routed.x_SM)
             self.way, self.choose = Way(self.topology, self.all_to_all), None
@@ -115,7 +140,7 @@ class Collectives(Dispatcher):
         x_SM, weight_SK = routed.x_SM, routed.weight_SK
         tokens_W, hop = None if sent.code_N is None else sent.tokens.counts_E, None
         # Hooks may have rows travel in a form that cannot be summed on the way.
-        if tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
+        if by_node and tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
             hop = sending(sent.tokens, self.all_to_all.nodes)
             sent = sent._replace(tokens=hop.tokens)
         form = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
@@ -250,18 +275,21 @@ class Collectives(Dispatcher):
                 f"experts that are modules of their own need one degree for both passes, not {there} forward and "
                 f"{back} backward: their backward follows the forward's chunks"
             )
-        run = Run(
+        batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
+        return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+
+    def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:
+        """Makes a call's run of its plans."""
+        return Run(
             assigned.plans,
             partial(self.topology.stop, self.name),
             self.hooks,
             self.recorder,
-            None if self.streams is None else self.streams.on(x_SM.device),
+            None if self.streams is None else self.streams.on(device),
             assigned.gradients,
             assigned.beside,
             copies,
         )
-        batch = RowBatch(met.sent, met.exchange, chunk_experts, run)
-        return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
 
 def _with_backward(x_SM: Tensor, met: Met, experts: LocalExperts) -> tuple[Tensor, Met]:
@@ -346,11 +374,11 @@ class _TokensPass(Pass):
         return concatenated(rows)
 
 
-class _TokensForward(_TokensPass, ForwardPass):
+class TokensForward(_TokensPass, ForwardPass):
     """Keeps what experts were given and what they keep."""
 
 
-class _TokensBackward(_TokensPass, BackwardPass):
+class TokensBackward(_TokensPass, BackwardPass):
     """Goes back from what the forward pass has kept of its chunks, which may be others.
 
     Args:
@@ -403,7 +431,7 @@ class _ByPlan(Function):
         pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
-        forward = _TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
+        forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
         out_TM = forward.run()
         received, kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
         # What a chunk keeps is a tensor, or a graph of its own.
@@ -429,7 +457,7 @@ class _ByPlan(Function):
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
-        backward = _TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
+        backward = TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM

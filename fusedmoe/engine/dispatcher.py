@@ -96,7 +96,7 @@ class Dispatcher:
     own defines `dispatch` and `combine`, differentiable both, and is given to `MoELayer(dispatch=…)`.
 
     Attributes:
-        compiles: a compiler can take all that `through_experts` does into a graph, as operators, but for plans.
+        compiles: a compiler can take all that `through_experts` does into a graph, as operators.
         follows_plans: it has rows go in chunks, by plans.
         recorder: takes spans while it is set.
         travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: nobody counted them.

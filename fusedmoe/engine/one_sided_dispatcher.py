@@ -42,13 +42,13 @@ class OneSided(Collectives):
     """Kernels put rows into other ranks' memory (`fusedmoe.puts`), where they can and plans take it; else collectives.
 
     `dispatch` and `combine` go by collectives in any case: a kernel that puts rows has experts work on them where they
-    arrive, and there is nothing to give out between the two.
+    arrive, and there is nothing to give out between the two. So it is in graphs of a compiler.
 
     Args:
         transport: for rows like these; None: by collectives. The first call is collective.
     """
 
-    compiles = False
+    compiles = True
 
     def __init__(self, transport: Callable[[Tensor], KernelTransport | None], *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -8,7 +8,8 @@ transforms of `torch.func` where gradients would go through them. (Operators und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, NoReturn
@@ -92,6 +93,15 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         return overload
 
     return define
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records, also within an operator, whose body runs below it."""
+    below = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    keys = torch._C._dispatch_tls_local_include_set(), below
+    with torch._C._ForceDispatchKeyGuard(*keys), torch.enable_grad():
+        yield
 
 
 def _one_by_one(overload: Any, inputs: tuple[Any, ...]) -> Any:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,10 @@ class Experts(nn.Module):
             under `ShardedExperts` refuse another state whole; of other modules around them PyTorch has loaded by then
             what comes before. `load_checkpoint` compares all first, always.
         moves: the experts change owners, under a placement.
+        grouped: kernels of this library compute them in chunks, `GroupedExperts`.
     """
+
+    grouped: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,6 +314,8 @@ class FeedForward(Experts):
 
     Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
     """
+
+    grouped = True
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
         super().__init__()

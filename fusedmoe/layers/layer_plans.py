@@ -66,6 +66,13 @@ class LayerPlans:
         """Tells whether one thing goes after the other in any case."""
         return self.assigned is None
 
+    @property
+    def compiles(self) -> bool:
+        """Tells whether a graph can hold what the layer does by its plans, as one operator."""
+        # Gradients that a plan reduces beside rows must be complete then, which those of a graph are at its end.
+        reduces = self.assigned is not None and (self.assigned.gradients is not None or bool(self.assigned.beside))
+        return self.parts.experts.grouped and not reduces
+
     def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
         """Has the layer follow these plans; see `MoELayer.set_plan`."""
         if plans is None:

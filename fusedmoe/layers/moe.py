@@ -171,9 +171,13 @@ class MoELayer(nn.Module):
 
     @property
     def _compiles(self) -> bool:
-        """Tells whether a compiler can take the layer in: all that it does are operators, one after the other."""
-        in_chunks = self.dispatcher.follows_plans and not self._plans.plans_nothing
-        return self.dispatcher.compiles and not (in_chunks or self.hooks or self.topology.mp.size > 1)
+        """Tells whether a compiler can take the layer in: all that it does are operators."""
+        plain = not (self.hooks or self.topology.mp.size > 1)
+        return self.dispatcher.compiles and plain and (not self._by_plan or self._plans.compiles)
+
+    @property
+    def _by_plan(self) -> bool:
+        return self.dispatcher.follows_plans and not self._plans.plans_nothing
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
@@ -210,7 +214,15 @@ class MoELayer(nn.Module):
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or bad)
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
-            y_SM, aux = self.dispatcher.in_graph(routed, self.experts, None if bad is None else bad.number, aux)
+            number = None if bad is None else bad.number
+            if self._by_plan:
+                from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+
+                y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, number)
+                # Gradients of the loss go through the exchange, where this rank has no others.
+                aux = aux if len(y_SM) else aux + zero
+            else:
+                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, number, aux)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)

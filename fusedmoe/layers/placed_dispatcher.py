@@ -33,14 +33,14 @@ class Moving(Collectives):
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(self, routed: Routed) -> Met:
+    def meet(self, routed: Routed, by_node: bool = True) -> Met:
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
-        return super().meet(routed._replace(layout=layout, refusal=refusal))
+        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)

@@ -24,6 +24,7 @@ from fusedmoe.engine.dispatcher import LocalExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.derivatives import recording
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, rounded
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -212,7 +213,7 @@ def undisturbed() -> Iterator[None]:
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), _disable_current_modes(), hooks:
+    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
         yield
 
 
@@ -277,6 +278,11 @@ class ScheduledPlans(LayerPlans):
     @property
     def plans_nothing(self) -> bool:
         return False
+
+    @property
+    def compiles(self) -> bool:
+        # In graphs collectives send; who names kernels that send by themselves wants these.
+        return super().compiles and self.schedule.policy != FUSED_POLICY
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
         assigned = self.to_follow()

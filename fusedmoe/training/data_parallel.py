@@ -31,6 +31,7 @@ from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  the
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.group import bounded
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, experts_of
 from fusedmoe.layers.moe import MoELayer
@@ -289,7 +290,7 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
 #: policy of one's own.
 KEPT_OPERATORS = frozenset(
     getattr(torch.ops.fusedmoe, name).default
-    for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine")
+    for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine", "scheduled_experts")
 ) | {torch.ops.aten.topk.default}
 
 
@@ -301,8 +302,11 @@ def save_communication() -> tuple[Any, Any]:
         )
 
     Each exchange between ranks happens once, and experts chosen among equals are the same in both passes. It keeps, for
-    a layer, two numbers for each of a token's experts, the rows received, and the results sent back. With a schedule
-    the layer exchanges again as it computes again: chunks are no operators.
+    a layer, two numbers for each of a token's experts, the rows received, and the results sent back.
+
+    In a graph of `torch.compile` a layer with a schedule is one operator: it is kept with all that it saves for
+    backward, pre-activations too, and not computed again. (Without a compiler such a layer goes without its schedule
+    here.) A checkpoint without this policy sends twice.
     """
     return create_selective_checkpoint_contexts(_policy)
 
