@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -37,6 +38,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from fusedmoe import Topology, ops
 from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
 from fusedmoe.errors import ConfigError
+from fusedmoe.hf_adapters import folded, matrix, replace_activation, stored
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
@@ -103,7 +105,7 @@ def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
         return False
-    given = (hidden_states, top_k_index, experts.down_proj)
+    given = (hidden_states, top_k_index, stored(experts, "down_proj"))
     return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
 
 
@@ -134,7 +136,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
     """Returns [N, O]: each row times its expert's matrix, plus its bias. `counts`: experts and their rows, in order."""
-    weight, transposed, dtype = getattr(experts, name), experts.is_transposed, rows_NI.dtype
+    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
@@ -146,6 +148,9 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
             out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
         else:
             torch.mm(rows, matrix_IO, out=out)
+        if adapter is not None:
+            low = rows @ adapter.a_ErI[number].t().to(dtype)
+            out.addmm_(low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
     if experts.has_bias:
         bias_EO = getattr(experts, f"{name}_bias")
         out_NO += bias_EO[[number for number, size in counts.items() for _ in range(size)]].to(dtype)
@@ -155,40 +160,54 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
 def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
     """Returns the dtype in which rows are computed and sent."""
     kind = hidden_states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored(experts, "down_proj").dtype
 
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
 
-    def parameter(name: str) -> Tensor | None:
-        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
-        return None if value is None else value.to(x_TH.dtype)
-
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
-    assert up is not None and down is not None
+    name, dtype = "gate_up_proj" if experts.has_gate else "up_proj", x_TH.dtype
+    (up, up_adapter), (down, down_adapter) = matrix(experts, name), matrix(experts, "down_proj")
+    biases = [getattr(experts, f"{each}_bias", None) if experts.has_bias else None for each in (name, "down_proj")]
+    up, down = up.to(dtype), down.to(dtype)
+    up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in biases)
+    adapters = ops.Adapters(*(each if each is None else each.to(dtype) for each in (up_adapter, down_adapter)))
+    # Products beside frozen ones know no gradient of these.
+    if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
+        up, down = (folded(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
+        adapters = ops.Adapters(None, None)
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
     activation = fused_activation(experts)
     if activation is not None:
         halves = (2,) if experts.has_gate else ()
         w1 = up.reshape(len(up), *halves, -1, up.shape[2])
         b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
-        return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
-    # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
-    transposed = not experts.is_transposed
-    rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
+        weights = ops.Weights(w1, down, b1, down_bias)
+        if any(each is not None for each in adapters):
+            return ops.low_rank_experts(x_TH, layout, weight_N, weights, adapters, activation)
+        return ops.experts(x_TH, layout, weight_N, weights, activation)
+    rows_NI = _linear(experts, ops.permute(x_TH, layout), layout, up, up_bias, adapters.up)
     if experts.has_gate and is_clamped_swiglu(experts):
         rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
     else:
         rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
+    rows_NH = _linear(experts, rows_NI.to(dtype), layout, down, down_bias, adapters.down)
     if experts.has_post_expert_norm:
         # Before the weights, as in the module's own forward.
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
     return ops.unpermute(rows_NH, layout)
+
+
+def _linear(
+    experts: Any, rows_NI: Tensor, layout: ops.Layout, weight: Tensor, bias: Tensor | None, adapter: ops.LowRank | None
+) -> Tensor:
+    # They take [E, in, out], and call [E, out, in] transposed.
+    transposed = not experts.is_transposed
+    if adapter is None:
+        return ops.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+    return ops.low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
@@ -252,8 +271,11 @@ def check_experts(experts: Any) -> None:
         )
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
     names += [f"{name}_bias" for name in names] if experts.has_bias else []
+    # Found here, at the first forward with adapters, or by `apply`.
+    if parametrize.is_parametrized(experts):
+        replace_activation(computes)
     for name in names:
-        tensor = getattr(experts, name, None)
+        tensor = stored(experts, name)
         dims = 2 if name.endswith("bias") else 3
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in _DTYPES:
             got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -357,6 +379,7 @@ def apply(model: Any) -> Any:
                 "experts_implementation has an effect; leave that part of it out, and apply this first"
             )
         check_experts(module)
+    replace_activation(computes)
     for owner_of_experts in _outermost(model):
         owner_of_experts.set_experts_implementation(NAME)
     for name, module in modules.items():
@@ -378,6 +401,11 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
         return
     for child in module.children():
         yield from _outermost(child)
+
+
+def computes(experts: Any) -> bool:
+    """Returns whether the forward of a module of experts is this library's."""
+    return getattr(experts.config, "_experts_implementation", None) == NAME and _owner(experts) in _OWN
 
 
 def _owner(module: Any) -> str:
