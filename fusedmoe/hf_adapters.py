@@ -102,7 +102,7 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
         finally:
             del held[parameter]
 
-    activate._fusedmoe = True  # type: ignore[attr-defined]
+    activate._fusedmoe, activate.original = True, original  # type: ignore[attr-defined]
     return activate
 
 
@@ -126,16 +126,15 @@ def _factors(wrapper: Any, adapter: str) -> LowRank:
     return LowRank(a_ErI.to(dtype), b_EOr.to(dtype), float(wrapper.scaling[adapter]))
 
 
-_warned: set[tuple[type, str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(experts: Any, name: str, why: str) -> None:
-    kind = type(experts)
-    key = (kind, name, why)
-    if key not in _warned and not torch.compiler.is_compiling():
-        _warned.add(key)
+    kind = type(experts).__name__.removeprefix("Parametrized")  # as PyTorch calls a class with parametrisations
+    if (kind, name) not in _warned and not torch.compiler.is_compiling():
+        _warned.add((kind, name))
         warnings.warn(
-            f"fusedmoe.hf: the adapter of {kind.__name__}.{name} is added to the parameter in full, with a gradient of "
+            f"fusedmoe.hf: the adapter of {kind}.{name} is added to the parameter in full, with a gradient of "
             f"the parameter's size, as peft itself does: {why}",
             stacklevel=3,
         )
