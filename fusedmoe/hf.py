@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,15 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from fusedmoe import Topology, ops
 from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf_adapters import folded, matrix, replace_activation, stored
+from fusedmoe.hf_adapters import (
+    factors_in_use,
+    folded,
+    matrix,
+    replace_activation,
+    require_shared,
+    share_adapters,
+    stored,
+)
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
@@ -295,7 +304,7 @@ class _LocalExperts:
         return compute(self._experts, x_SM, layout, weight_N)
 
     def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
-        return AutogradExperts(self, list(self._experts.parameters()))
+        return AutogradExperts(self, [*self._experts.parameters(), *factors_in_use(self._experts)])
 
 
 class ExpertParallel(EPImplementation):
@@ -309,11 +318,15 @@ class ExpertParallel(EPImplementation):
     Raises:
         ConfigError: experts that cannot be computed (`check_experts`).
         RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
-            that are NaN or infinite.
+            that are NaN or infinite; adapters of peft that `apply` has not seen.
     """
+
+    # Layers that no pass with gradients has gone through: the first one asks whether adapters are shared, for all.
+    _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
+        self._unasked.add(self)
         check_experts(experts)
         self._experts: Any = experts
         self._topology = Topology.from_group(ep_mesh.get_group())
@@ -339,6 +352,9 @@ class ExpertParallel(EPImplementation):
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
+        if self in self._unasked and torch.is_grad_enabled():
+            require_shared(experts)
+            self._unasked.clear()
         self._checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
@@ -357,7 +373,8 @@ def apply(model: Any) -> Any:
 
     Args:
         model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
-            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps.
+            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps. With expert
+            parallelism and adapters of peft it is collective: adapters are then the same on all ranks, gradients too.
     Raises:
         ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
             has replaced, which is named; experts that this library cannot compute, named; experts outside of any
@@ -380,6 +397,8 @@ def apply(model: Any) -> Any:
             )
         check_experts(module)
     replace_activation(computes)
+    if any(module._is_expert_parallel for module in modules.values()):
+        _share_adapters(model)
     for owner_of_experts in _outermost(model):
         owner_of_experts.set_experts_implementation(NAME)
     for name, module in modules.items():
@@ -391,6 +410,19 @@ def apply(model: Any) -> Any:
                 f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
             )
     return model
+
+
+def _share_adapters(model: Any) -> None:
+    """Has adapters in a model over ranks be the same on all of them."""
+    if not any(hasattr(module, "adapter_layer_names") for module in model.modules()):
+        return
+    config: Any = next(_outermost(model)).config.distributed_config
+    if config.tp_size > 1 or config.pp_size > 1:
+        raise ConfigError(
+            f"fusedmoe.hf.apply: {type(model).__name__} has adapters, and tp_size={config.tp_size}, "
+            "with which gradients of adapters are not the mean over all ranks; use fsdp_size and ep_size alone"
+        )
+    share_adapters(model, Topology.from_group(torch.distributed.group.WORLD).world)
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:

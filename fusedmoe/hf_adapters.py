@@ -9,27 +9,36 @@ factors are read apart, and `fusedmoe.ops.low_rank_experts` computes with them:
 Registering alone folds B·A into W once, to compare shapes. So for peft 0.21, whose wrapper is known,
 `ParamWrapper._activate_lora` is replaced when the first such parametrisation is seen, or by `fusedmoe.hf.apply`: for
 experts that this library computes it leaves the factors beside the module, and for all others it does what it did.
+
+Over ranks peft makes plain parameters of whole adapters, also beside experts that are split. `share_adapters` has them
+begin equal and get one gradient; a step with adapters that it has not seen is refused.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.ops import LowRank
+from fusedmoe.ranks import Group, all_reduce
 
 #: Versions of peft whose wrapper is known, as far as they are compared.
 _KNOWN = ("0.21.",)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-_HELD = "_fusedmoe_adapters"
+_HELD, _SHARED = "_fusedmoe_adapters", "_fusedmoe_shared"
 
 
 def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
@@ -119,11 +128,73 @@ def _serves(wrapper: Any, experts: Any, name: str) -> bool:
 def _factors(wrapper: Any, adapter: str) -> LowRank:
     """Returns an adapter's factors in the parameter's dtype, as peft does."""
     # Linear layers hold them: A is [E·r, in], of one expert after the other, and in B, [out, r·E], experts alternate.
-    dtype, experts = wrapper.get_param().dtype, wrapper.num_experts
+    parameter, experts = wrapper.get_param(), wrapper.num_experts
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    a_ErI = a.view(experts, -1, a.shape[1])
-    b_EOr = b.view(len(b), -1, experts).permute(2, 0, 1)
-    return LowRank(a_ErI.to(dtype), b_EOr.to(dtype), float(wrapper.scaling[adapter]))
+    a_ErI, b_EOr = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    # All ranks have the factors of all experts, which peft saves as in one process; each reads those of its own.
+    if isinstance(parameter, DTensor):
+        local = wrapper.get_base_layer().num_experts
+        first = parameter.device_mesh.get_local_rank("ep") * local
+        a_ErI, b_EOr = a_ErI[first : first + local], b_EOr[first : first + local]
+    return LowRank(a_ErI.to(parameter.dtype), b_EOr.to(parameter.dtype), float(wrapper.scaling[adapter]))
+
+
+def factors_in_use(experts: Any) -> list[Tensor]:
+    """Returns what adapters add to the parameters by now: tensors that are no parameters of the module."""
+    held = [factor for adapter in experts.__dict__.get(_HELD, {}).values() for factor in adapter[:2]]
+    lists = experts.parametrizations.values() if parametrize.is_parametrized(experts) else ()
+    proxies = [proxy for parametrisations in lists for proxy in parametrisations]
+    given = (getattr(proxy, name, None) for proxy in proxies for name in ("lhs", "rhs", "delta_weight"))
+    return [*held, *(tensor for tensor in given if isinstance(tensor, Tensor))]
+
+
+def share_adapters(model: nn.Module, world: Group) -> None:
+    """Has peft's adapters in a model with expert parallelism be the same on all ranks; collective, done once for each.
+
+    Values become those of the first rank; gradients become the mean over the ranks' batches, as FSDP has it for all
+    other parameters: each time that a backward pass has made one.
+    """
+    for name, parameter in _adapters_of(model):
+        if hasattr(parameter, _SHARED) or isinstance(parameter, DTensor):
+            continue
+        # Gloo and NCCL broadcast by whatever waits; a sum of zeros and one rank's values waits with a bound.
+        with torch.no_grad():
+            all_reduce(world, parameter if world.index == 0 else parameter.zero_(), operation=f"sharing {name}")
+        trained, operation = parameter.requires_grad, f"sum of the gradient of {name}"
+        # A hook is for what is trained; an adapter that is not yet may be later.
+        parameter.requires_grad_(True).register_hook(partial(_mean, world, operation))
+        parameter.requires_grad_(trained)
+        setattr(parameter, _SHARED, True)
+
+
+def _mean(world: Group, operation: str, grad: Tensor) -> Tensor:
+    return all_reduce(world, grad.detach().clone(), operation=operation).div_(world.size)
+
+
+def require_shared(experts: nn.Module) -> None:
+    """Refuses adapters in the model of these experts whose gradients would be each rank's own.
+
+    Raises:
+        ConfigError: naming one of them.
+    """
+    # Experts do not know the model around them: all that live are looked through, once for a model.
+    models = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
+    for model in (value for value in models if any(module is experts for module in value.modules())):
+        for name, parameter in _adapters_of(model):
+            if parameter.requires_grad and not (isinstance(parameter, DTensor) or hasattr(parameter, _SHARED)):
+                raise ConfigError(
+                    f"fusedmoe.hf: each rank would keep its own gradient of {name}, an adapter in a model with expert "
+                    "parallelism; call fusedmoe.hf.apply(model) after peft has made it"
+                )
+
+
+def _adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields all parameters of peft's adapters in a model, whatever of it is in use."""
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            owner = getattr(module, name, None)
+            if isinstance(owner, nn.Module):
+                yield from owner.named_parameters(f"{prefix}.{name}".lstrip("."))
 
 
 _warned: set[tuple[str, str]] = set()
