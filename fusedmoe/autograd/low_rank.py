@@ -25,7 +25,6 @@ from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.kernels.low_rank import (
     Adapters,
     LowRank,
-    LowRankHidden,
     low_rank_backward,
     low_rank_factor_gradients,
     low_rank_forward,
@@ -105,25 +104,24 @@ def low_rank_experts_operator(
     scales: list[float],
     layout: LayoutTensors,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns y_SM, and the tensors of `LowRankHidden`."""
+) -> tuple[Tensor, Tensor]:
+    """Returns y_SM and hidden_NL."""
     weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
-    y_SM, kept = low_rank_forward(x_SM, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
-    return y_SM, kept.h_NH, kept.up_Nr, kept.down_Nr
+    return low_rank_forward(x_SM, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
 
 
 @register_fake(low_rank_experts_operator)
-def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    _, _, _, up_a, _, down_a, _, _, layout, _ = others
-    rows = Layout.of(layout).rows
-    widths = (w1[0].numel() // w1.shape[-1], *(0 if a is None else a.shape[1] for a in (up_a, down_a)))
-    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), *(x_SM.new_empty((rows, width)) for width in widths)
+def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, up_a, _, down_a, _, _, layout, _ = others
+    ranks = sum(0 if a is None else a.shape[1] for a in (up_a, down_a))
+    hidden_NL = x_SM.new_empty((Layout.of(layout).rows, w1[0].numel() // w1.shape[-1] + ranks))
+    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), hidden_NL
 
 
 @operator("low_rank_experts_backward")
 def low_rank_experts_backward(
     dy_SM: Tensor,
-    kept: list[Tensor],
+    hidden_NL: Tensor,
     x_SM: Tensor,
     weight_N: Tensor | None,
     w1: Tensor,
@@ -142,7 +140,7 @@ def low_rank_experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns gradients of x_SM, weight_N and the four factors; an empty tensor for what has none."""
     weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
-    given = (dy_SM, x_SM, LowRankHidden(*kept), Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
+    given = (dy_SM, x_SM, hidden_NL, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
     dx_SM, dweight_N, grads = low_rank_backward(*given, trained)
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
@@ -154,29 +152,29 @@ def low_rank_experts_backward(
 
 
 @register_fake(low_rank_experts_backward)
-def _(dy_SM: Tensor, kept: Any, x_SM: Tensor, weight_N: Any, *others: Any) -> tuple[Tensor, ...]:
+def _(dy_SM: Tensor, hidden_NL: Any, x_SM: Tensor, weight_N: Any, *others: Any) -> tuple[Tensor, ...]:
     trained = others[-1]
     given = [weight_N, *(factor if trained else None for factor in others[5:9])]
     empty = (x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
     return x_SM.new_empty(x_SM.shape), *empty
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, scales, layout, ctx.activation = inputs
     ctx.b2_start, ctx.scales = tensors.pop(6), scales
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], *tensors, *layout)
+    ctx.save_for_backward(output[1], *tensors, *layout)
 
 
-def _gradients(ctx: Any, dy_SM: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_SM is None:
         return (None,) * 14
-    saved = ctx.saved_tensors
-    kept, tensors, layout = saved[:3], saved[3:13], saved[13:]
+    hidden_NL, *saved = ctx.saved_tensors
+    tensors, layout = saved[:10], saved[10:]
     given = (*tensors[:6], ctx.b2_start, *tensors[6:], ctx.scales, layout, ctx.activation)
     trained = any(ctx.needs_input_grad[7:11])
-    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, list(kept), *given, trained)
+    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained)
     grads = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
     frozen = (None,) * 5
     return dx_SM, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None

@@ -9,7 +9,7 @@ and the gradients come from what is r wide: with t = dh·B,
     dx = dh·W + scale·t·A             dA = scale·tᵀ·x             dB = scale·dhᵀ·(x·Aᵀ)
 
 so nothing of W's size is made in the backward either. The router weight of a row scales what is r wide, and in dx_SM
-the sum. LowRankHidden for the backward: the pre-activation H, as by `experts_forward`, and the two x·Aᵀ.
+the sum. The backward is given one tensor, hidden_NL: in each row the pre-activation H and the two x·Aᵀ.
 
 In plain torch all of it is done block by block, as in `kernels/experts.py`. Where Triton serves, by grouped products.
 Contract: tensors in, tensors out; no autograd. Definition: `define_low_rank_experts`.
@@ -17,7 +17,7 @@ Contract: tensors in, tensors out; no autograd. Definition: `define_low_rank_exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,22 +75,7 @@ class Adapters(NamedTuple):
         return Adapters(*(None if adapter is None else adapter.contiguous() for adapter in self))
 
 
-@dataclass(frozen=True, eq=False)
-class LowRankHidden:
-    """Tensors that the backward needs beside the inputs.
-
-    Attributes:
-        h_NH: the pre-activation, [N, H] or gated [N, 2·H].
-        up_Nr, down_Nr: rows times A of each product, without the scale; [N, 0] where there is no adapter.
-    """
-
-    h_NH: Tensor
-    up_Nr: Tensor
-    down_Nr: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class FactorGradients:
+class FactorGradients(NamedTuple):
     """Gradients of the factors; None where there is no adapter, or none is wanted."""
 
     up_a: Tensor | None
@@ -101,41 +86,40 @@ class FactorGradients:
 
 def low_rank_forward(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
-) -> tuple[Tensor, LowRankHidden]:
-    """Computes y_SM and what its backward needs. All parameters are contiguous."""
+) -> tuple[Tensor, Tensor]:
+    """Computes y_SM and hidden_NL. All parameters are contiguous."""
     if has_kernels(x_SM):
         return _forward_by_products(x_SM, layout, weight_N, weights, adapters, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
     blocks, most, step = _blocks(layout, x_SM, hidden)
-    kept = LowRankHidden(
-        *(x_SM.new_empty((layout.rows, width)) for width in (activation.halves * hidden, *_ranks(adapters)))
-    )
+    hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     out_NM = x_SM.new_empty((layout.rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
     w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
     up, down = (_Transposed(adapter) for adapter in adapters)
     for block in blocks:
-        x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(kept.h_NH)
-        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(kept.up_Nr)):
+        x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
+        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_Nr)):
             torch.mm(x_e, w1_E[expert], out=h_e)
             up.add(expert, x_e, low_e, h_e)
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
             _activate(activation, h_part, a_part)
-        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(kept.down_Nr)):
+        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
             torch.mm(a_e, w2_E[expert], out=out_e)
             down.add(expert, a_e, low_e, out_e)
             if b2 is not None:
                 out_e[:, weights.b2_columns()].add_(b2[expert])
-    return gather_sum(out_NM, layout, weight_N), kept
+    return gather_sum(out_NM, layout, weight_N), hidden_NL
 
 
 def low_rank_backward(
     dy_SM: Tensor,
     x_SM: Tensor,
-    kept: LowRankHidden,
+    hidden_NL: Tensor,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
@@ -145,8 +129,9 @@ def low_rank_backward(
 ) -> tuple[Tensor, Tensor | None, FactorGradients]:
     """Gradients of x_SM, of weight_N (zero in padding rows), and of the factors if these are trained."""
     if has_kernels(x_SM):
-        return _backward_by_products(dy_SM, x_SM, kept, layout, weight_N, weights, adapters, activation, trained)
+        return _backward_by_products(dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     _, dim, hidden = weights.w2.shape
     blocks, most, step = _blocks(layout, x_SM, hidden)
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
@@ -157,7 +142,7 @@ def low_rank_backward(
     w1_E, w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
     up, down = (_Sums(adapter, weight_N, most, trained, x_SM) for adapter in adapters)
     for block in blocks:
-        dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(kept.h_NH)
+        dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
         a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
         for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.inner(block.rows)):
             torch.mm(dy_e, w2_E[expert], out=da_e)
@@ -175,14 +160,25 @@ def low_rank_backward(
         for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
             torch.mm(dh_e, w1_E[expert], out=dx_e)
             up.add_input_gradient(expert, dh_e, t_e, dx_e)
-        down.add_gradients(block, a, dy, block.of(kept.down_Nr))
+        down.add_gradients(block, a, dy, block.of(down_Nr))
         if up.trained:  # only here the tokens themselves are read
-            up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(kept.up_Nr))
+            up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
     return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
 
 
-def _ranks(adapters: Adapters) -> list[int]:
-    return [0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters]
+def _widths(weights: Weights, adapters: Adapters) -> list[int]:
+    ranks = (0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters)
+    return [weights.w1[0].numel() // weights.w1.shape[-1], *ranks]
+
+
+def hidden_width(weights: Weights, adapters: Adapters) -> int:
+    """Returns L, the width of hidden_NL."""
+    return sum(_widths(weights, adapters))
+
+
+def _parts(hidden_NL: Tensor, weights: Weights, adapters: Adapters) -> tuple[Tensor, ...]:
+    """Returns views of the pre-activation, and of the rows times A of each product without the scale."""
+    return hidden_NL.split(_widths(weights, adapters), 1)
 
 
 class _Transposed:
@@ -304,20 +300,20 @@ def low_rank_factor_gradients(
 
 def _forward_by_products(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
-) -> tuple[Tensor, LowRankHidden]:
+) -> tuple[Tensor, Tensor]:
     b1 = None if weights.b1 is None else weights.b1.flatten(1)
     rows_NM = permute(x_SM, layout)
     h_NH, up_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
     a_NH = x_SM.new_empty((layout.rows, weights.w2.shape[2]))
     _activate(activation, h_NH, a_NH)
     out_NM, down_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
-    return gather_sum(out_NM, layout, weight_N), LowRankHidden(h_NH, up_Nr, down_Nr)
+    return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
 
 
 def _backward_by_products(
     dy_SM: Tensor,
     x_SM: Tensor,
-    kept: LowRankHidden,
+    hidden_NL: Tensor,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
@@ -325,15 +321,16 @@ def _backward_by_products(
     activation: Activation,
     trained: bool,
 ) -> tuple[Tensor, Tensor | None, FactorGradients]:
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     # In padding rows all is zero: what grouped products give, and so what activations make of it.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
     a_NH, act_NH, dh_NH = (
         da_NH.new_empty(da_NH.shape),
         da_NH.new_empty(da_NH.shape),
-        kept.h_NH.new_empty(kept.h_NH.shape),
+        h_NH.new_empty(h_NH.shape),
     )
-    _activate_backward(activation, kept.h_NH, da_NH, a_NH, dh_NH, act_NH)
+    _activate_backward(activation, h_NH, da_NH, a_NH, dh_NH, act_NH)
     dweight_N = None
     if weight_N is not None:
         dweight_N = torch.mul(da_NH, a_NH, out=act_NH).sum(1)
@@ -343,10 +340,10 @@ def _backward_by_products(
     grads: list[Tensor | None] = [None] * 4
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if trained and adapters.up is not None:
-        given = (up_t * factor, permute(x_SM, layout), dh_NH, kept.up_Nr * factor)
+        given = (up_t * factor, permute(x_SM, layout), dh_NH, up_Nr * factor)
         grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
     if trained and adapters.down is not None:
-        given = (down_t * factor, a_NH, dout_NM, kept.down_Nr * factor)
+        given = (down_t * factor, a_NH, dout_NM, down_Nr * factor)
         grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
     return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(*grads)
 
