@@ -1,8 +1,19 @@
 """Expert networks, and how the parameters of a module of your own are split over ranks (its attribute `shardings`)."""
 
+from fusedmoe.layers.adapters import LowRankUpdate, add_adapters, merge_adapters
 from fusedmoe.layers.expert_networks import *  # noqa: F403
 from fusedmoe.layers.expert_networks import __all__ as _NETWORKS
 from fusedmoe.layers.expert_networks import other_experts, require_own_experts
 from fusedmoe.layers.sharding import UNKNOWN, parameter_shardings, require_equal
 
-__all__ = [*_NETWORKS, "UNKNOWN", "other_experts", "require_equal", "require_own_experts", "parameter_shardings"]  # noqa: PLE0604
+__all__ = [
+    *_NETWORKS,
+    "LowRankUpdate",
+    "UNKNOWN",
+    "add_adapters",
+    "merge_adapters",
+    "other_experts",
+    "require_equal",
+    "require_own_experts",
+    "parameter_shardings",
+]  # noqa: PLE0604

@@ -24,11 +24,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -47,6 +49,15 @@ from fusedmoe.dispatchers import (
     through_experts_in_graph,
 )
 from fusedmoe.errors import ConfigError
+from fusedmoe.hf_adapters import (
+    factors_in_use,
+    folded,
+    matrix,
+    replace_activation,
+    require_shared,
+    share_adapters,
+    stored,
+)
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
@@ -113,7 +124,7 @@ def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
         return False
-    given = (hidden_states, top_k_index, experts.down_proj)
+    given = (hidden_states, top_k_index, stored(experts, "down_proj"))
     return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
 
 
@@ -144,7 +155,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
     """Returns [N, O]: each row times its expert's matrix, plus its bias. `counts`: experts and their rows, in order."""
-    weight, transposed, dtype = getattr(experts, name), experts.is_transposed, rows_NI.dtype
+    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
@@ -156,6 +167,9 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
             out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
         else:
             torch.mm(rows, matrix_IO, out=out)
+        if adapter is not None:
+            low = rows @ adapter.a_ErI[number].t().to(dtype)
+            out.addmm_(low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
     if experts.has_bias:
         bias_EO = getattr(experts, f"{name}_bias")
         out_NO += bias_EO[[number for number, size in counts.items() for _ in range(size)]].to(dtype)
@@ -165,25 +179,31 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
 def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
     """Returns the dtype in which rows are computed and sent."""
     kind = hidden_states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored(experts, "down_proj").dtype
 
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+    (up, up_adapter), (down, down_adapter) = (_matrix(experts, name, x_TH.dtype) for name in _names(experts))
+    up_bias, down_bias = _biases(experts, x_TH.dtype)
+    adapters = ops.Adapters(up_adapter, down_adapter)
+    # Products beside frozen ones know no gradient of these.
+    if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
+        up, down = (folded(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
+        adapters = ops.Adapters(None, None)
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
-    fused = fused_weights(experts, x_TH.dtype)
-    if fused is not None:
-        return ops.experts(x_TH, layout, weight_N, *fused)
-    up, up_bias, down, down_bias = _parameters(experts, x_TH.dtype)
-    assert up is not None and down is not None
-    # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
-    transposed = not experts.is_transposed
-    rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
+    activation = fused_activation(experts)
+    if activation is not None:
+        weights = fused_weights(experts, up, up_bias, down, down_bias)
+        if any(each is not None for each in adapters):
+            return ops.low_rank_experts(x_TH, layout, weight_N, weights, adapters, activation)
+        return ops.experts(x_TH, layout, weight_N, weights, activation)
+    rows_NI = _linear(experts, ops.permute(x_TH, layout), layout, up, up_bias, adapters.up)
     if experts.has_gate and is_clamped_swiglu(experts):
         rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
     else:
         rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
+    rows_NH = _linear(experts, rows_NI.to(x_TH.dtype), layout, down, down_bias, adapters.down)
     if experts.has_post_expert_norm:
         # Before the weights, as in the module's own forward.
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
@@ -192,24 +212,40 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     return ops.unpermute(rows_NH, layout)
 
 
-def _parameters(experts: Any, dtype: torch.dtype) -> list[Tensor | None]:
-    """Returns a module's projections and their biases, up and down, in a dtype."""
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    names = (name, f"{name}_bias", "down_proj", "down_proj_bias")
-    values = (getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None for name in names)
-    return [None if value is None else value.to(dtype) for value in values]
+def _names(experts: Any) -> tuple[str, str]:
+    """Returns the names of the matrices of both products."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def fused_weights(experts: Any, dtype: torch.dtype) -> tuple[ops.Weights, str] | None:
-    """Returns weights and activation of a network that is one operation of ours; None for others."""
-    activation = fused_activation(experts)
-    if activation is None:
-        return None
-    up, up_bias, down, down_bias = _parameters(experts, dtype)
-    assert up is not None and down is not None
+def _matrix(experts: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, ops.LowRank | None]:
+    """Returns a product's matrix and the adapter on it, in a dtype."""
+    weight, adapter = matrix(experts, name)
+    return weight.to(dtype), None if adapter is None else adapter.to(dtype)
+
+
+def _biases(experts: Any, dtype: torch.dtype) -> list[Tensor | None]:
+    """Returns the biases of both products, in a dtype."""
+    biases = (getattr(experts, f"{name}_bias", None) if experts.has_bias else None for name in _names(experts))
+    return [None if bias is None else bias.to(dtype) for bias in biases]
+
+
+def fused_weights(
+    experts: Any, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+) -> ops.Weights:
+    """Returns both products' parameters as the operation of experts with a `fused_activation` takes them."""
     w1 = up.reshape(len(up), *((2,) if experts.has_gate else ()), -1, up.shape[2])
     b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
-    return ops.Weights(w1, down, b1, down_bias), activation
+    return ops.Weights(w1, down, b1, down_bias)
+
+
+def _linear(
+    experts: Any, rows_NI: Tensor, layout: ops.Layout, weight: Tensor, bias: Tensor | None, adapter: ops.LowRank | None
+) -> Tensor:
+    # They take [E, in, out], and call [E, out, in] transposed.
+    transposed = not experts.is_transposed
+    if adapter is None:
+        return ops.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+    return ops.low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
@@ -273,8 +309,11 @@ def check_experts(experts: Any) -> None:
         )
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
     names += [f"{name}_bias" for name in names] if experts.has_bias else []
+    # Found here, at the first forward with adapters, or by `apply`.
+    if parametrize.is_parametrized(experts):
+        replace_activation(computes)
     for name in names:
-        tensor = getattr(experts, name, None)
+        tensor = stored(experts, name)
         dims = 2 if name.endswith("bias") else 3
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in _DTYPES:
             got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -295,8 +334,12 @@ class _LocalExperts(nn.Module):
         return compute(self._experts, x_SM, layout, weight_N)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        weights = fused_weights(self._experts, x_SM.dtype)
-        return AutogradExperts(self, list(self._experts.parameters())) if weights is None else GroupedExperts(*weights)
+        experts, activation, factors = self._experts, fused_activation(self._experts), factors_in_use(self._experts)
+        if activation is None or factors:
+            return AutogradExperts(self, [*experts.parameters(), *factors])
+        (up, _), (down, _) = (_matrix(experts, name, x_SM.dtype) for name in _names(experts))
+        up_bias, down_bias = _biases(experts, x_SM.dtype)
+        return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
 
 
 class ExpertParallel(EPImplementation):
@@ -310,11 +353,15 @@ class ExpertParallel(EPImplementation):
     Raises:
         ConfigError: experts that cannot be computed (`check_experts`).
         RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
-            that are NaN or infinite.
+            that are NaN or infinite; adapters of peft that `apply` has not seen.
     """
+
+    # Layers that no pass with gradients has gone through: the first one asks whether adapters are shared, for all.
+    _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
+        self._unasked.add(self)
         check_experts(experts)
         self._experts: Any = experts
         self._local = _LocalExperts(experts)
@@ -345,6 +392,9 @@ class ExpertParallel(EPImplementation):
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
+        if self in self._unasked and torch.is_grad_enabled():
+            require_shared(experts)
+            self._unasked.clear()
         self._checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
@@ -363,7 +413,8 @@ def apply(model: Any) -> Any:
 
     Args:
         model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
-            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps.
+            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps. With expert
+            parallelism and adapters of peft it is collective: adapters are then the same on all ranks, gradients too.
     Raises:
         ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
             has replaced, which is named; experts that this library cannot compute, named; experts outside of any
@@ -385,6 +436,9 @@ def apply(model: Any) -> Any:
                 "experts_implementation has an effect; leave that part of it out, and apply this first"
             )
         check_experts(module)
+    replace_activation(computes)
+    if any(module._is_expert_parallel for module in modules.values()):
+        _share_adapters(model)
     for owner_of_experts in _outermost(model):
         owner_of_experts.set_experts_implementation(NAME)
     for name, module in modules.items():
@@ -398,6 +452,19 @@ def apply(model: Any) -> Any:
     return model
 
 
+def _share_adapters(model: Any) -> None:
+    """Has adapters in a model over ranks be the same on all of them."""
+    if not any(hasattr(module, "adapter_layer_names") for module in model.modules()):
+        return
+    config: Any = next(_outermost(model)).config.distributed_config
+    if config.tp_size > 1 or config.pp_size > 1:
+        raise ConfigError(
+            f"fusedmoe.hf.apply: {type(model).__name__} has adapters, and tp_size={config.tp_size}, "
+            "with which gradients of adapters are not the mean over all ranks; use fsdp_size and ep_size alone"
+        )
+    share_adapters(model, Topology.from_group(torch.distributed.group.WORLD).world)
+
+
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yields models of transformers with experts that are in no other such model."""
     if isinstance(module, PreTrainedModel):
@@ -406,6 +473,11 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
         return
     for child in module.children():
         yield from _outermost(child)
+
+
+def computes(experts: Any) -> bool:
+    """Returns whether the forward of a module of experts is this library's."""
+    return getattr(experts.config, "_experts_implementation", None) == NAME and _owner(experts) in _OWN
 
 
 def _owner(module: Any) -> str:

@@ -8,7 +8,7 @@ and `through_experts` is the whole way between permute and unpermute, on which a
 
 For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
 `Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights
-that lie in parts.
+that lie in parts. `low_rank_experts` and `low_rank_linear` compute with adapters beside frozen matrices.
 
 What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
 or sent: ConfigError, or RankError where other ranks wait.
@@ -21,6 +21,7 @@ from fusedmoe.autograd.checks import require_values
 from fusedmoe.autograd.experts import WeightParts, experts, experts_in_parts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
+from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
@@ -30,10 +31,12 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import Function, Move, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.kernels.low_rank import Adapters, LowRank
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "without_a_graph"]
 __all__ += ["Layout", "contiguous_layout", "order", "permute", "received_layout", "take_pairs", "unpermute"]
 __all__ += ["WeightParts", "Weights", "experts", "experts_in_parts", "grouped_linear"]
+__all__ += ["Adapters", "LowRank", "low_rank_experts", "low_rank_linear"]
 __all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
 __all__ += ["Exchange", "all_gather", "combine", "dispatch", "make_all_to_all", "reduce_scatter", "through_experts"]
 __all__ += ["gather_rows", "join_rows", "reduce_scatter_rows", "split_counts", "split_rows"]

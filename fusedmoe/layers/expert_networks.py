@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.experts import experts as grouped_experts
+from fusedmoe.autograd.low_rank import low_rank_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.engine.low_rank_experts import LowRankChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.adapters import adapted
 from fusedmoe.runtime.recorder import Recorder
 
 if TYPE_CHECKING:  # only plans by cost ask for it
@@ -376,10 +379,14 @@ class FeedForward(Experts):
         x_SM = x_SM.to(self.row_dtype(x_SM))
         # Without autocast the parameters keep their dtype, and `grouped_experts` refuses rows of another one.
         cast = torch.is_autocast_enabled(x_SM.device.type)
+        if (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
+            return low_rank_experts(x_SM, layout, weight_N, *low_rank, self.activation)
         weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
 
-    def in_chunks(self, x_SM: Tensor) -> GroupedExperts:
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        if (low_rank := adapted(self, x_SM.dtype)) is not None:
+            return LowRankChunks(*low_rank, self.activation)
         return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:

@@ -1,34 +1,187 @@
-"""LoRA of expert parameters, as peft makes it: a parametrisation of theirs."""
+"""LoRA of expert parameters, as peft makes it, against peft over transformers' own experts in float64."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import layer as peft_layer
+from torch import Tensor
 
 import fusedmoe.hf
+from fusedmoe import hf_adapters
 from tests.integrations.models import VOCABULARY, make
 
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TOKENS = torch.randint(0, VOCABULARY, (2, 9))
 
-def test_lora_of_experts() -> None:
-    """Two steps with the experts' own parameters frozen: transformers' own experts give the same."""
-    plain = make("mixtral", "eager", torch.float64)
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    models = [
-        get_peft_model(model, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
-        for model in (copy.deepcopy(plain), fusedmoe.hf.apply(copy.deepcopy(plain)))
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    tokens = torch.randint(0, VOCABULARY, (2, 9))
-    trained = []
+
+@contextmanager
+def never_folded() -> Iterator[None]:
+    """Refuses a fold of an adapter into its parameter."""
+    proxies = (peft_layer._LoraFactorsProxy, peft_layer._LoraParameterProxy)
+    refusals = [patch.object(proxy, "forward", side_effect=AssertionError("folded")) for proxy in proxies]
+    with refusals[0], refusals[1], patch.object(hf_adapters, "folded", side_effect=AssertionError("folded")):
+        yield
+
+
+def pair(family: str, names: list[str] = NAMES, **options: Any) -> tuple[PeftModel, PeftModel]:
+    """A model over transformers' own experts and over ours, with the same random adapters."""
+    plain = make(family, "eager", torch.float64)
+    config = LoraConfig(r=3, lora_alpha=5, target_parameters=names, init_lora_weights=False, **options)
+    theirs, ours = (get_peft_model(model, config) for model in (plain, copy.deepcopy(plain)))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, fusedmoe.hf.apply(ours)
+
+
+def add_adapter(models: tuple[PeftModel, PeftModel], name: str, **options: Any) -> None:
+    config = LoraConfig(target_parameters=NAMES, init_lora_weights=False, **options)
     for model in models:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-        trained.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
-    assert len(trained[0]) == 8
-    for name, wanted in trained[0].items():
-        torch.testing.assert_close(trained[1][name], wanted, rtol=1e-9, atol=1e-11)
+        model.add_adapter(name, copy.deepcopy(config))
+    models[1].load_state_dict(models[0].state_dict())
+
+
+def numbers(model: PeftModel) -> dict[str, Tensor]:
+    """Logits, the loss and all gradients of a pass."""
+    model.zero_grad()
+    out = model(input_ids=TOKENS, labels=TOKENS)
+    out.loss.backward()
+    named = getattr(model, "_orig_mod", model).named_parameters()
+    grads = {name: p.grad for name, p in named if p.grad is not None}
+    assert all("lora_" in name for name in grads)
+    return {"logits": out.logits.detach(), "loss": out.loss.detach(), **grads}
+
+
+def compare(theirs: PeftModel, ours: PeftModel, folds: bool = False) -> None:
+    wanted = numbers(theirs)
+    with nullcontext() if folds else never_folded():
+        got = numbers(ours)
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10 * value.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "deepseek", "gpt-oss"])
+def test_families(family: str) -> None:
+    """Logits and gradients, and a few tokens without gradients, and nothing is ever folded."""
+    theirs, ours = pair(family)
+    compare(theirs, ours)
+    with torch.no_grad(), never_folded():
+        logits = ours(input_ids=TOKENS[:1, :2]).logits
+    with torch.no_grad():
+        torch.testing.assert_close(logits, theirs(input_ids=TOKENS[:1, :2]).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:]])
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_one_of_both_parameters(family: str, names: list[str]) -> None:
+    compare(*pair(family, names))
+
+
+def test_rank_stabilised_scale_with_attention() -> None:
+    compare(*pair("mixtral", use_rslora=True, target_modules=["q_proj", "v_proj"]))
+
+
+def test_several_adapters() -> None:
+    """One after the other, both at once, and none."""
+    models = pair("mixtral")
+    add_adapter(models, "second", r=2, lora_alpha=7)
+    for active in ("second", "default", ["default", "second"]):
+        for model in models:
+            model.base_model.set_adapter(active)
+        compare(*models)
+    with models[0].disable_adapter(), models[1].disable_adapter(), torch.no_grad(), never_folded():
+        logits = [model(input_ids=TOKENS).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        assert not torch.allclose(models[1](input_ids=TOKENS).logits, logits[1])
+
+
+@torch.no_grad()
+def test_merge() -> None:
+    """Merged and taken out again the numbers are the same; merged for good it is a plain model."""
+    _, ours = pair("gpt-oss")
+    logits = ours(input_ids=TOKENS).logits
+    ours.merge_adapter()
+    torch.testing.assert_close(ours(input_ids=TOKENS).logits, logits, rtol=1e-10, atol=1e-10)
+    ours.unmerge_adapter()
+    torch.testing.assert_close(ours(input_ids=TOKENS).logits, logits, rtol=1e-10, atol=1e-10)
+    plain = ours.merge_and_unload()
+    torch.testing.assert_close(plain(input_ids=TOKENS).logits, logits, rtol=1e-10, atol=1e-10)
+    assert not any("lora" in name for name, _ in plain.named_parameters())
+
+
+def test_checkpointing_computes_adapters_again() -> None:
+    theirs, ours = pair("mixtral")
+    for model in (theirs, ours):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(theirs, ours)
+
+
+def test_parameters_that_are_trained_too() -> None:
+    """peft's own way, with a warning that names the parameter, once."""
+    models = pair("mixtral")
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.base_layer.base_layer.gate_up_proj", "experts.base_layer.base_layer.down_proj")):
+                parameter.requires_grad_("layers.1" in name)
+    with warnings.catch_warnings(record=True) as seen, patch.object(hf_adapters, "_warned", set()):
+        warnings.simplefilter("always")
+        wanted, got = ({n: p.grad for n, p in trained(model)} for model in models)
+        trained(models[1])
+    assert len(wanted) == len(got) == 10
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-10, atol=1e-10 * grad.abs().max().item(), msg=name)
+    told = [str(warning.message) for warning in seen if "fusedmoe.hf" in str(warning.message)]
+    assert len(told) == 2 and "down_proj" in "".join(told) and all("is trained, too" in text for text in told)
+
+
+def trained(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that get a gradient in a pass."""
+    model.zero_grad()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    return [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+
+
+def test_unknown_versions_fold_to_compare_shapes_only() -> None:
+    """Without the replaced method factors are read from peft's parametrisation, and no read of a parameter folds."""
+    models = pair("mixtral")
+    wrapper, proxy = peft_layer.ParamWrapper, peft_layer._LoraFactorsProxy
+    replaced = wrapper._activate_lora
+    assert hasattr(replaced, "_fusedmoe")
+    folds, fold = [], proxy.forward
+    with (
+        patch.object(wrapper, "_activate_lora", replaced.original),
+        patch.object(hf_adapters, "_KNOWN", ()),
+        patch.object(proxy, "forward", lambda self, w: folds.append(w) or fold(self, w)),
+    ):
+        wanted = numbers(models[0])
+        folds.clear()
+        got = numbers(models[1])
+    assert len(folds) == 4  # peft itself, one for each parameter of each layer
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10 * value.abs().max().item(), msg=name)
+
+
+def test_experts_of_transformers_keep_their_way() -> None:
+    """The replaced method changes nothing for experts that this library does not compute."""
+    theirs, ours = pair("mixtral")
+    wanted = numbers(theirs)
+    with patch.object(peft_layer.ParamWrapper, "_activate_lora", peft_layer.ParamWrapper._activate_lora.original):
+        torch.testing.assert_close(numbers(theirs), wanted, rtol=0, atol=0)
+    ours.base_model.model.set_experts_implementation("eager")
+    torch.testing.assert_close(numbers(ours), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_whole() -> None:
+    theirs, ours = pair("mixtral")
+    compare(theirs, torch.compile(ours, backend="aot_eager", fullgraph=True))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd import experts, gate, grouped, hooks, order  # noqa: F401  they register the gradients
+from fusedmoe.autograd import experts, gate, grouped, hooks, low_rank, order  # noqa: F401  they register the gradients
 from fusedmoe.autograd.order import order_operator
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from tests.kernels.routings import choose
@@ -27,6 +27,9 @@ def cases(device: torch.device) -> Cases:
     gated = (random(4, 2, 6, 8), random(4, 8, 6), None, None, 0)
     biased = (random(4, 6, 8), random(4, 8, 6), random(4, 6), random(4, 3), 2)
     plain = contiguous_layout(torch.tensor([3, 0, 4, 6], device=device), 13)
+    frozen = (torch.randn(4, 2, 6, 8, device=device), torch.randn(4, 8, 6, device=device), None, None, 0)
+    up, down = (random(4, 3, 8), random(4, 12, 3)), (random(4, 2, 6), random(4, 8, 2))
+    linear = random(4, 3, 8), random(4, 6, 3)
     rows_NM = torch.randn(7, 9, device=device)
     return {
         "order": [(expert_SK, 4, 5, torch.rand(13, device=device), True), (expert_SK, 4, None, None, True)],
@@ -42,6 +45,13 @@ def cases(device: torch.device) -> Cases:
         "grouped_linear": [
             (random(full.rows, 8), random(4, 6, 8), random(4, 6), True, full.tensors),
             (random(13, 8), random(4, 8, 6), None, False, plain.tensors),
+        ],
+        "low_rank_experts": [
+            (random(13, 8), random(full.rows), *frozen, *up, *down, [0.5, 2.0], full.tensors, "swiglu"),
+            (random(13, 8), None, *frozen, None, None, *down, [1.0, 1.5], full.tensors, "swiglu"),
+        ],
+        "low_rank_linear": [
+            (random(13, 8), torch.randn(4, 6, 8, device=device), None, *linear, 0.5, True, plain.tensors),
         ],
         "clamped_swiglu": [(random(13, 8), 1.702, 0.5), (random(0, 8), 1.0, 7.0)],
         "pack_bf16": [(rows_NM.detach().requires_grad_(),)],

@@ -1,0 +1,294 @@
+"""The experts with low-rank adapters, and a grouped linear map with one: functions with a gradient, their operators.
+
+The frozen matrices get no gradient, and no tensor of their size is made, forward or backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fusedmoe.autograd.checks import (
+    check_floats,
+    check_layout,
+    check_row_values,
+    check_rows,
+    check_tensor,
+    check_weights,
+    refuse,
+)
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout, LayoutTensors
+from fusedmoe.kernels.low_rank import (
+    Adapters,
+    LowRank,
+    low_rank_backward,
+    low_rank_factor_gradients,
+    low_rank_forward,
+    low_rank_input_gradient,
+    low_rank_product,
+)
+
+
+def low_rank_experts(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: str
+) -> Tensor:
+    """Computes `fusedmoe.ops.experts` with W + scale·B·A in place of the frozen W1 and W2, without ever making a sum.
+
+    Args:
+        x_SM, layout, weight_N, activation: as for `fusedmoe.ops.experts`.
+        weights: the frozen parameters, in x's dtype; those that are not contiguous are copied first.
+        adapters: of W1 and of W2, either or both, with factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not gated:
+            H) of W1, both halves in one as in w1.flatten(1, -2); A [e, r, H] and B [e, M, r] of W2.
+    Returns:
+        [S, M] in x's dtype.
+    Saves for backward:
+        x_SM, weight_N and the pre-activation, as `experts`; beside them N·r elements for each adapter.
+    Raises:
+        ConfigError: as `experts`; factors that do not fit; weights that are not frozen.
+    """
+    name = "low_rank_experts"
+    check_layout(name, layout)
+    check_rows(name, "x_SM", x_SM, layout.tokens, layout.row_SK)
+    check_floats(name, "x_SM", x_SM)
+    if weight_N is not None:
+        check_row_values(name, "weight_N", weight_N, layout)
+    check_weights(name, weights, activation, x_SM, layout.experts)
+    if any(tensor is not None and tensor.requires_grad for tensor in (weights.w1, weights.w2, weights.b1, weights.b2)):
+        refuse(name, "the weights get no gradient here: freeze them with requires_grad_(False), or add B·A to them")
+    for which, adapter, matrices in zip(adapters._fields, adapters, (weights.w1, weights.w2), strict=True):
+        if adapter is not None:
+            _check_factors(name, f"the {which} adapter", adapter, x_SM, *matrices.flatten(1, -2).shape)
+    w, (up, down) = weights.contiguous(), adapters.contiguous()
+    factors = [None if one is None else one[at] for one in (up, down) for at in range(2)]
+    scales = [1.0 if one is None else float(one.scale) for one in (up, down)]
+    y_SM: Tensor = low_rank_experts_operator(
+        x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *factors, scales, layout.tensors, activation
+    )[0]
+    return y_SM
+
+
+def _check_factors(operation: str, what: str, adapter: LowRank, x: Tensor, experts: int, out: int, width: int) -> None:
+    a, b, _ = adapter
+    for name, tensor in (("A", a), ("B", b)):
+        check_tensor(operation, f"{what}'s {name}", tensor, x)
+        if tensor.dtype != x.dtype:
+            refuse(operation, f"the rows are {x.dtype} and {what}'s {name} is {tensor.dtype}; convert one with .to()")
+    if a.dim() != 3 or b.dim() != 3 or a.shape != (experts, b.shape[2], width) or b.shape != (experts, out, a.shape[1]):
+        form = f"A [{experts}, r, {width}] and B [{experts}, {out}, r]"
+        refuse(operation, f"{what} must be {form}; got {list(a.shape)} and {list(b.shape)}")
+
+
+def _adapters(factors: Any, scales: list[float]) -> Adapters:
+    up_a, up_b, down_a, down_b = factors
+    up = None if up_a is None else LowRank(up_a, up_b, scales[0])
+    return Adapters(up, None if down_a is None else LowRank(down_a, down_b, scales[1]))
+
+
+@operator("low_rank_experts")
+def low_rank_experts_operator(
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    scales: list[float],
+    layout: LayoutTensors,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Returns y_SM and hidden_NL."""
+    weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
+    return low_rank_forward(x_SM, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
+
+
+@register_fake(low_rank_experts_operator)
+def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, up_a, _, down_a, _, _, layout, _ = others
+    ranks = sum(0 if a is None else a.shape[1] for a in (up_a, down_a))
+    hidden_NL = x_SM.new_empty((Layout.of(layout).rows, w1[0].numel() // w1.shape[-1] + ranks))
+    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), hidden_NL
+
+
+@operator("low_rank_experts_backward")
+def low_rank_experts_backward(
+    dy_SM: Tensor,
+    hidden_NL: Tensor,
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    scales: list[float],
+    layout: LayoutTensors,
+    activation: str,
+    trained: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns gradients of x_SM, weight_N and the four factors; an empty tensor for what has none."""
+    weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
+    given = (dy_SM, x_SM, hidden_NL, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
+    dx_SM, dweight_N, grads = low_rank_backward(*given, trained)
+    if weight_N is not None and dweight_N is not None:
+        dweight_N = dweight_N.to(weight_N.dtype)
+    # A schema knows no optional results.
+    factors = (grads.up_a, grads.up_b, grads.down_a, grads.down_b)
+    rest = (x_SM.new_empty(0) if grad is None else grad for grad in (dweight_N, *factors))
+    dweight, *dfactors = rest
+    return dx_SM, dweight, dfactors[0], dfactors[1], dfactors[2], dfactors[3]
+
+
+@register_fake(low_rank_experts_backward)
+def _(dy_SM: Tensor, hidden_NL: Any, x_SM: Tensor, weight_N: Any, *others: Any) -> tuple[Tensor, ...]:
+    trained = others[-1]
+    given = [weight_N, *(factor if trained else None for factor in others[5:9])]
+    empty = (x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
+    return x_SM.new_empty(x_SM.shape), *empty
+
+
+def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scales, layout, ctx.activation = inputs
+    ctx.b2_start, ctx.scales = tensors.pop(6), scales
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *tensors, *layout)
+
+
+def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy_SM is None:
+        return (None,) * 14
+    hidden_NL, *saved = ctx.saved_tensors
+    tensors, layout = saved[:10], saved[10:]
+    given = (*tensors[:6], ctx.b2_start, *tensors[6:], ctx.scales, layout, ctx.activation)
+    trained = any(ctx.needs_input_grad[7:11])
+    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained)
+    grads = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
+    frozen = (None,) * 5
+    return dx_SM, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None
+
+
+register_gradient(low_rank_experts_operator, _gradients, _keep)
+
+
+def low_rank_linear(
+    rows_NK: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    adapter: LowRank,
+    bias_EO: Tensor | None = None,
+    *,
+    transposed: bool = True,
+) -> Tensor:
+    """Computes `fusedmoe.ops.grouped_linear` with W + scale·B·A in place of a frozen W, without making the sum.
+
+    Args:
+        rows_NK, layout, weight, bias_EO, transposed: as for `grouped_linear`.
+        adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, whichever way round the weight is.
+    Returns:
+        [N, O].
+    Saves for backward:
+        rows_NK, and N·r elements.
+    Raises:
+        ConfigError: as `grouped_linear`; factors that do not fit; a weight or bias that is not frozen.
+    """
+    name = "low_rank_linear"
+    check_layout(name, layout)
+    check_rows(name, "rows_NK", rows_NK, layout.rows, layout.row_SK)
+    check_floats(name, "rows_NK", rows_NK)
+    check_tensor(name, "weight", weight, rows_NK)
+    if weight.dim() != 3 or weight.dtype != rows_NK.dtype:
+        refuse(name, f"weight must be [E, O, K] or [E, K, O] in {rows_NK.dtype}, got {weight.dtype} of {weight.dim()}D")
+    if weight.requires_grad or (bias_EO is not None and bias_EO.requires_grad):
+        refuse(name, "the weight and its bias get no gradient here: freeze them with requires_grad_(False)")
+    E, O, K = weight.shape if transposed else weight.mT.shape  # noqa: E741
+    if layout.experts != E or rows_NK.shape[1] != K:
+        form = (
+            f"[{layout.experts}, O, {rows_NK.shape[1]}]" if transposed else f"[{layout.experts}, {rows_NK.shape[1]}, O]"
+        )
+        refuse(name, f"weight must be {form}, got {list(weight.shape)}")
+    if bias_EO is not None and (bias_EO.shape != (E, O) or bias_EO.dtype != rows_NK.dtype):
+        refuse(name, f"bias_EO must be [{E}, {O}] in {rows_NK.dtype}, got {bias_EO.dtype} {list(bias_EO.shape)}")
+    _check_factors(name, "the adapter", adapter, rows_NK, E, O, K)
+    a, b, scale = adapter.contiguous()
+    out: Tensor = low_rank_linear_operator(rows_NK, weight, bias_EO, a, b, float(scale), transposed, layout.tensors)[0]
+    return out
+
+
+@operator("low_rank_linear")
+def low_rank_linear_operator(
+    rows_NK: Tensor,
+    weight: Tensor,
+    bias_EO: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    transposed: bool,
+    layout: LayoutTensors,
+) -> tuple[Tensor, Tensor]:
+    """Returns the results, and the rows times A."""
+    return low_rank_product(rows_NK, weight, bias_EO, LowRank(a, b, scale), Layout.of(layout), transposed)
+
+
+@register_fake(low_rank_linear_operator)
+def _(rows_NK: Tensor, weight: Any, bias_EO: Any, a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return rows_NK.new_empty((rows_NK.shape[0], b.shape[1])), rows_NK.new_empty((rows_NK.shape[0], a.shape[1]))
+
+
+@operator("low_rank_linear_backward")
+def low_rank_linear_backward(
+    dout_NO: Tensor,
+    rows_NK: Tensor,
+    low_Nr: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    transposed: bool,
+    layout: LayoutTensors,
+    trained: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns gradients of the rows and of the factors, empty tensors for these unless they are trained."""
+    of_rows = Layout.of(layout)
+    drows_NK, t_Nr = low_rank_input_gradient(dout_NO, weight, LowRank(a, b, scale), of_rows, transposed)
+    if not trained:
+        return drows_NK, a.new_empty(0), b.new_empty(0)
+    return drows_NK, *low_rank_factor_gradients(t_Nr, rows_NK, dout_NO, low_Nr, scale, of_rows)
+
+
+@register_fake(low_rank_linear_backward)
+def _(dout_NO: Tensor, rows_NK: Tensor, low_Nr: Any, weight: Any, a: Tensor, b: Tensor, *others: Any) -> Any:
+    da, db = (one.new_empty(one.shape if others[-1] else 0) for one in (a, b))
+    return rows_NK.new_empty(rows_NK.shape), da, db
+
+
+def _keep_linear(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    rows_NK, weight, _, a, b, ctx.scale, ctx.transposed, layout = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(rows_NK, output[1], weight, a, b, *layout)
+
+
+def _linear_gradients(ctx: Any, dout_NO: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dout_NO is None:
+        return (None,) * 8
+    rows_NK, low_Nr, weight, a, b, *layout = ctx.saved_tensors
+    given = (dout_NO, rows_NK, low_Nr, weight, a, b, ctx.scale, ctx.transposed, layout)
+    drows_NK, *dfactors = low_rank_linear_backward(*given, any(ctx.needs_input_grad[3:5]))
+    da, db = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[3:5], strict=True))
+    return drows_NK, None, None, da, db, None, None, None
+
+
+register_gradient(low_rank_linear_operator, _linear_gradients, _keep_linear)

@@ -1,0 +1,211 @@
+"""Low-rank adapters on the experts of transformers' models, as peft's LoRA makes them (`target_parameters`).
+
+peft's wrapper of a parameter registers a parametrisation before each forward of the experts and takes it away
+afterwards; who reads the parameter meanwhile gets W + scale·B·A, and its gradient is as large as W. Here W and the
+factors are read apart, and `fusedmoe.ops.low_rank_experts` computes with them:
+
+    matrix(experts, "down_proj")        W, and the adapter that is active on it, without a read of the parameter
+
+Registering alone folds B·A into W once, to compare shapes. So for peft 0.21, whose wrapper is known,
+`ParamWrapper._activate_lora` is replaced when the first such parametrisation is seen, or by `fusedmoe.hf.apply`: for
+experts that this library computes it leaves the factors beside the module, and for all others it does what it did.
+
+Over ranks peft makes plain parameters of whole adapters, also beside experts that are split. `share_adapters` has them
+begin equal and get one gradient; a step with adapters that it has not seen is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.ops import LowRank
+from fusedmoe.ranks import Group, all_reduce
+
+#: Versions of peft whose wrapper is known, as far as they are compared.
+_KNOWN = ("0.21.",)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+_HELD, _SHARED = "_fusedmoe_adapters", "_fusedmoe_shared"
+
+
+def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
+    """Returns a parameter of experts and the low-rank adapter that is active on it, None if there is none.
+
+    Where the adapter cannot be told apart from the parameter, or the parameter is trained beside it, the parameter is
+    what peft makes of both.
+    """
+    held: LowRank | None = experts.__dict__.get(_HELD, {}).get(name)
+    if held is not None or not parametrize.is_parametrized(experts, name):
+        return getattr(experts, name, None), held
+    parametrisations = experts.parametrizations[name]
+    proxy = parametrisations[0]
+    plain = len(parametrisations) == 1 and type(proxy).__name__ == "_LoraFactorsProxy"
+    original = parametrisations.original
+    if not plain or not isinstance(original, Tensor) or original.dim() != 3 or original.requires_grad:
+        if type(proxy).__name__ in ("_LoraFactorsProxy", "_LoraParameterProxy"):
+            _warn_once(experts, name, "the parameter is trained, too" if plain else "it is given as a full matrix")
+        return getattr(experts, name), None
+    # What lhs @ rhs makes has the parameter's shape: [E, in, out] if transposed, and then B is on the right.
+    a, b = (proxy.lhs.mT, proxy.rhs.mT) if experts.is_transposed else (proxy.rhs, proxy.lhs)
+    return original, LowRank(a, b, float(proxy.scaling))
+
+
+def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
+    """Returns W + scale·B·A in full, where low-rank products do not serve; W is [E, in, out] if transposed."""
+    if adapter is None:
+        return weight
+    lhs, rhs = (adapter.a_ErI.mT, adapter.b_EOr.mT) if transposed else (adapter.b_EOr, adapter.a_ErI)
+    return torch.baddbmm(weight, lhs, rhs, alpha=adapter.scale)
+
+
+def stored(experts: Any, name: str) -> Any:
+    """Returns a parameter without what is added to it: for its shape, dtype and device."""
+    if parametrize.is_parametrized(experts, name):
+        return getattr(experts.parametrizations[name], "original", None)
+    return getattr(experts, name, None)
+
+
+def replace_activation(computes: Callable[[Any], bool]) -> None:
+    """Has peft's wrapper, if its version is known, leave an adapter's factors beside experts.
+
+    Args:
+        computes: tells whether this library computes a module of experts.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or torch.compiler.is_compiling() or not str(peft.__version__).startswith(_KNOWN):
+        return
+    wrapper: Any = sys.modules["peft.tuners.lora.layer"].ParamWrapper
+    if not hasattr(wrapper._activate_lora, "_fusedmoe"):
+        wrapper._activate_lora = _activation(wrapper._activate_lora, computes)
+
+
+_Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
+
+
+def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Activation:
+    @contextmanager
+    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        names = [name for name in active_adapters if name in self.lora_A]
+        experts, parameter = self.get_base_layer(), self.parameter_name
+        if not names or not (_serves(self, experts, parameter) and computes(experts)):
+            with original(self, active_adapters):
+                yield
+            return
+        held = experts.__dict__.setdefault(_HELD, {})
+        held[parameter] = LowRank.joined([_factors(self, name) for name in names])
+        try:
+            yield
+        finally:
+            del held[parameter]
+
+    activate._fusedmoe, activate.original = True, original  # type: ignore[attr-defined]
+    return activate
+
+
+def _serves(wrapper: Any, experts: Any, name: str) -> bool:
+    """Returns whether a parameter of experts is a matrix for each, frozen, and adapted by peft alone."""
+    if name not in _MATRICES or wrapper.num_experts == 1 or parametrize.is_parametrized(experts, name):
+        return False
+    parameter = getattr(experts, name)
+    if parameter.requires_grad:
+        _warn_once(experts, name, "the parameter is trained, too")
+    return parameter.dim() == 3 and parameter.dtype in _FLOATS and not parameter.requires_grad
+
+
+def _factors(wrapper: Any, adapter: str) -> LowRank:
+    """Returns an adapter's factors in the parameter's dtype, as peft does."""
+    # Linear layers hold them: A is [E·r, in], of one expert after the other, and in B, [out, r·E], experts alternate.
+    parameter, experts = wrapper.get_param(), wrapper.num_experts
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    a_ErI, b_EOr = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    # All ranks have the factors of all experts, which peft saves as in one process; each reads those of its own.
+    if isinstance(parameter, DTensor):
+        local = wrapper.get_base_layer().num_experts
+        first = parameter.device_mesh.get_local_rank("ep") * local
+        a_ErI, b_EOr = a_ErI[first : first + local], b_EOr[first : first + local]
+    return LowRank(a_ErI.to(parameter.dtype), b_EOr.to(parameter.dtype), float(wrapper.scaling[adapter]))
+
+
+def factors_in_use(experts: Any) -> list[Tensor]:
+    """Returns what adapters add to the parameters by now: tensors that are no parameters of the module."""
+    held = [factor for adapter in experts.__dict__.get(_HELD, {}).values() for factor in adapter[:2]]
+    lists = experts.parametrizations.values() if parametrize.is_parametrized(experts) else ()
+    proxies = [proxy for parametrisations in lists for proxy in parametrisations]
+    given = (getattr(proxy, name, None) for proxy in proxies for name in ("lhs", "rhs", "delta_weight"))
+    return [*held, *(tensor for tensor in given if isinstance(tensor, Tensor))]
+
+
+def share_adapters(model: nn.Module, world: Group) -> None:
+    """Has peft's adapters in a model with expert parallelism be the same on all ranks; collective, done once for each.
+
+    Values become those of the first rank; gradients become the mean over the ranks' batches, as FSDP has it for all
+    other parameters: each time that a backward pass has made one.
+    """
+    for name, parameter in _adapters_of(model):
+        if hasattr(parameter, _SHARED) or isinstance(parameter, DTensor):
+            continue
+        # Gloo and NCCL broadcast by whatever waits; a sum of zeros and one rank's values waits with a bound.
+        with torch.no_grad():
+            all_reduce(world, parameter if world.index == 0 else parameter.zero_(), operation=f"sharing {name}")
+        trained, operation = parameter.requires_grad, f"sum of the gradient of {name}"
+        # A hook is for what is trained; an adapter that is not yet may be later.
+        parameter.requires_grad_(True).register_hook(partial(_mean, world, operation))
+        parameter.requires_grad_(trained)
+        setattr(parameter, _SHARED, True)
+
+
+def _mean(world: Group, operation: str, grad: Tensor) -> Tensor:
+    return all_reduce(world, grad.detach().clone(), operation=operation).div_(world.size)
+
+
+def require_shared(experts: nn.Module) -> None:
+    """Refuses adapters in the model of these experts whose gradients would be each rank's own.
+
+    Raises:
+        ConfigError: naming one of them.
+    """
+    # Experts do not know the model around them: all that live are looked through, once for a model.
+    models = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
+    for model in (value for value in models if any(module is experts for module in value.modules())):
+        for name, parameter in _adapters_of(model):
+            if parameter.requires_grad and not (isinstance(parameter, DTensor) or hasattr(parameter, _SHARED)):
+                raise ConfigError(
+                    f"fusedmoe.hf: each rank would keep its own gradient of {name}, an adapter in a model with expert "
+                    "parallelism; call fusedmoe.hf.apply(model) after peft has made it"
+                )
+
+
+def _adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields all parameters of peft's adapters in a model, whatever of it is in use."""
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            owner = getattr(module, name, None)
+            if isinstance(owner, nn.Module):
+                yield from owner.named_parameters(f"{prefix}.{name}".lstrip("."))
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_once(experts: Any, name: str, why: str) -> None:
+    kind = type(experts).__name__.removeprefix("Parametrized")  # as PyTorch calls a class with parametrisations
+    if (kind, name) not in _warned and not torch.compiler.is_compiling():
+        _warned.add((kind, name))
+        warnings.warn(
+            f"fusedmoe.hf: the adapter of {kind}.{name} is added to the parameter in full, with a gradient of "
+            f"the parameter's size, as peft itself does: {why}",
+            stacklevel=3,
+        )

@@ -1,0 +1,368 @@
+"""Expert networks with low-rank adapters: those of `kernels/experts.py` with W_e + scale·B_e·A_e in place of W_e.
+
+W is frozen and neither the sum nor B·A is ever made. With x a row, the product beside the frozen one is
+
+    h = x·Wᵀ + scale·(x·Aᵀ)·Bᵀ        A is [r, in], B is [out, r], x·Aᵀ is r wide
+
+and the gradients come from what is r wide: with t = dh·B,
+
+    dx = dh·W + scale·t·A             dA = scale·tᵀ·x             dB = scale·dhᵀ·(x·Aᵀ)
+
+so nothing of W's size is made in the backward either. The router weight of a row scales what is r wide, and in dx_SM
+the sum. The backward is given one tensor, hidden_NL: in each row the pre-activation H and the two x·Aᵀ.
+
+In plain torch all of it is done block by block, as in `kernels/experts.py`. Where Triton serves, by grouped products.
+Contract: tensors in, tensors out; no autograd. Definition: `define_low_rank_experts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.backend import has_kernels
+from fusedmoe.kernels.experts import Weights, _blocks, define_experts
+from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
+from fusedmoe.kernels.layout import Layout
+
+
+class LowRank(NamedTuple):
+    """A low-rank adapter of a matrix [out, in] for each expert, which adds scale·B·A to it.
+
+    Attributes:
+        a_ErI: [e, r, in].   b_EOr: [e, out, r], where out counts both halves of a gated first product.
+        scale: LoRA's alpha / r.
+    """
+
+    a_ErI: Tensor
+    b_EOr: Tensor
+    scale: float = 1.0
+
+    def contiguous(self) -> LowRank:
+        """Returns this adapter with copies of factors that are not contiguous."""
+        return LowRank(self.a_ErI.contiguous(), self.b_EOr.contiguous(), self.scale)
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """Returns this adapter with factors in another dtype."""
+        return LowRank(self.a_ErI.to(dtype), self.b_EOr.to(dtype), self.scale)
+
+    def delta_EOI(self) -> Tensor:
+        """[e, out, in]: what the adapter adds to the matrices, as the definition has it."""
+        return self.scale * (self.b_EOr @ self.a_ErI)
+
+    @classmethod
+    def joined(cls, adapters: list[LowRank]) -> LowRank:
+        """Makes one adapter of several, which adds what they add together."""
+        if len(adapters) == 1:
+            return adapters[0]
+        a = torch.cat([adapter.a_ErI for adapter in adapters], 1)
+        return cls(a, torch.cat([adapter.scale * adapter.b_EOr for adapter in adapters], 2))
+
+
+class Adapters(NamedTuple):
+    """The adapters of both products; None where a product has none."""
+
+    up: LowRank | None
+    down: LowRank | None
+
+    def contiguous(self) -> Adapters:
+        """Returns the same with contiguous factors, as the kernels read them."""
+        return Adapters(*(None if adapter is None else adapter.contiguous() for adapter in self))
+
+
+class FactorGradients(NamedTuple):
+    """Gradients of the factors; None where there is no adapter, or none is wanted."""
+
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+
+
+def low_rank_forward(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Computes y_SM and hidden_NL. All parameters are contiguous."""
+    if has_kernels(x_SM):
+        return _forward_by_products(x_SM, layout, weight_N, weights, adapters, activation)
+    x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
+    _, dim, hidden = weights.w2.shape
+    blocks, most, step = _blocks(layout, x_SM, hidden)
+    hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    out_NM = x_SM.new_empty((layout.rows, dim))
+    x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
+    w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
+    up, down = (_Transposed(adapter) for adapter in adapters)
+    for block in blocks:
+        x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
+        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_Nr)):
+            torch.mm(x_e, w1_E[expert], out=h_e)
+            up.add(expert, x_e, low_e, h_e)
+            if b1 is not None:
+                h_e.add_(b1[expert].view(-1))
+        for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
+            _activate(activation, h_part, a_part)
+        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
+            torch.mm(a_e, w2_E[expert], out=out_e)
+            down.add(expert, a_e, low_e, out_e)
+            if b2 is not None:
+                out_e[:, weights.b2_columns()].add_(b2[expert])
+    return gather_sum(out_NM, layout, weight_N), hidden_NL
+
+
+def low_rank_backward(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    hidden_NL: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    adapters: Adapters,
+    activation: Activation,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None, FactorGradients]:
+    """Gradients of x_SM, of weight_N (zero in padding rows), and of the factors if these are trained."""
+    if has_kernels(x_SM):
+        return _backward_by_products(dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained)
+    x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    _, dim, hidden = weights.w2.shape
+    blocks, most, step = _blocks(layout, x_SM, hidden)
+    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+    dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
+    widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
+    x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((most, width)) for width in widths)
+    act_buffer = x_SM.new_empty((min(most, step), hidden))
+    w1_E, w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
+    up, down = (_Sums(adapter, weight_N, most, trained, x_SM) for adapter in adapters)
+    for block in blocks:
+        dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
+        a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
+        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.inner(block.rows)):
+            torch.mm(dy_e, w2_E[expert], out=da_e)
+            down.add_input_gradient(expert, dy_e, t_e, da_e)
+        ds = None if dweight_N is None else block.of(dweight_N)
+        for first in range(0, block.rows, step):
+            part = slice(first, first + step)
+            act = act_buffer[: len(a[part])]
+            _activate_backward(activation, h[part], da[part], a[part], dh[part], act)
+            if ds is not None:
+                torch.sum(torch.mul(da[part], a[part], out=act), 1, out=ds[part])
+        if ds is not None and weights.b2 is not None:
+            for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
+                ds_e.add_(dy_e @ weights.b2[expert])
+        for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
+            torch.mm(dh_e, w1_E[expert], out=dx_e)
+            up.add_input_gradient(expert, dh_e, t_e, dx_e)
+        down.add_gradients(block, a, dy, block.of(down_Nr))
+        if up.trained:  # only here the tokens themselves are read
+            up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
+    return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
+
+
+def _widths(weights: Weights, adapters: Adapters) -> list[int]:
+    ranks = (0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters)
+    return [weights.w1[0].numel() // weights.w1.shape[-1], *ranks]
+
+
+def hidden_width(weights: Weights, adapters: Adapters) -> int:
+    """Returns L, the width of hidden_NL."""
+    return sum(_widths(weights, adapters))
+
+
+def _parts(hidden_NL: Tensor, weights: Weights, adapters: Adapters) -> tuple[Tensor, ...]:
+    """Returns views of the pre-activation, and of the rows times A of each product without the scale."""
+    return hidden_NL.split(_widths(weights, adapters), 1)
+
+
+class _Transposed:
+    """An adapter of one product in the forward: views of all experts' factors, made in one call."""
+
+    def __init__(self, adapter: LowRank | None) -> None:
+        self._adapter = adapter
+        if adapter is not None:
+            self._a_E, self._b_E = adapter.a_ErI.mT.unbind(), adapter.b_EOr.mT.unbind()
+
+    def add(self, expert: int, x_e: Tensor, low_e: Tensor, out_e: Tensor) -> None:
+        """Puts an expert's rows times A into `low_e`, and adds that times B to `out_e`."""
+        if self._adapter is not None:
+            torch.mm(x_e, self._a_E[expert], out=low_e)
+            out_e.addmm_(low_e, self._b_E[expert], alpha=self._adapter.scale)
+
+
+class _Sums:
+    """An adapter of one product in the backward, and the gradients of its factors.
+
+    Attributes:
+        trained: there is an adapter, and its gradients are wanted.
+        da, db: the gradients of its factors, None unless trained.
+    """
+
+    def __init__(self, adapter: LowRank | None, weight_N: Tensor | None, most: int, wanted: bool, like: Tensor) -> None:
+        self._adapter, self.trained = adapter, wanted and adapter is not None
+        rank = 0 if adapter is None else adapter.a_ErI.shape[1]
+        self._t = like.new_empty((most, rank))
+        self.da = self.db = None
+        if adapter is None:
+            return
+        self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
+        # The scale, and the weight of each row, by which what is r wide is multiplied.
+        self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
+        if self.trained:
+            # Zeros: an expert without rows has a gradient of zeros, and one with many rows gets several sums.
+            self.da, self.db = torch.zeros_like(adapter.a_ErI), torch.zeros_like(adapter.b_EOr)
+            self._da_E, self._db_E = self.da.unbind(), self.db.unbind()
+
+    def inner(self, rows: int) -> Tensor:
+        """Returns a buffer for dh·B of as many rows."""
+        return self._t[:rows]
+
+    def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor) -> None:
+        """Puts dh·B of an expert's rows into `t_e`, and adds that times A to `dx_e`."""
+        if self._adapter is not None:
+            torch.mm(dh_e, self._b_E[expert], out=t_e)
+            dx_e.addmm_(t_e, self._a_E[expert], alpha=self._adapter.scale)
+
+    def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
+        """Adds the factors' gradients of a block's rows; those of `inner` are this block's."""
+        if not self.trained:
+            return
+        assert self._adapter is not None
+        factor = self._adapter.scale if self._factor_N1 is None else block.of(self._factor_N1)
+        t, low = self._t[: block.rows].mul_(factor), low * factor
+        columns = zip(t.t().split(block.sizes, 1), dh.t().split(block.sizes, 1), strict=True)
+        for (expert, x_e, low_e), (t_e, dh_e) in zip(block.by_expert(x, low), columns, strict=True):
+            self._da_E[expert].addmm_(t_e, x_e)
+            self._db_E[expert].addmm_(dh_e, low_e)
+
+
+def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:
+    """Puts the activation of rows into `a`."""
+    if activation.gated:
+        g, u = h.split(a.shape[1], 1)
+        activation.forward(g, out=a)
+        a.mul_(u)
+    else:
+        activation.forward(h, out=a)
+
+
+def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor, dh: Tensor, act: Tensor) -> None:
+    """Puts the activation of rows into `a` and its gradient into `dh`; `act` is a buffer like `a`."""
+    if activation.gated:
+        (g, u), (dg, du) = h.split(a.shape[1], 1), dh.split(a.shape[1], 1)
+        activation.forward(g, out=act)
+        torch.mul(act, u, out=a)
+        torch.mul(da, act, out=du)
+        torch.mul(da, u, out=act)
+        activation.backward(act, g, grad_input=dg)
+    else:
+        activation.forward(h, out=a)
+        activation.backward(da, h, grad_input=dh)
+
+
+def low_rank_product(
+    rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, adapter: LowRank | None, layout: Layout, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Computes [N, O] = rows·Wᵀ + bias + scale·(rows·Aᵀ)·Bᵀ, and rows·Aᵀ, [N, r]; zeros in padding rows.
+
+    `weight`: [E, O, K] if transposed, else [E, K, O]; the factors are [E, r, K] and [E, O, r] with either.
+    """
+    out_NO = grouped_product(rows_NK, weight, bias_EO, layout, transposed)
+    if adapter is None:
+        return out_NO, rows_NK.new_empty((layout.rows, 0))
+    low_Nr = grouped_product(rows_NK, adapter.a_ErI, None, layout, True)
+    return out_NO.add_(grouped_product(low_Nr, adapter.b_EOr, None, layout, True), alpha=adapter.scale), low_Nr
+
+
+def low_rank_input_gradient(
+    dout_NO: Tensor, weight: Tensor, adapter: LowRank | None, layout: Layout, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the rows of `low_rank_product`, and scale·dout·B, [N, r], from which A's gradient is made."""
+    drows_NK = grouped_product(dout_NO, weight, None, layout, not transposed)
+    if adapter is None:
+        return drows_NK, dout_NO.new_empty((layout.rows, 0))
+    t_Nr = grouped_product(dout_NO, adapter.b_EOr, None, layout, False).mul_(adapter.scale)
+    return drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False)), t_Nr
+
+
+def low_rank_factor_gradients(
+    t_Nr: Tensor, rows_NK: Tensor, dout_NO: Tensor, low_Nr: Tensor, scale: float, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Gradients of A and B of `low_rank_product`."""
+    return grouped_dweight(t_Nr, rows_NK, layout), grouped_dweight(dout_NO, low_Nr * scale, layout)
+
+
+def _forward_by_products(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    b1 = None if weights.b1 is None else weights.b1.flatten(1)
+    rows_NM = permute(x_SM, layout)
+    h_NH, up_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
+    a_NH = x_SM.new_empty((layout.rows, weights.w2.shape[2]))
+    _activate(activation, h_NH, a_NH)
+    out_NM, down_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
+    return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
+
+
+def _backward_by_products(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    hidden_NL: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    adapters: Adapters,
+    activation: Activation,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None, FactorGradients]:
+    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    # In padding rows all is zero: what grouped products give, and so what activations make of it.
+    dout_NM = permute(dy_SM, layout)
+    da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
+    a_NH, act_NH, dh_NH = (
+        da_NH.new_empty(da_NH.shape),
+        da_NH.new_empty(da_NH.shape),
+        h_NH.new_empty(h_NH.shape),
+    )
+    _activate_backward(activation, h_NH, da_NH, a_NH, dh_NH, act_NH)
+    dweight_N = None
+    if weight_N is not None:
+        dweight_N = torch.mul(da_NH, a_NH, out=act_NH).sum(1)
+        if (bias := _full_bias(weights)) is not None:
+            dweight_N += grouped_product(dout_NM, bias[:, None], None, layout, True)[:, 0]
+    dx_NM, up_t = low_rank_input_gradient(dh_NH, weights.w1.flatten(1, -2), adapters.up, layout, True)
+    grads: list[Tensor | None] = [None] * 4
+    factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
+    if trained and adapters.up is not None:
+        given = (up_t * factor, permute(x_SM, layout), dh_NH, up_Nr * factor)
+        grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
+    if trained and adapters.down is not None:
+        given = (down_t * factor, a_NH, dout_NM, down_Nr * factor)
+        grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
+    return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(*grads)
+
+
+def _full_bias(weights: Weights) -> Tensor | None:
+    """Returns the output bias of all columns, [e, M]."""
+    if weights.b2 is None:
+        return None
+    columns = weights.b2_columns()
+    return torch.nn.functional.pad(weights.b2, (columns.start, weights.w2.shape[1] - columns.stop))
+
+
+def define_low_rank_experts(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: str
+) -> Tensor:
+    """Defines the operation in plain differentiable torch: the experts of the sums W + scale·B·A."""
+    sums = (
+        w if adapter is None else w + adapter.delta_EOI().view(w.shape)
+        for w, adapter in zip((weights.w1, weights.w2), adapters, strict=True)
+    )
+    w1, w2 = sums
+    return define_experts(x_SM, layout, weight_N, replace(weights, w1=w1, w2=w2), activation)

@@ -1,0 +1,87 @@
+"""Adapters of peft over ranks: on attention and experts of a model with expert parallelism, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+import fusedmoe.hf
+from fusedmoe.errors import ConfigError
+from tests.cluster import Cluster
+from tests.integrations.models import VOCABULARY, make
+from tests.integrations.test_hf_lora import NAMES, never_folded
+from tests.integrations.test_hf_parallel import load, loss
+
+TARGETS = {"target_parameters": NAMES, "target_modules": ["q_proj", "v_proj"]}
+
+
+def adapted(model: Any, **targets: Any) -> Any:
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **(targets or TARGETS)))
+    return fusedmoe.hf.apply(model)
+
+
+def adapters(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+
+def steps(rank: int, world: int, folder: str, tokens: list[Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Adapters after two accumulated steps of this rank's batches, and the largest difference from one process."""
+    model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world // (2 if world > 2 else 1), "tp_size": 1})
+    torch.manual_seed(rank)  # so that adapters begin apart
+    model = adapted(model)
+    alone = adapted(load(rank, world, folder, None).double())
+    alone.load_state_dict(adapters(model), strict=False)
+    optimizers = [torch.optim.SGD(adapters(each).values(), lr=0.5) for each in (model, alone)]
+    for each, optimizer in zip((model, alone), optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for half in (slice(0, 4), slice(2, None)):
+                if each is model:
+                    with never_folded():
+                        loss(model(input_ids=tokens[rank][:, half]).logits, tokens[rank][:, half]).backward()
+                else:
+                    total = sum(loss(alone(input_ids=t[:, half]).logits, t[:, half]) for t in tokens) / world
+                    total.backward()
+            optimizer.step()
+    wanted = adapters(alone)
+    worst = max(float((p - wanted[name]).detach().abs().max()) for name, p in adapters(model).items())
+    return {name: p.detach().clone() for name, p in adapters(model).items()}, worst
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_gradient_on_all_ranks(cluster: Cluster, tmp_path: Path, world: int) -> None:
+    """Adapters that begin apart are made equal, and stay so to the bit; gradients accumulate."""
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (6, 11, 7, 9)[:world]]
+    results = cluster.run(world, steps, str(tmp_path), tokens)
+    assert len(results[0][0]) == 2 * (4 + 2 * 2)
+    for found, worst in results:
+        assert worst < 2e-5
+        assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
+
+
+def refused(rank: int, world: int, folder: str) -> None:
+    model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world, "tp_size": 1})
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        model(input_ids=tokens)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"own gradient of .*lora_A.* call fusedmoe.hf.apply\(model\)"):
+            model(input_ids=tokens)
+    fusedmoe.hf.apply(model)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    del model
+    model = load(rank, world, folder, {"fsdp_size": world // 2, "ep_size": world, "tp_size": 2})
+    with pytest.raises(ConfigError, match="tp_size=2"):
+        adapted(model, target_modules=["o_proj"])
+
+
+def test_adapters_that_nobody_shares_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    cluster.run(2, refused, str(tmp_path))
