@@ -152,7 +152,7 @@ def on_ranks(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -
             compare(layer, real if seed or shared else torch.zeros_like(real), 10 * shared + seed)
     if mp == 1:
         layer = build("topk", topology=topology, **options)
-        mask = torch.ones(2, 3 + rank, dtype=torch.bool)
+        mask = torch.ones(2, 3 + (rank == 1), dtype=torch.bool)
         with pytest.raises(RankError, match="rank 1.*: MoELayer got a mask"):
             layer(torch.zeros(2, 3, M, dtype=torch.float64), mask)
 

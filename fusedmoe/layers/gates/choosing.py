@@ -31,6 +31,13 @@ class GivenExperts(NamedTuple):
     expert_TK: Tensor
     some_live: bool
 
+    def chosen(self, live_TK: Tensor) -> Tensor:
+        """Returns what is to be chosen, like the live choices, which rows with a negative number take."""
+        expert_TK = self.expert_TK.to(live_TK.device, live_TK.dtype)
+        if not self.some_live:
+            return expert_TK
+        return torch.where((expert_TK < 0).any(1, keepdim=True), live_TK, expert_TK)
+
 
 # Returns the experts of a number of tokens, k each; None: all choose live.
 Give = Callable[[int, int], GivenExperts | None]
