@@ -376,7 +376,9 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         while parts[-1] in _WRAPPERS:
             parts.pop()
         around = ".".join(parts[:-1])
-        return _Router(around, modules[around], int(module.num_experts), experts=module)
+        # Where experts are split, their number is one rank's, and the parameters are those of all.
+        num_experts = len(module.down_proj) if module._is_expert_parallel else int(module.num_experts)
+        return _Router(around, modules[around], num_experts, experts=module)
     if type(module).__name__ == "TokenChoiceTopKRouter":
         # Torchtitan's: scores are [B, L, E]; it gives weights, numbers and scores.
         return _Router(path, module, int(module.num_experts), 3, lambda output: _flat(output[1]))

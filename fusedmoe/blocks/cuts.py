@@ -144,6 +144,7 @@ class MicroBatch:
         lead: the shape of its tokens, [b, …].
         rows: tokens that each rank has, padding included; one number where no other rank has the same tokens.
         own: where the tokens that this rank routes are among all of them.
+        real: where they are among its own; None: none of these is padding.
     """
 
     own: slice | Tensor
@@ -160,18 +161,14 @@ class MicroBatch:
     ) -> None:
         self.number, self.count, self.lead, self.rows, self.rank = number, count, lead, rows, rank
         start = sum(rows[:rank])
-        self.own, self._real = slice(start, start + rows[rank]), None
+        self.own, self.real = slice(start, start + rows[rank]), None
         if mask is not None:  # of `lead`'s shape, on the host, so that nobody waits for a device
-            self._real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
-            self.own = self._real + start
-
-    def real(self, rank_SM: Tensor) -> Tensor:
-        """Returns those of this rank's tokens that are no padding."""
-        return rank_SM if self._real is None else rank_SM.index_select(0, self._real)
+            self.real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
+            self.own = self.real + start
 
     def batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """[S, …] values of the tokens that this rank routes -> [b, …, ·], with `fill` for the rest."""
-        value_S = own_S if len(self.rows) == 1 and self._real is None else self.spread(own_S, fill)
+        value_S = own_S if len(self.rows) == 1 and self.real is None else self.spread(own_S, fill)
         return value_S.view(*self.lead, *value_S.shape[1:])
 
     def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:

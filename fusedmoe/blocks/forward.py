@@ -72,7 +72,7 @@ class BlocksForward(BlockPass, ForwardPass):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
             self._drawn.append(tuple(whole.batch(values) for values in gate.draw(own_SM)))
-            given = block.give(len(own_SM))
+            given = None if gate.tap is None else gate.tap.give(len(own_SM), gate.k)
             self._given.append(given and given._replace(expert_TK=whole.batch(given.expert_TK.to(x.device), -1)))
 
     def bodies(self) -> dict[str, Callable[[Task], None]]:

@@ -199,11 +199,6 @@ class MoEBlock:
         z = leave(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return _unchanged(z, y, "before_moe_end")
 
-    def give(self, tokens: int) -> GivenExperts | None:
-        """Returns the experts of the tokens that this rank routes of a whole batch, where they are replayed."""
-        gate = self.layer.gate
-        return None if gate.tap is None else gate.tap.give(tokens, gate.k)
-
     def choose(self, scores: tuple[Tensor, ...], given: GivenExperts | None) -> Routing:
         """Routes the whole batch, for its auxiliary loss."""
         gate = self.layer.gate
@@ -291,7 +286,9 @@ class _DensePart(nn.Module):
         y, u, own = self._found(x, past)
         u = _unchanged(enter(self._hooks, u, micro_batch.number, micro_batch.count), x, "before_moe_start")
         # Ranks of an MP group that have the same tokens route a slice each.
-        u_SM = micro_batch.real(self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows))
+        u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
+        if micro_batch.real is not None:
+            u_SM = u_SM.index_select(0, micro_batch.real)
         with outside_autocast(u_SM.device.type), _choosing(self.gate, given):
             scores = self.gate.score(u_SM, *drawn)
         u_SM = u_SM.to(self._row_dtype(u_SM))

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -92,16 +91,23 @@ class Choosing(TorchFunctionMode):
             index = given.expert_TK.to(own.device, torch.long).view(*own.shape[:-1], k)
             if given.some_live:
                 index = torch.where((index < 0).any(-1, keepdim=True), _local(live()), index)
-            if isinstance(score, DTensor):  # tokens are split over ranks: each has its own
+            if own is not score:  # a DTensor, of tokens that are split over ranks: each has its own
                 shape = torch.Size((*score.shape[:-1], k))
-                stride = torch.empty(shape, device="meta").stride()
-                index = DTensor.from_local(index, score.device_mesh, score.placements, shape=shape, stride=stride)
+                of_all: Any = score
+                index = of_all.from_local(
+                    index, of_all.device_mesh, of_all.placements, shape=shape, stride=_strides(shape)
+                )
         self.chosen_TK = _local(index).flatten(0, -2)
         return index
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local(tensor: Any) -> Tensor:
+    # By its method, for DTensor's module takes long to import.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def choosing() -> Choosing | None:
