@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fusedmoe import ops as ops
     from fusedmoe import orders as orders
     from fusedmoe import placement as placement
+    from fusedmoe import routing as routing
     from fusedmoe import schedule as schedule
     from fusedmoe import training as training
     from fusedmoe.autograd.hooks import HookContext as HookContext
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders")
+_MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders", "routing")
 _NAMES = {
     "autograd.hooks": ("HookContext", "Hooks"),
     "blocks.pipeline": ("Along", "Parts", "PipelinedBlocks", "pipeline"),

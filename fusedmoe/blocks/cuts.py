@@ -136,30 +136,48 @@ def _indices(ends: list[Fraction], axis: int, size: int) -> list[Index]:
 class MicroBatch:
     """A micro-batch, or a whole batch: which one it is, and which of its tokens this rank routes.
 
-    Ranks of an MP group that have the same tokens route a slice of them each, first that of rank 0.
+    Ranks of an MP group that have the same tokens route a slice of them each, first that of rank 0. Padding is routed
+    by none.
 
     Attributes:
         number, count: which it is, of how many.
         lead: the shape of its tokens, [b, …].
-        rows: tokens that each rank routes; one number where no other rank has the same tokens.
-        own: where this rank's tokens are among all of them.
+        rows: tokens that each rank has, padding included; one number where no other rank has the same tokens.
+        own: where the tokens that this rank routes are among all of them.
+        real: where they are among its own; None: none of these is padding.
     """
 
-    def __init__(self, number: int, count: int, lead: torch.Size, rows: Sequence[int], rank: int) -> None:
+    own: slice | Tensor
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        lead: torch.Size,
+        rows: Sequence[int],
+        rank: int,
+        mask: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.number, self.count, self.lead, self.rows, self.rank = number, count, lead, rows, rank
         start = sum(rows[:rank])
-        self.own = slice(start, start + rows[rank])
+        self.own, self.real = slice(start, start + rows[rank]), None
+        if mask is not None:  # of `lead`'s shape, on the host, so that nobody waits for a device
+            self.real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
+            self.own = self.real + start
 
     def batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
-        """[S, …] values of this rank's tokens -> [b, …, ·], with `fill` for tokens of other ranks."""
-        value_S = own_S if len(self.rows) == 1 else self.spread(own_S, fill)
+        """[S, …] values of the tokens that this rank routes -> [b, …, ·], with `fill` for the rest."""
+        value_S = own_S if len(self.rows) == 1 and self.real is None else self.spread(own_S, fill)
         return value_S.view(*self.lead, *value_S.shape[1:])
 
     def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:
-        """Values of this rank's tokens -> values of all tokens, with `fill` for those of other ranks."""
+        """Values of the tokens that this rank routes -> values of all tokens, with `fill` for the rest."""
         tokens, at = sum(self.rows), self.own
         if len(own_S) == tokens:
             return own_S
+        if isinstance(at, Tensor):
+            return own_S.new_full((tokens, *own_S.shape[1:]), fill).index_copy(0, at, own_S)
         before, after = (own_S.new_full((n, *own_S.shape[1:]), fill) for n in (at.start, tokens - at.stop))
         return torch.cat([before, own_S, after])
 

@@ -19,10 +19,12 @@ from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.group import Group
 from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import Sending, pack, sending
 from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.layers.gates.choosing import GivenExperts
 from fusedmoe.schedule.task import Task, TaskKind
 
 
@@ -31,6 +33,7 @@ class BlocksForward(BlockPass, ForwardPass):
 
     Args:
         blocks, states: each block's modules, and its state (`MoEBlock.begin`).
+        mask: [B, …], false for padding, on the host; None: there is none.
         keep: a backward pass will follow.
         refusal: why there is none, if so: the first exchange tells all ranks.
     """
@@ -42,21 +45,26 @@ class BlocksForward(BlockPass, ForwardPass):
         blocks: Sequence[MoEBlock],
         states: list[BlockState],
         x: Tensor,
+        mask: Tensor | None,
         keep: bool,
         refusal: str | None,
     ) -> None:
-        self.keep, self._x, self._refusal = keep, x, refusal
+        self.keep, self._x, self._mask, self._refusal = keep, x, mask, refusal
         self._modules = blocks
         super().__init__(run, split, states, x.shape)
         self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
         self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
-        # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
-        # expert has been given so far; dense micro-batches whose rows have their places.
+        # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it, and the experts
+        # that are replayed; rows that each expert has been given so far; dense micro-batches whose rows have places.
         groups = [block.mp for block in blocks]
-        self._wholes = [MicroBatch(0, 1, self._lead, split_counts(len(x_SM), group), group.index) for group in groups]
+        self._wholes = [
+            MicroBatch(0, 1, self._lead, _rows_of_ranks(len(x_SM), mask, group), group.index, mask, x.device)
+            for group in groups
+        ]
         self._capacities: list[int | None] = []
         self._drawn: list[tuple[Tensor, ...]] = []
+        self._given: list[GivenExperts | None] = []
         self._taken: list[Tensor | None] = [None] * len(states)
         self._placed = [0] * len(states)
         # Drawn for the whole batch at once, so that the numbers are those of a layer without micro-batches.
@@ -64,6 +72,8 @@ class BlocksForward(BlockPass, ForwardPass):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
             self._drawn.append(tuple(whole.batch(values) for values in gate.draw(own_SM)))
+            given = None if gate.tap is None else gate.tap.give(len(own_SM), gate.k)
+            self._given.append(given and given._replace(expert_TK=whole.batch(given.expert_TK.to(x.device), -1)))
 
     def bodies(self) -> dict[str, Callable[[Task], None]]:
         return {
@@ -113,8 +123,10 @@ class BlocksForward(BlockPass, ForwardPass):
         before = self.blocks[number - 1].z if number else self._x
         assert before is not None
         x = before.data[at]  # `.data` counts changes by itself: other parts of the same memory are still being written
-        micro_batch = self._micro_batch(number, place, state.cuts.dense_at)
+        micro_batch = self._micro_batch(number, place, state.cuts.dense_at, self._mask)
         drawn = tuple(self._tokens(values[at])[micro_batch.own] for values in self._drawn[number])
+        given = self._given[number]
+        given = given and given._replace(expert_TK=self._tokens(given.expert_TK[at])[micro_batch.own])
         past: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(self.keep):
             # Each micro-batch has a graph of its own, which the backward pass goes through when its turn comes.
@@ -123,7 +135,7 @@ class BlocksForward(BlockPass, ForwardPass):
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
             later = DeferredGradients(state.parameters) if self.keep and state.degrees.later else None
-            result = block.dense(state.parameters, self.split.samples(x), micro_batch, drawn, past, later)
+            result = block.dense(state.parameters, self.split.samples(x), micro_batch, drawn, given, past, later)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:
@@ -307,23 +319,24 @@ class BlocksForward(BlockPass, ForwardPass):
             y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
             if dense.shared is not None:
                 y = y + self.use(dense.shared)[state.cuts.rows_in_dense_at[p]]
-            micro_batch = self._micro_batch(number, p, state.cuts.rows_at)
+            # Padding has a place in the output: here it is a token as all others.
+            micro_batch = self._micro_batch(number, p, state.cuts.rows_at, None)
             z = block.end(self.split.samples(y), micro_batch).view(shape)
         rows.ended = Output.of(z), y, rows_SM
         return z.detach()
 
-    def _micro_batch(self, number: int, place: int, ats: Sequence[Index]) -> MicroBatch:
+    def _micro_batch(self, number: int, place: int, ats: Sequence[Index], mask: Tensor | None) -> MicroBatch:
         """Counts the tokens of a micro-batch that each rank of the MP group routes."""
         whole = self._wholes[number]
         if self._numbers is None:
             self._numbers = torch.arange(self._lead.numel()).view(self._lead)
-        part = self._numbers[ats[place]]
+        part, masked = self._numbers[ats[place]], None if mask is None else mask[ats[place]]
         if len(whole.rows) == 1:
-            return MicroBatch(place, len(ats), part.shape, (part.numel(),), 0)
+            return MicroBatch(place, len(ats), part.shape, (part.numel(),), 0, masked, self._x.device)
         # Tokens are numbered along the batch; each rank routes those between two of these ends.
         ends = torch.tensor([0, *whole.rows]).cumsum(0)
         rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
-        return MicroBatch(place, len(ats), part.shape, rows.tolist(), whole.rank)
+        return MicroBatch(place, len(ats), part.shape, rows.tolist(), whole.rank, masked, self._x.device)
 
     def _whole_gate(self, number: int) -> Tensor:
         """Computes the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
@@ -338,7 +351,9 @@ class BlocksForward(BlockPass, ForwardPass):
         scores = [self._tokens(torch.cat(part, self.split.axis))[whole.own] for part in parts]
         scores = [score.requires_grad_(self.keep) if score.is_floating_point() else score for score in scores]
         with torch.set_grad_enabled(self.keep):
-            routing = block.choose(tuple(scores))
+            given = self._given[number]
+            given = given and given._replace(expert_TK=self._tokens(given.expert_TK)[whole.own])
+            routing = block.choose(tuple(scores), given)
         layer, aux = block.layer, routing.aux_loss
         layer.load.count(routing, layer.gate, layer.training)
         layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
@@ -364,6 +379,17 @@ class BlocksForward(BlockPass, ForwardPass):
     def _tokens(self, value: Tensor) -> Tensor:
         """[b, …, ·] values -> [S, …]."""
         return value.flatten(0, len(self._lead) - 1)
+
+
+def _rows_of_ranks(tokens: int, mask: Tensor | None, group: Group) -> list[int]:
+    """Returns how many of a batch's tokens each rank of an MP group has: as many to route as without padding."""
+    if mask is None or group.size == 1:
+        return split_counts(tokens, group)
+    real_S = mask.flatten().nonzero().squeeze(1)
+    # A rank's tokens end with the last that it routes, and all padding after the last of all is the last rank's.
+    routed = torch.tensor(split_counts(len(real_S), group)).cumsum(0)[:-1]
+    ends = torch.cat([real_S.new_zeros(1), real_S + 1])[routed].tolist()
+    return [end - start for start, end in zip([0, *ends], [*ends, tokens], strict=True)]
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

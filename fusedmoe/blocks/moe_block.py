@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates.base import Routing, outside_autocast
+from fusedmoe.layers.gates.base import Gate, Routing, outside_autocast
+from fusedmoe.layers.gates.choosing import Choosing, GivenExperts
 from fusedmoe.layers.input_checks import check_routing, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Ordered
@@ -115,12 +116,12 @@ class MoEBlock:
             if wrong:
                 raise ConfigError(f"pipeline: {text}, or MoELayer(schedule=…) in place of the pipeline")
 
-    def whole(self, x: Tensor, recorder: Recorder | None) -> Tensor:
+    def whole(self, x: Tensor, mask: Tensor | None, recorder: Recorder | None) -> Tensor:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self.layer.recorder = recorder
         y, u = self._computed(self._dense.whole, x)
         # The layer adds its shared expert itself, and calls its own hooks.
-        z: Tensor = y + self.layer(u)
+        z: Tensor = y + self.layer(u, mask)
         return z
 
     @property
@@ -133,6 +134,7 @@ class MoEBlock:
         x: Tensor,
         micro_batch: MicroBatch,
         drawn: tuple[Tensor, ...],
+        given: GivenExperts | None,
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
     ) -> DenseResult:
@@ -141,6 +143,7 @@ class MoEBlock:
         Args:
             parameters: to compute with in place of `dense_parameters`.
             drawn: of the gate, for the tokens that this rank routes.
+            given: the experts of these tokens, where they are replayed.
             past: `own` of the micro-batches before of the same samples.
             later: takes the weight gradients that may be computed later; None: none may.
         Raises:
@@ -155,14 +158,14 @@ class MoEBlock:
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(part, named, (x, micro_batch, drawn, past))
+                return torch.func.functional_call(part, named, (x, micro_batch, drawn, given, past))
 
         try:
             y, u, shared, scores, own = self._computed(compute, x, past)
             # Losses are the whole batch's: here a copy of the gate without any chooses.
             gate = copy.copy(self.layer.gate)
             gate.aux = {}
-            with outside_autocast(u.device.type):
+            with outside_autocast(u.device.type), _choosing(gate, given):
                 routing = gate.choose(*scores)
             check_routing(gate, routing, u.reshape(-1, u.shape[-1])[micro_batch.own])
         except ConfigError as error:
@@ -198,11 +201,14 @@ class MoEBlock:
         z = leave(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return _unchanged(z, y, "before_moe_end")
 
-    def choose(self, scores: tuple[Tensor, ...]) -> Routing:
+    def choose(self, scores: tuple[Tensor, ...], given: GivenExperts | None) -> Routing:
         """Routes the whole batch, for its auxiliary loss."""
-        with outside_autocast(scores[0].device.type):
-            routing = self.layer.gate.choose(*scores)
+        gate = self.layer.gate
+        with outside_autocast(scores[0].device.type), _choosing(gate, given):
+            routing = gate.choose(*scores)
         assert isinstance(routing, Routing)
+        if gate.tap is not None:
+            gate.tap.note(None if given is None else given.chosen(routing.expert_SK), routing.expert_SK)
         return routing
 
     def exchange(
@@ -273,13 +279,20 @@ class _DensePart(nn.Module):
         self._of_experts = layer.experts.parameters  # which are not its own
 
     def forward(
-        self, x: Tensor, micro_batch: MicroBatch, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
+        self,
+        x: Tensor,
+        micro_batch: MicroBatch,
+        drawn: tuple[Tensor, ...],
+        given: GivenExperts | None,
+        past: Sequence[tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         y, u, own = self._found(x, past)
         u = _unchanged(enter(self._hooks, u, micro_batch.number, micro_batch.count), x, "before_moe_start")
         # Ranks of an MP group that have the same tokens route a slice each.
         u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
-        with outside_autocast(u_SM.device.type):
+        if micro_batch.real is not None:
+            u_SM = u_SM.index_select(0, micro_batch.real)
+        with outside_autocast(u_SM.device.type), _choosing(self.gate, given):
             scores = self.gate.score(u_SM, *drawn)
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
@@ -337,6 +350,11 @@ def _of_tables(
         send_totals(send, tables, made, totals).wait()
 
     return chunks, back
+
+
+def _choosing(gate: Gate, given: GivenExperts | None) -> AbstractContextManager[Any]:
+    """A context in which a gate chooses these experts; None: as it does."""
+    return nullcontext() if given is None else Choosing(gate.experts, lambda *_: given)
 
 
 def _unchanged(made: Tensor, like: Tensor, seam: str) -> Tensor:

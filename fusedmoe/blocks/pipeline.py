@@ -29,7 +29,7 @@ from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
-from fusedmoe.layers.input_checks import no_tokens, of_input
+from fusedmoe.layers.input_checks import no_tokens, of_input, of_mask
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
@@ -174,8 +174,11 @@ class PipelinedBlocks(nn.Module):
         for phase in STAGES:
             self._check(phase, plans, gradients)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i.
+
+        `mask` [B, …], booleans, is false for padding, to which experts add nothing (see `MoELayer.forward`); dense
+        parts see all of x. It is copied to the host once, unless it is there.
 
         Raises:
             ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
@@ -190,7 +193,7 @@ class PipelinedBlocks(nn.Module):
         # Without plans each layer works by its own, one block after the other.
         if followed is None:
             for block in self._blocks:
-                x = block.whole(x, self.recorder)
+                x = block.whole(x, mask, self.recorder)
             return x
         for block in self._blocks:
             block.require_nothing_between_layers()
@@ -204,17 +207,19 @@ class PipelinedBlocks(nn.Module):
                     "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
                 )
             # A refused batch is replaced by one without samples: other ranks learn of it with the first sizes.
-            refusal = self._wrong(x)
+            refusal = self._wrong(x) or (None if mask is None else of_mask("pipeline", mask, x))
             if refusal is not None:
-                x = self._no_samples(x, refusal)
-            z, aux = self._in_micro_batches(x, followed, refusal)
+                x, mask = self._no_samples(x, refusal), None
+            z, aux = self._in_micro_batches(x, mask, followed, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 # As after the layer's own forward, so that a model's loss need not know of the pipeline.
                 loss = layer.mp_tokens.aux(loss)
                 layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
         return z.view(x.shape)
 
-    def _in_micro_batches(self, x: Tensor, followed: _Assigned, refusal: str | None) -> tuple[Tensor, list[Tensor]]:
+    def _in_micro_batches(
+        self, x: Tensor, mask: Tensor | None, followed: _Assigned, refusal: str | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Runs the blocks by the plans followed; returns z, and each block's auxiliary loss. Collective."""
         plans, gradients, degrees = followed
         batch, split = self._split(x)
@@ -225,7 +230,8 @@ class PipelinedBlocks(nn.Module):
         states = [block.begin(batch, split, degree, keep) for block, degree in zip(self._blocks, degrees, strict=True)]
         # Each parameter is an input, so that autograd takes its gradient from the backward pass.
         parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
-        z, *aux = _ThroughBlocks.apply(batch, run, split, self._blocks, states, keep, refusal, *parameters)
+        mask = None if mask is None else mask.cpu().reshape(batch.shape[:-1])
+        z, *aux = _ThroughBlocks.apply(batch, mask, run, split, self._blocks, states, keep, refusal, *parameters)
         return z, aux
 
     def _wrong(self, x: object) -> str | None:
@@ -328,6 +334,7 @@ class _ThroughBlocks(Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        mask: Tensor | None,
         run: Run,
         split: Split,
         modules: Sequence[MoEBlock],
@@ -336,7 +343,7 @@ class _ThroughBlocks(Function):
         refusal: str | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = BlocksForward(run, split, modules, states, x, keep, refusal)
+        forward = BlocksForward(run, split, modules, states, x, mask, keep, refusal)
         z, aux = forward.run()
         ctx.given, ctx.blocks = (run, split), states if keep else None
         ctx.set_materialize_grads(False)
@@ -360,7 +367,7 @@ class _ThroughBlocks(Function):
             own = block.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
+        return dx if ctx.needs_input_grad[0] else None, *(None,) * 7, *grads
 
 
 def pipeline(

@@ -264,6 +264,29 @@ def of_input(
     return None
 
 
+def real_tokens(mask: object, x: Tensor, refusal: str | None) -> tuple[Tensor, str | None]:
+    """Finds the tokens among padding: their places among the tokens of x, ascending, and what is wrong, if anything.
+
+    Args:
+        mask: true for a token.   x: [..., M].   refusal: of x; then there are none.
+    """
+    if refusal is None:
+        refusal = of_mask("MoELayer", mask, x)
+    if refusal is not None:
+        return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
+    assert isinstance(mask, Tensor)
+    # Where the mask is, so that one on the host makes nobody wait.
+    return mask.reshape(-1).nonzero().squeeze(1).to(x.device), None
+
+
+def of_mask(who: str, mask: object, x: Tensor) -> str | None:
+    """Says what is wrong with a mask of the tokens of x, [..., M], if anything."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
+        return None
+    got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
+
+
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
     """[0, M] that stand for a refused x, by a parameter of the experts."""
     # Experts without parameters compute in any dtype.

@@ -41,7 +41,7 @@ class MoELayer(nn.Module):
 
     The way of a token, all in `forward`; shapes: S tokens of this rank, M model_dim, K choices, N = S·K rows at most:
 
-    1. Input is checked; where MP ranks share tokens, each takes its own.   `input_checks.py`, `../autograd/parallel.py`
+    1. Input is checked, padding left out; MP ranks take their own tokens.  `input_checks.py`, `../autograd/parallel.py`
     2. The gate chooses: x_SM → expert_SK, weight_SK, auxiliary loss.       `gates/base.py`
     3. The order sorts rows by expert, drops what exceeds the capacity.     `orders.py`, `../kernels/layout.py`
     4. Ranks tell each other how many tokens come, or why not.              `../comm/exchange.py`
@@ -155,19 +155,26 @@ class MoELayer(nn.Module):
         self.aux_loss = torch.zeros(())
         self.register_load_state_dict_pre_hook(require_own_experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
 
-        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, a schedule, MP ranks or placements:
-        then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA graph
-        can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
-        """
-        return self._forward(x) if torch.compiler.is_compiling() and self._compiles else self._guarded(x)
+        `mask` [...], booleans, is true for tokens and false for padding. What is padding takes no part: it has no
+        expert, no place in a capacity, no share in loads, losses and metrics, and its output is zero, the shared
+        expert's too. All else is as if the padding were not there. Hooks see all of x and y. How many tokens there are
+        is asked of the mask's device, once a forward: on CUDA that waits, unless the mask is on the host.
 
-    def _guarded(self, x: Tensor) -> Tensor:
+        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, a schedule, MP ranks, placements or a
+        mask: then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA
+        graph can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
+        """
+        if torch.compiler.is_compiling() and self._compiles and mask is None:
+            return self._forward(x, None)
+        return self._guarded(x, mask)
+
+    def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()
-            return self._forward(x)
+            return self._forward(x, mask)
 
     @property
     def _compiles(self) -> bool:
@@ -179,10 +186,13 @@ class MoELayer(nn.Module):
     def _by_plan(self) -> bool:
         return self.dispatcher.follows_plans and not self._plans.plans_nothing
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
         x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
+        if mask is not None:  # from here to the end the padding is not there
+            real_S, refusal = input_checks.real_tokens(mask, x, refusal)
+            x_SM = x_SM.index_select(0, real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
             counts = self.mp_tokens.counts(len(x_SM))
@@ -190,6 +200,8 @@ class MoELayer(nn.Module):
             y_SM = self.mp_tokens.join(y_SM, counts, recorder)
         else:
             y_SM = self._route(x_SM, refusal, recorder)
+        if mask is not None:
+            y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, real_S, y_SM)
         y = y_SM.view(x.shape)
         return leave(self.hooks, y) if self.hooks else y
 

@@ -20,6 +20,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
+from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
 # Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
@@ -124,6 +125,7 @@ class Gate(nn.Module):
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
+    tap: RouterTap | None = None  # while choices are recorded or replayed, see `fusedmoe.routing`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -202,7 +204,13 @@ class Gate(nn.Module):
             raise self.error(f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}")
         # In half precision near logits would change places, and with them the experts of a token.
         with outside_autocast(x_SM.device.type):
-            return self.route(x_SM)
+            if self.tap is None:
+                return self.route(x_SM)
+            with Choosing(self.experts, self.tap.give) as choice:
+                routing = self.route(x_SM)
+            assert isinstance(routing, Routing)
+            self.tap.note(choice.chosen_TK, routing.expert_SK)
+            return routing
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         """Routes checked tokens [S, M], outside autocast: the three steps one after the other."""
@@ -353,7 +361,13 @@ class RouterGate(Gate):
 
     def serves(self, *tensors: Tensor) -> bool:
         """Returns whether there are kernels for such operands, tokens and matrix or logits."""
-        return uses_triton(tensors[0]) and fits_kernels(self.experts, self.k) and has_kernels(*tensors)
+        # Kernels choose by themselves: where experts are given, or noted, plain torch does.
+        return (
+            choosing() is None
+            and uses_triton(tensors[0])
+            and fits_kernels(self.experts, self.k)
+            and has_kernels(*tensors)
+        )
 
     def make_rule(self, score: str, *, normalize: bool, scale: float = 1.0, sequence: int | None = None) -> GateRule:
         """Makes a `GateRule` for this gate's k, with the sums that its auxiliary losses need."""
@@ -440,6 +454,12 @@ def top_experts(score_SE: Tensor, k: int) -> Tensor:
     Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
     """
     score_SE = score_SE.detach()
+    if (choice := choosing()) is not None and choice.takes(score_SE):
+        return choice.top(score_SE, k, lambda: _top(score_SE, k))
+    return _top(score_SE, k)
+
+
+def _top(score_SE: Tensor, k: int) -> Tensor:
     if k > _MAX_PASSES:
         return score_SE.sort(dim=1, descending=True, stable=True).indices[:, :k]
     if score_SE.is_floating_point():

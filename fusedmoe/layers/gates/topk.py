@@ -23,6 +23,7 @@ from fusedmoe.layers.gates.base import (
     router_logits,
     top_experts,
 )
+from fusedmoe.layers.gates.choosing import choosing
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -179,8 +180,8 @@ class BatchPrioritised(TopK):
         # A route of its own, and so a gate that cannot be split: who is dropped depends on all tokens of the rank.
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
-        # Weights that are not normalised begin with the highest probability already.
-        if self.normalize and self.k > 1:
+        # Weights that are not normalised begin with the highest probability already, but for experts that were given.
+        if (self.normalize and self.k > 1) or choosing() is not None:
             assert routing.logits_SE is not None
             priority_S = routing.logits_SE.softmax(1).amax(1)
         else:

@@ -1,0 +1,176 @@
+"""A batch with padding, and a mask that says so, gives what the same batch without padding gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe import ConfigError, RankError, Schedule
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.gates import GATES
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+from tests.layers.gate_cases import make
+
+M, H, E = 6, 5, 8
+
+
+def build(gate: str, factor: float | None = None, **options: Any) -> MoELayer:
+    torch.manual_seed(3)
+    of_gate: dict[str, Any] = {"dim": M, "dtype": torch.float64}
+    if factor is not None:
+        of_gate["capacity_factor"] = factor
+    layer = MoELayer(M, make(gate, E, 2, **of_gate), fusedmoe.experts.SwiGLU(H), dtype=torch.float64, **options)
+    layer.load.counters = fusedmoe.metrics.RoutingCounters(E)
+    return layer
+
+
+def step(layer: MoELayer, x: Tensor, mask: Tensor | None, run: Any = None) -> dict[str, Tensor]:
+    """Output, gradients, loads, losses, drops and metrics of a step, of tokens alone."""
+    torch.manual_seed(11)
+    layer.zero_grad(set_to_none=True)
+    assert layer.load.counters is not None
+    layer.load.counters.sums.zero_()
+    x = x.detach().requires_grad_()
+    run = layer if run is None else run
+    y = run(x) if mask is None else run(x, mask)
+    # What a loss makes of padding must not matter either.
+    ((y * (y.detach() + 1)).sum() + 3 * layer.aux_loss).backward()
+    assert x.grad is not None
+    real = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
+    assert not y.detach()[~real].any() and not x.grad[~real].any()
+    found = {"y": y.detach()[real], "dx": x.grad[real], "aux": layer.aux_loss.detach(), "load": layer.load_E.clone()}
+    found |= {"dropped": torch.tensor(layer.dropped), "metrics": layer.load.counters.sums.clone()}
+    for name, parameter in layer.named_parameters():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    return found
+
+
+def batch(real: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and the same with padding that would spoil all, were it looked at."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(int(real.sum()), M, generator=generator, dtype=torch.float64)
+    x = torch.full((*real.shape, M), float("nan"), dtype=torch.float64)
+    x[real] = tokens
+    return tokens, x
+
+
+def compare(layer: MoELayer, real: Tensor, seed: int, run: Any = None) -> None:
+    tokens, x = batch(real, seed)
+    wanted, found = step(layer, tokens, None), step(layer, x, real, run)
+    assert wanted.keys() == found.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def masks(seed: int, share: float = 0.6) -> list[Tensor]:
+    """Of right-padded samples, of any tokens, of one token, of none, of all; not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 8, (4,), generator=generator)
+    right = torch.arange(7) < lengths[:, None]
+    some = torch.rand(5, 4, generator=generator) < share
+    one = torch.zeros(9, dtype=torch.bool)
+    one[4] = True
+    return [right, some.t(), one, torch.zeros(2, 3, dtype=torch.bool), torch.ones(6, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("factor", [None, 0.7])
+@pytest.mark.parametrize("name", GATES)
+def test_all_gates(name: str, factor: float | None) -> None:
+    if factor is None and name == "expert_choice":
+        factor = 1.0
+    if factor is not None and name == "softmoe":
+        pytest.skip("it has no capacity")
+    layer = build(name, factor, shared=fusedmoe.experts.SwiGLU(3))
+    for seed, real in enumerate(masks(len(name))):
+        compare(layer, real, seed)
+
+
+def test_padding_would_otherwise_count() -> None:
+    layer = build("topk", 0.7)
+    tokens, x = batch(masks(1)[1], 2)
+    x = x.nan_to_num(0.5)
+    wanted, found = step(layer, tokens, None), step(layer, x, None)
+    assert not torch.equal(wanted["load"], found["load"])
+
+
+def test_a_batch_of_padding_alone() -> None:
+    layer = build("topk")
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    found = step(layer, batch(mask, 1)[1], mask)
+    assert found["aux"] == 0 and not found["load"].any() and not found["metrics"].any()
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 3), torch.ones(3, 2).bool(), torch.ones(2, 3, M).bool(), [True] * 6], ids=str
+)
+def test_other_masks_are_refused(mask: Any) -> None:
+    with pytest.raises(ConfigError, match=r"mask .* takes booleans \[2, 3\]"):
+        build("topk")(torch.zeros(2, 3, M, dtype=torch.float64), mask)
+
+
+def test_in_a_compiled_model() -> None:
+    layer = build("topk", 0.8)
+    compiled = torch.compile(layer, backend="eager")
+    for seed, real in enumerate(masks(5)[:2]):
+        compare(layer, real, seed, compiled)
+
+
+class Seen(fusedmoe.Hooks):
+    """Keeps the shapes that hooks see."""
+
+    def __init__(self) -> None:
+        self.shapes: list[torch.Size] = []
+
+    def before_moe_start(self, x: Tensor, context: Any) -> Tensor:
+        self.shapes.append(x.shape)
+        return x
+
+    def before_moe_end(self, y: Tensor, context: Any) -> Tensor:
+        self.shapes.append(y.shape)
+        return y
+
+
+def test_hooks_see_padding() -> None:
+    hooks = Seen()
+    real = masks(2)[0]
+    compare(build("topk", hooks=[hooks]), real, 1)
+    assert hooks.shapes[-2:] == [torch.Size((*real.shape, M))] * 2
+
+
+def on_ranks(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -> None:
+    topology = Topology.from_sizes(ep, mp=mp)
+    for factor in (None, 0.7):
+        layer = build("topk", factor, topology=topology, **options)
+        # Ranks of an MP group have the same tokens; others have their own, one of them none.
+        shared = rank // mp if mp > 1 else rank
+        for seed, real in enumerate(masks(shared)):
+            compare(layer, real if seed or shared else torch.zeros_like(real), 10 * shared + seed)
+    if mp == 1:
+        layer = build("topk", topology=topology, **options)
+        mask = torch.ones(2, 3 + (rank == 1), dtype=torch.bool)
+        with pytest.raises(RankError, match="rank 1.*: MoELayer got a mask"):
+            layer(torch.zeros(2, 3, M, dtype=torch.float64), mask)
+
+
+@pytest.mark.parametrize(
+    ("ep", "mp", "options"),
+    [
+        (2, 1, {}),
+        (2, 1, {"schedule": Schedule("fsmoe", (2, 3))}),
+        (1, 2, {}),
+    ],
+    ids=str,
+)
+def test_two_ranks(cluster: Cluster, ep: int, mp: int, options: dict[str, Any]) -> None:
+    cluster.run(2, on_ranks, ep, mp, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep", "mp"), [(4, 1), (2, 2)])
+def test_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(4, on_ranks, ep, mp, {"schedule": Schedule("fsmoe", (3, 2))})

@@ -1,0 +1,174 @@
+"""Masks and replayed experts in micro-batches: what the blocks give one after the other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from fusedmoe import ConfigError, Topology, routing
+from fusedmoe.blocks.pipeline import Parts
+from tests.cluster import Cluster
+from tests.layers.test_pipeline import GATES, Attention, E, H, L, M, make_blocks
+
+K = 2
+
+
+def in_turn(blocks: list[Parts], x: Tensor, mask: Tensor | None) -> Tensor:
+    for dense, layer in blocks:
+        x, u = dense(x)
+        x = x + layer(u, mask)
+    return x
+
+
+def step(run: Any, blocks: list[Parts], x: Tensor, seed: int) -> list[Tensor]:
+    modules = nn.ModuleList([module for block in blocks for module in block])
+    modules.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    torch.manual_seed(seed)
+    z = run(x)
+    (z.square().sum() + sum(block.experts.aux_loss for block in blocks)).backward()
+    found = [z.detach(), x.grad, *(block.experts.aux_loss.detach() for block in blocks)]
+    found += [torch.zeros_like(p) if p.grad is None else p.grad for p in modules.parameters()]
+    found += [torch.tensor(block.experts.dropped) for block in blocks]
+    return found + [block.experts.load_E.clone() for block in blocks]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, L, M, generator=generator, dtype=torch.float64)
+    return x, torch.arange(L) < torch.randint(0, L + 1, (samples, 1), generator=generator)
+
+
+def blocks_of(gate: str, factor: float | None, topology: Topology, einsum: bool, mp_input: Any) -> list[Parts]:
+    """Blocks with shared experts."""
+    torch.manual_seed(0)
+    return [
+        Parts(
+            Attention().double(),
+            fusedmoe.MoELayer(
+                M, GATES[gate](K, factor), fusedmoe.experts.SwiGLU(H), topology=topology, mp_input=mp_input,
+                shared=fusedmoe.experts.SwiGLU(3), order=fusedmoe.orders.Einsum() if einsum else None,
+                dtype=torch.float64,
+            ),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+
+
+def masked(
+    data: int,
+    topology: Topology,
+    gate: str,
+    factor: float | None,
+    degrees: Any,
+    recompute: bool = False,
+    einsum: bool = False,
+    mp_input: Any = "split",
+) -> None:
+    blocks = blocks_of(gate, factor, topology, einsum, mp_input)
+    others = copy.deepcopy(blocks)
+    pipeline = fusedmoe.pipeline(others, degrees, recompute=recompute)
+    for samples, seed in ((5, 1), (4, 4), (1, 2), (0, 3)):
+        x, mask = batch(samples, 10 * seed + data)
+        wanted = step(lambda x, mask=mask: in_turn(blocks, x, mask), blocks, x, seed)
+        same(step(lambda x, mask=mask: pipeline(x, mask), others, x, seed), wanted)
+        if samples == 5:
+            assert not torch.equal(step(pipeline, others, x, seed)[-1], wanted[-1])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("degrees", [(2, 2), (2, 3)])
+@pytest.mark.parametrize(("gate", "factor"), [("noisy", 0.7), ("gshard", None), ("hash", 0.8), ("random", None)])
+def test_masks(gate: str, factor: float | None, degrees: tuple[int, int], recompute: bool) -> None:
+    masked(0, Topology(), gate, factor, degrees, recompute)
+
+
+def masked_on_ranks(rank: int, world: int, ep: int, mp: int) -> None:
+    topology = Topology.from_sizes(ep, mp=mp)
+    data, mp_input = rank // mp, "replicated" if mp > 1 else "split"
+    for factor, degrees, einsum in ((0.7, (2, 3), False), (None, (2, 2), True)):
+        masked(data, topology, "topk", factor, degrees, einsum=einsum, mp_input=mp_input)
+
+
+@pytest.mark.parametrize(("ep", "mp"), [(2, 1), (1, 2)])
+def test_masks_on_two_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(2, masked_on_ranks, ep, mp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep", "mp"), [(4, 1), (2, 2)])
+def test_masks_on_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(4, masked_on_ranks, ep, mp)
+
+
+def test_without_plans() -> None:
+    blocks = make_blocks("topk", K, 0.8, Topology())
+    others = copy.deepcopy(blocks)
+    pipeline = fusedmoe.pipeline(others)
+    pipeline.set_plan(None)
+    x, mask = batch(4, 1)
+    same(step(lambda x: pipeline(x, mask), others, x, 1), step(lambda x: in_turn(blocks, x, mask), blocks, x, 1))
+
+
+def test_other_masks_are_refused() -> None:
+    pipeline = fusedmoe.pipeline(make_blocks("topk", K, None, Topology()))
+    with pytest.raises(
+        ConfigError, match=r"pipeline got a mask that is torch.bool \[4, 4\]; it takes booleans \[4, 5\]"
+    ):
+        pipeline(batch(4, 1)[0], torch.ones(4, 4).bool())
+
+
+def given_to(blocks: list[Parts], count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    given = [torch.rand(count, E, generator=generator).topk(K).indices for _ in blocks]
+    given[0][: count // 3] = -1
+    return given
+
+
+def replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: bool) -> None:
+    blocks = make_blocks(gate, K, 0.8, topology)
+    others = copy.deepcopy(blocks)
+    pipeline = fusedmoe.pipeline(others, (2, 3), recompute=recompute)
+    layers = nn.ModuleList([block.experts for block in blocks])
+    x, mask = batch(5, rank)
+    for masking in (None, mask):
+        count = 5 * L if masking is None else int(mask.sum())
+        given = given_to(blocks, count, rank)
+        with routing.replay(layers, given), routing.record(layers) as wanted_choices:
+            wanted = step(lambda x, masking=masking: in_turn(blocks, x, masking), blocks, x, 1)
+
+        def run(x: Tensor, masking: Tensor | None = masking) -> Tensor:
+            return checkpoint(pipeline, x, masking, use_reentrant=False) if around else pipeline(x, masking)
+
+        with routing.replay(pipeline, given), routing.record(pipeline) as choices:
+            found = step(run, others, x, 1)
+        same(found, wanted)
+        for one, other, own in zip(choices.values(), wanted_choices.values(), given, strict=True):
+            assert torch.equal(one, other) and torch.equal(one.long()[count // 3 :], own[count // 3 :])
+
+
+@pytest.mark.parametrize(("recompute", "around"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("gate", ["noisy", "random"])
+def test_replay(gate: str, recompute: bool, around: bool) -> None:
+    assert gate in GATES
+    replayed(0, Topology(), gate, recompute, around)
+
+
+def replayed_on_ranks(rank: int, world: int) -> None:
+    replayed(rank, Topology.from_sizes(world), "topk", True, False)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replay_on_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, replayed_on_ranks)

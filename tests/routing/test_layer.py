@@ -1,0 +1,351 @@
+"""Choices of experts that are recorded and replayed, in layers of this library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import fusedmoe
+from fusedmoe import ConfigError, Topology, routing
+from fusedmoe.layers.gates import GATES
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+from tests.layers.gate_cases import make
+
+M, H, E, K = 6, 5, 8, 2
+ROUTED = [name for name in GATES if name not in ("softmoe", "expert_choice")]
+
+
+def layer_of(gate: str = "topk", seed: int = 0, topology: Topology | None = None, **options: Any) -> MoELayer:
+    torch.manual_seed(seed)
+    of_gate = make(gate, E, K, dim=M, dtype=torch.float64, **options)
+    return MoELayer(M, of_gate, fusedmoe.experts.SwiGLU(H), topology=topology, dtype=torch.float64)
+
+
+class Model(nn.Module):
+    """Two layers, each with a residual connection, each in a checkpoint of a kind."""
+
+    def __init__(self, around: Callable[..., Tensor] = lambda f, x: f(x), **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer_of(seed=seed, **options) for seed in range(2)])
+        self.dense = nn.ModuleList([nn.Linear(M, M, dtype=torch.float64) for _ in range(2)])
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, dense in zip(self.layers, self.dense, strict=True):
+            x = x + self.around(lambda x, layer=layer, dense=dense: layer(dense(x).tanh()), x)
+        return x
+
+
+def noisy(model: nn.Module, seed: int = 9) -> nn.Module:
+    """The same with other routers: most tokens would choose other experts."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for module in other.modules():
+            if isinstance(module, MoELayer):
+                for parameter in module.gate.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+    return other
+
+
+def tokens(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def chosen(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    with routing.record(model) as choices:
+        model(x)
+    return choices
+
+
+def gradients(model: nn.Module, y: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = y.square().sum() + sum(layer.aux_loss for layer in model.modules() if isinstance(layer, MoELayer))
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("gate", ROUTED)
+@pytest.mark.parametrize("count", [13, 1, 0])
+def test_another_router_takes_the_same_experts(gate: str, count: int) -> None:
+    layer, x = layer_of(gate), tokens(count)
+    (name,) = routing.routers(layer)
+    wanted = chosen(layer, x)[name]
+    other = noisy(layer)
+    torch.manual_seed(5)
+    free = chosen(other, x)[name]
+    with routing.replay(other, {name: wanted}), routing.record(other) as found:
+        other(x)
+    assert torch.equal(found[name], wanted) and wanted.dtype == torch.int16 and wanted.shape == (count, other.gate.k)
+    if count == 13:
+        assert gate == "hash" or not torch.equal(free, wanted)
+    # Afterwards the router has the say again.
+    torch.manual_seed(5)
+    assert torch.equal(chosen(other, x)[name], free)
+
+
+def defined(layer: MoELayer, x: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """A softmax gate's layer with experts that are given, and its balance loss, token by token."""
+    logits = x @ layer.gate.weight_EM.t()
+    w1_E2HM, w2_EMH = (parameter for _, parameter in sorted(layer.experts.named_parameters()))
+    out = []
+    for t in range(len(x)):
+        weight_K = logits[t, expert_TK[t]].softmax(0)
+        y = torch.zeros(M, dtype=torch.float64)
+        for k, e in enumerate(expert_TK[t].tolist()):
+            gate_H, up_H = (w1_E2HM[e] @ x[t]).view(2, -1)
+            y = y + weight_K[k] * (w2_EMH[e] @ (nn.functional.silu(gate_H) * up_H))
+        out.append(y)
+    share_E = torch.bincount(expert_TK.flatten(), minlength=E).double() / expert_TK.numel()
+    return torch.stack(out), E * (logits.softmax(1).mean(0) * share_E).sum()
+
+
+def test_gradients_are_the_definitions() -> None:
+    layer, x = layer_of(), tokens(17).requires_grad_()
+    expert_TK = torch.rand(17, E, generator=torch.Generator().manual_seed(4)).topk(K).indices
+    with routing.replay(layer, [expert_TK]):
+        y = layer(x)
+    found = torch.autograd.grad(y.square().sum() + 3 * layer.aux_loss, [x, *layer.parameters()])
+    y_defined, aux = defined(layer, x, expert_TK)
+    wanted = torch.autograd.grad(y_defined.square().sum() + 3 * aux, [x, *layer.parameters()])
+    for one, other in zip([y, *found], [y_defined, *wanted], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert torch.equal(layer.load_E, torch.bincount(expert_TK.flatten(), minlength=E))
+
+
+def test_minus_one_routes_live() -> None:
+    layer, x = layer_of(), tokens(9)
+    live = chosen(layer, x)["MoELayer"]
+    given = live.flip(1).clone()
+    given[:4] = (live[:4] + 1) % E
+    given[2] = -1
+    given[3, 1] = -1
+    given[8] = -1
+    with routing.replay(layer, [given]), routing.record(layer) as found:
+        layer(x)
+    wanted = given.clone()
+    wanted[[2, 3, 8]] = live[[2, 3, 8]]
+    assert torch.equal(found["MoELayer"], wanted)
+
+
+def selective(save: bool) -> Callable[..., Tensor]:
+    policy = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return lambda f, x: checkpoint(f, x, use_reentrant=False, context_fn=context)
+
+
+class Reentrant(torch.autograd.Function):
+    """A checkpoint of another library's: a function that calls the forward again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        y.backward(grad)
+        return None, x.grad
+
+
+CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
+    "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "to its end": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "in another": lambda f, x: checkpoint(lambda x: checkpoint(f, x, use_reentrant=False) + x, x, use_reentrant=False),
+    "in a reentrant one": lambda f, x: checkpoint(
+        lambda x: checkpoint(f, x, use_reentrant=False) + x, x, use_reentrant=True
+    ),
+    "selective": selective(save=False),
+    "sequential": lambda f, x: checkpoint_sequential([f, nn.Identity()], 2, x, use_reentrant=False),
+    "a function": Reentrant.apply,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:
+    def plain(f: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return f(x) + x if kind.startswith("in a") else f(x)
+
+    # No gradient of a loss that was made in a reentrant checkpoint arrives, so there is none.
+    free, checked = Model(plain, aux={}), Model(CHECKPOINTS[kind], aux={})
+    given = [[torch.rand(n, E).topk(K).indices for _ in range(2)] for n in (5, 5, 7)]
+    batches = [tokens(len(one[0]), seed) for seed, one in enumerate(given)]
+    joined = [torch.cat(layers) for layers in zip(*given, strict=True)]
+    found = []
+    for model in (free, checked):
+        with routing.replay(model, joined):
+            # All forwards come before the first backward, which goes through them in two orders.
+            losses = [model(x.clone().requires_grad_()).square().sum() for x in batches]
+            if inside:
+                model.zero_grad(set_to_none=True)
+                losses[1].backward()
+                (losses[0] + losses[2]).backward()
+        if not inside:
+            model.zero_grad(set_to_none=True)
+            losses[1].backward()
+            (losses[0] + losses[2]).backward()
+        found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        del losses
+        assert not any("tap" in vars(layer.gate) for layer in model.layers)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_that_is_used_twice() -> None:
+    model = Model(CHECKPOINTS["not reentrant"], aux={})
+    given = [torch.rand(6, E).topk(K).indices for _ in range(2)]
+    with routing.replay(model, given):
+        loss = model(tokens(6)).square().sum()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)
+    for one, other in zip(
+        first, torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_a_recomputation_records_nothing() -> None:
+    model = Model(CHECKPOINTS["not reentrant"], aux={})
+    with routing.record(model) as choices:
+        model(tokens(6).requires_grad_()).sum().backward()
+    assert [one.shape for one in choices.values()] == [(6, K)] * 2
+
+
+def test_forwards_one_after_the_other() -> None:
+    model = Model()
+    with routing.record(model, device="cpu") as choices:
+        for count in (3, 0, 4):
+            model(tokens(count, count))
+    assert list(choices) == routing.routers(model) == ["layers.0", "layers.1"]
+    other, parts = noisy(model), [3, 4]
+    with routing.replay(other, choices), routing.record(other) as found:
+        model_input = torch.cat([tokens(3, 3), tokens(4, 4)])
+        for part in model_input.split(parts):
+            other(part)
+    for name in choices:
+        assert torch.equal(found[name], choices[name])
+
+
+def test_compiled_models_run_as_they_are() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="eager")
+    x = tokens(5)
+    compiled(x)
+    wanted = chosen(noisy(model), x)
+    with routing.replay(compiled, wanted), routing.record(compiled) as found:
+        compiled(x)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted) and list(found) == ["layers.0", "layers.1"]
+    torch._dynamo.reset()
+
+
+GOOD = torch.tensor([[0, 1], [2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ([GOOD], "2 layers with experts, and 1 were given; layers.1 is the first without"),
+        ([GOOD] * 3, "2 layers with experts, and 3"),
+        ({"layers.0": GOOD}, "only the model has a layer 'layers.1'"),
+        ({"layers.0": GOOD, "layers.1": GOOD, "layers.2": GOOD}, "only the choices have a layer 'layers.2'"),
+        ([GOOD, GOOD[:2]], "layers.1 routes 3 tokens, and of 2 rows that were given 2 are left"),
+        ([torch.cat([GOOD, GOOD]), GOOD], "layers.0 has routed 3 tokens, and 6 were given"),
+        ([GOOD, GOOD[:, :1]], "layers.1 chooses 2 experts for a token, and 1 were given"),
+        ([GOOD, GOOD * 2], "choices of layers.1 must be numbers from 0 to 7, or -1, got 0 to 10"),
+        ([GOOD, GOOD - 2], "choices of layers.1 .* got -2"),
+        ([GOOD, GOOD * 0], "choices of layers.1 have an expert twice"),
+        ([GOOD, GOOD.float()], r"choices of layers.1 must be integers \[T, K\], got torch.float32"),
+        ([GOOD, GOOD[None]], r"choices of layers.1 must be integers \[T, K\]"),
+    ],
+)
+def test_mismatches_name_the_layer(choices: Any, says: str) -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=says), routing.replay(model, choices):
+        model(tokens(3))
+    # And nothing stays behind.
+    assert not any("tap" in vars(layer.gate) for layer in model.layers)
+
+
+@pytest.mark.parametrize("context", [routing.record, lambda model: routing.replay(model, [GOOD])])
+def test_refusals(context: Any) -> None:
+    for model in (nn.Linear(2, 2), layer_of("softmoe"), layer_of("expert_choice")):
+        with pytest.raises(ConfigError, match="no layers of experts|tokens choose nothing"), context(model):
+            pass
+    layer = layer_of()
+    with pytest.raises(ConfigError, match="already"), context(layer), context(layer):
+        pass
+    with pytest.raises(ConfigError, match="had no forward|has routed 0 tokens"), context(layer):
+        pass
+    assert "tap" not in vars(layer.gate)
+
+
+class Lowest(fusedmoe.gates.Gate):
+    """A gate of one's own that does not choose by a top-k."""
+
+    def route(self, x_SM: Tensor) -> Any:
+        expert_SK = x_SM[:, : self.experts].argsort(1)[:, : self.k]
+        return self.routing(expert_SK, torch.ones(len(x_SM), self.k, dtype=x_SM.dtype))
+
+
+def test_a_gate_that_cannot_be_told() -> None:
+    layer = MoELayer(M, Lowest(3, 2), fusedmoe.experts.SwiGLU(H), dtype=torch.float64)
+    choices = chosen(layer, tokens(4))
+    assert torch.equal(choices["MoELayer"].long(), tokens(4)[:, :3].argsort(1)[:, :2])
+    with pytest.raises(ConfigError, match="MoELayer takes other experts than a top-k"), routing.replay(layer, choices):
+        layer(tokens(4))
+
+
+def on_ranks(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(world)
+    layer = layer_of(topology=topology)
+    alone = layer_of()
+    with torch.no_grad():
+        for name, parameter in layer.experts.named_parameters():
+            whole = dict(alone.experts.named_parameters())[name]
+            whole[rank * E // world : (rank + 1) * E // world] = parameter
+            for r in range(world):
+                part = parameter.detach().clone()
+                torch.distributed.broadcast(part, r)
+                whole[r * E // world : (r + 1) * E // world] = part
+    x = tokens([9, 0, 4, 1][rank], rank).requires_grad_()
+    given = torch.rand(len(x), E, generator=torch.Generator().manual_seed(rank)).topk(K).indices
+    with routing.replay(layer, [given]), routing.record(layer) as found:
+        y = checkpoint(layer, x, use_reentrant=False)
+    # All experts' numbers, before ranks renumber theirs.
+    assert torch.equal(found["MoELayer"].long(), given)
+    wanted = defined(alone, x, given)[0] if len(x) else y
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
+    (grad,) = torch.autograd.grad(y.square().sum() + x.sum() * 0, x)
+    (wanted_grad,) = torch.autograd.grad(wanted.square().sum() + x.sum() * 0, x) if len(x) else (grad,)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-10, atol=1e-10)
+    short = given[:-1] if rank == 0 else given
+    says = ConfigError if rank == 0 else fusedmoe.RankError
+    with pytest.raises(says, match="MoELayer routes 9 tokens, and of 8 rows"), routing.replay(layer, [short]):
+        layer(x)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, on_ranks)
