@@ -11,11 +11,11 @@ import torch
 slow_without_gpu: Any = () if torch.cuda.is_available() else pytest.mark.slow
 
 
-def slow(*cases: Any, mark: Any = pytest.mark.slow) -> list[Any]:
-    """Cases of a parametrised test that run only with `-m slow`: `[quick, *slow(one, other)]`; a tuple is one case."""
+def slowly(*cases: Any, mark: Any = pytest.mark.slow) -> list[Any]:
+    """Cases of a parametrised test that run only with `-m slow`: `[quick, *slowly(one, other)]`; a tuple is a case."""
     return [pytest.param(*(case if type(case) is tuple else (case,)), marks=mark) for case in cases]
 
 
 def interpreted_slowly(*cases: Any) -> list[Any]:
     """Cases that run by default on a GPU; in Triton's interpreter only with `-m slow`."""
-    return slow(*cases, mark=slow_without_gpu)
+    return slowly(*cases, mark=slow_without_gpu)

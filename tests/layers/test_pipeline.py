@@ -19,7 +19,7 @@ from fusedmoe import ConfigError, experts, gates, orders
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
 from tests.cluster import Cluster
-from tests.marks import slow
+from tests.marks import slowly
 
 M, H, E, L, LAYERS = 12, 8, 8, 5, 2
 
@@ -217,7 +217,7 @@ def with_parts(
     assert_same([Parts(Attention().double(), layer)], degrees, 4, rank, 2)
 
 
-@pytest.mark.parametrize("degrees", [(3, 2), *slow(((2, 2),))])
+@pytest.mark.parametrize("degrees", [(3, 2), *slowly(((2, 2),))])
 def test_under_autocast(degrees: tuple[int, int]) -> None:
     """Experts compute in bfloat16, and their own parameters get gradients."""
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
-from tests.marks import slow
+from tests.marks import slowly
 
 TOKENS = [23, 0, 41, 1]
 DEGREES = (1, 2, 4, 8)
@@ -101,7 +101,7 @@ def compare(
     ("world", "ep", "esp"),
     [
         (2, 2, 1),
-        *slow((2, 1, 2), (4, 4, 1)),
+        *slowly((2, 1, 2), (4, 4, 1)),
         (4, 2, 2),
     ],
 )
@@ -110,7 +110,7 @@ def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) 
     cluster.run(world, compare, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", pairs)
 
 
-@pytest.mark.parametrize(("world", "esp"), [(2, 1), *slow((4, 2))])
+@pytest.mark.parametrize(("world", "esp"), [(2, 1), *slowly((4, 2))])
 @pytest.mark.parametrize(
     "gate",
     [
@@ -124,12 +124,12 @@ def test_gates(cluster: Cluster, gate: str, world: int, esp: int) -> None:
     cluster.run(world, compare, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
 
 
-@pytest.mark.parametrize("policy", ["lina", "joint", *slow("sequential", "tutel", "fsmoe_no_iio")])
+@pytest.mark.parametrize("policy", ["lina", "joint", *slowly("sequential", "tutel", "fsmoe_no_iio")])
 def test_policies(cluster: Cluster, policy: str) -> None:
     cluster.run(4, compare, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
 
 
-@pytest.mark.parametrize("dispatch", ["2dh", *slow("1dh")])
+@pytest.mark.parametrize("dispatch", ["2dh", *slowly("1dh")])
 def test_dispatch(cluster: Cluster, dispatch: str) -> None:
     cluster.run(4, compare, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)])
 

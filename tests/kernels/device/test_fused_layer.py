@@ -13,7 +13,7 @@ from tests.kernels.device.fused_layers import (
     same_as_collectives,
     without_a_heap,
 )
-from tests.marks import slow
+from tests.marks import slowly
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def on_a_cpu(device: torch.device) -> None:
     ("world", "sizes"),
     [
         (2, {"ep": 2}),
-        *slow((2, {"esp": 2}), (4, {"ep": 2, "esp": 2}), (4, {"ep": 2})),
+        *slowly((2, {"esp": 2}), (4, {"ep": 2, "esp": 2}), (4, {"ep": 2})),
     ],
     ids=str,
 )

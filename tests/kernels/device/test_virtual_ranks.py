@@ -86,9 +86,7 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("way", "count"),
     [
-        pytest.param(
-            way, count, marks=() if place == number == 1 else slow_without_gpu if place == number else pytest.mark.slow
-        )
+        pytest.param(way, count, marks=mark)
         for place, way in enumerate(WAYS)
         for number, count in enumerate((2, 4))
         for mark in [() if place == number == 1 else slow_without_gpu if place == number else pytest.mark.slow]
