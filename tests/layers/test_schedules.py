@@ -308,7 +308,7 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
 )
 def test_names(cluster: Cluster, world: int, ep: int, esp: int) -> None:
     """Whatever was measured, all ranks plan by it, and results stay. Replicas measure together."""
-    cluster.run(world, by_name, ep, esp, ["auto", "fsmoe", "tutel"] if world == 2 else ["auto"])
+    cluster.run(world, by_name, ep, esp, ["auto", "tutel"] if world == 2 else ["auto"])
 
 
 def many_chunks(rank: int, world: int) -> tuple[int, int]:
