@@ -145,6 +145,7 @@ for words in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("torchtitan" in MISSING, reason="torchtitan is not installed")
 def test_torchtitan_takes_its_commands() -> None:
     """Its own parser, which refuses settings that do not go together, too; the overrides find what they replace."""

@@ -62,7 +62,8 @@ def run(program: str, calls: int) -> Any:
 
 
 @glibc
-@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [1, 2])
 def test_large_tensors_are_made_in_memory_that_is_there(calls: int) -> None:
     took_effect, faults = run(TENSORS, calls)
     assert took_effect == [True] * calls and faults < 100

@@ -21,6 +21,7 @@ from fusedmoe.schedule.cost import CostModel, Line, Sample
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.workload import IN_LAYERS
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 SHAPE = ModelConfig(layers=2, model_dim=16, heads=2, hidden=8, experts=4, k=2, batch=4, seq_len=8)
 LINES = ("all-to-all/ep", "all-reduce/dp", "gemm", "copy")
@@ -55,7 +56,7 @@ def measured(rank: int, world: int, folder: str, schedule: str, model: ModelConf
     return costs, losses[0]
 
 
-@pytest.mark.parametrize(("schedule", "whole"), [("auto", True), ("fsmoe", False)])
+@pytest.mark.parametrize(("schedule", "whole"), [("fsmoe", False), *slowly(("auto", True))])
 def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedule: str, whole: bool) -> None:
     # A gate that looks at whole batches lets nothing be split.
     model = SHAPE if whole else replace(SHAPE, gate="expert_choice")

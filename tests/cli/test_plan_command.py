@@ -57,16 +57,19 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_what_bounds_a_layer_follows_from_the_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     costs = json.loads(TESTBEDS["B"].costs.to_json())
-    for line, bound in (("gemm", "compute"), ("all-to-all/ep", "inter"), ("reduce-scatter/esp", "intra")):
+    for line, bound, policy in (
+        ("gemm", "compute", "tutel"),
+        ("all-to-all/ep", "inter", "fsmoe"),
+        ("reduce-scatter/esp", "intra", "fsmoe"),
+    ):
         slow = json.loads(json.dumps(costs))
         slow["lines"][line]["beta_s"] *= 100
         (tmp_path / "costs.json").write_text(json.dumps(slow))
         layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
-        for policy in ("fsmoe", "tutel"):
-            data = planned(capsys, *MODEL, *layout, "--schedule", policy)
-            assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
-            for layer in data["layers"]:
-                assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
+        data = planned(capsys, *MODEL, *layout, "--schedule", policy)
+        assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
+        for layer in data["layers"]:
+            assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +82,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0–2" in out  # layers alike are one row
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
     """Where computation is slow, links have time for some, which cost nothing; more cost what they take beyond it."""
     costs = json.loads(TESTBEDS["B"].costs.to_json())

@@ -35,6 +35,7 @@ from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.training import PlanTuning
 from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 # The gate draws noise, so that going on has to restore its generator.
 MODEL: dict[str, Any] = dict(
@@ -281,9 +282,9 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
     assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
-@pytest.mark.parametrize("placement", ["fssdp", pytest.param("algorithm1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("placement", "stops"), [("fssdp", False), *slowly(("fssdp", True), ("algorithm1", False))])
 def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
-    cluster: Cluster, tmp_path: Path, text: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool
 ) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=6, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 4, "dtype": "fp64", "ep": 4, "esp": 1})
@@ -295,7 +296,7 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
     assert (whole / "loads.json").read_text() == (even / "loads.json").read_text()
-    if placement == "fssdp":
+    if stops:
         # In the midst of changed owners, and without having been told of them.
         cluster.run(4, train, settings, parts, None, 4)
         cluster.run(4, train, settings, None, parts, None)

@@ -15,6 +15,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.threads import LOOK_S
 from tests.cluster import Cluster
 from tests.comm.failing import M, check, linear, make
+from tests.marks import slowly
 
 
 def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
@@ -35,7 +36,7 @@ def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
     assert topology.world.board.read() is None
 
 
-@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), *slowly((2, 1, 2), (4, 2, 2))])
 def test_what_all_have_raised_is_over(cluster: Cluster, world: int, ep: int, esp: int) -> None:
     cluster.run(world, goes_on, random.randrange(world), ep, esp)
 

@@ -19,6 +19,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.comm.failing import check
+from tests.marks import slowly
 
 
 def draw(rank: int, world: int, seed: int) -> tuple[list[list[int]], torch.Tensor]:
@@ -51,7 +52,7 @@ def same_rows(rank: int, world: int, seeds: list[int]) -> None:
         assert torch.equal(all_gather_rows(group, even, [4] * world), all_gather_rows(plain, even, [4] * world))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [4, *slowly(2, 3)])
 def test_the_same_rows(cluster: Cluster, world: int) -> None:
     cluster.run(world, same_rows, [random.randrange(10**6) for _ in range(8)])
 
@@ -76,7 +77,7 @@ def layers(rank: int, world: int, dispatch: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dispatch", ["direct", "2dh"])
+@pytest.mark.parametrize("dispatch", ["2dh", *slowly("direct")])
 def test_layers(cluster: Cluster, dispatch: str) -> None:
     cluster.run(4, layers, dispatch)
 

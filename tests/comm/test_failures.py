@@ -21,6 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.training.data_parallel import distributed_data_parallel
 from tests.cluster import Cluster
 from tests.comm.failing import SOON_S, M, check, linear, make, nothing, train
+from tests.marks import slowly
 
 
 def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
@@ -56,6 +57,7 @@ def stops_before_the_wrapper(rank: int, world: int, culprit: int) -> None:
             os.kill(pids[culprit], signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_before_the_wrapper_of_pytorch(cluster: Cluster) -> None:
     texts = check(cluster, culprit := random.randrange(4), "comparing the copies", stops_before_the_wrapper)
     assert all("it did not come" in text for rank, text in enumerate(texts) if rank != culprit), texts
@@ -79,7 +81,7 @@ def in_reducer(rank: int, world: int, culprit: int, way: str) -> None:
             y.sum().backward()
 
 
-@pytest.mark.parametrize("way", ["killed", "raises"])
+@pytest.mark.parametrize("way", ["raises", *slowly("killed")])
 def test_a_rank_that_ends_before_the_reducer_of_pytorch(cluster: Cluster, way: str) -> None:
     said = {"killed": "its process ended", "raises": "ValueError: this model cannot go back"}
     check(cluster, random.randrange(4), f"backward pass of .*{said[way]}", in_reducer, way)
@@ -157,7 +159,7 @@ def killed(rank: int, world: int, culprit: int, ep: int, after_s: float) -> None
     train(layer)
 
 
-@pytest.mark.parametrize("ep", [4, 2])
+@pytest.mark.parametrize("ep", [2, *slowly(4)])
 def test_killed_in_the_middle_of_an_exchange(cluster: Cluster, ep: int) -> None:
     after_s = random.uniform(0.0, 0.3)
     culprit = random.randrange(4)
@@ -249,6 +251,7 @@ def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
         add_on(topology)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_on_another_host_while_it_waits(cluster: Cluster) -> None:
     check(cluster, random.randrange(4), "failed in adding: its connection to rank . broke", killed_on_another_host)
 

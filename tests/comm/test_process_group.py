@@ -21,6 +21,7 @@ from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 
 def held() -> dict[str, int]:
@@ -50,7 +51,7 @@ def made_and_dropped(rank: int, world: int, count: int) -> None:
     assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, *slowly(200)])
 def test_many_topologies(cluster: Cluster, count: int) -> None:
     cluster.run(4, made_and_dropped, count)
 
@@ -147,6 +148,7 @@ def beside_a_stopped_store(rank: int, world: int) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_stopped_store(cluster: Cluster) -> None:
     """The wait of the store's client, which has none of its own, ends with the job's."""
     text = cluster.run(2, beside_a_stopped_store)[0]
@@ -226,6 +228,7 @@ def one_is_late(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_who_has_not_come_is_named(cluster: Cluster) -> None:
     for text in cluster.run(3, one_is_late)[:2]:
         assert "because rank 2 failed in making a process group: it did not come" in text

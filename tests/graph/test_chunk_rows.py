@@ -24,6 +24,7 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.cluster import Cluster
 from tests.graph.models import FreeCopies, Model, train
+from tests.marks import slowly
 
 S, E, C, M, H = 12, 4, 6, 5, 8
 RANKS = 2  # of which each has two experts, were there more than this process
@@ -95,7 +96,7 @@ def put_in_chunks(module: fx.GraphModule, chunks: int) -> list[str]:
     return [node.name for node in module.graph.nodes]
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 12])
+@pytest.mark.parametrize("chunks", [3, *slowly(2, 12)])
 @pytest.mark.parametrize("name", MIDDLES)
 def test_rows_of_some_tokens_give_what_all_give(world: None, name: str, chunks: int) -> None:
     """All of it is in chunks of the tokens, up to the end; what else is needed whole has zeros where no token is."""
@@ -206,7 +207,7 @@ def trained(rank: int, world: int, chooses: str, k: int, factor: float, own_plac
 @pytest.mark.parametrize(
     ("ranks", "chooses", "k", "factor"),
     [
-        (2, "top", 1, 1.0),
+        pytest.param(2, "top", 1, 1.0, marks=pytest.mark.slow),  # test_who_says_so_has_rows_or_none is the quick one
         *(
             pytest.param(ranks, chooses, k, factor, marks=pytest.mark.slow)
             for chooses, k in (("switch", 1), ("top", 1), ("top", 2), ("random", 1), ("random", 2), ("hash", 2))
@@ -224,7 +225,7 @@ def test_training_is_what_it_was(cluster: Cluster, ranks: int, chooses: str, k: 
         assert sum("add" in name for name in order[:last]) > 0
 
 
-@pytest.mark.parametrize("own_places", [False, True])
+@pytest.mark.parametrize("own_places", [True, *slowly(False)])
 def test_who_says_so_has_rows_or_none(world: None, own_places: bool) -> None:
     torch._dynamo.reset()
     worst, order = trained(0, 1, "top", 1, 1.0, own_places)
@@ -259,7 +260,7 @@ class ByProducts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire_s", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("wire_s", [0.75, *slowly(0.5, 1.0)])
 def test_micro_batches_hide_what_those_of_a_whole_model_would(world: None, wire_s: float) -> None:
     """Predicted for two layers, beside micro-batches that all of the model goes through, gates included."""
     blocks, tokens, chunks = 2, 128, 8

@@ -49,6 +49,7 @@ def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, chun
     assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
 
 
+@pytest.mark.slow
 def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
     """Chunks apart, the same operators run on the same numbers; and they run where the report says."""
     model = Model(2).double()

@@ -65,6 +65,7 @@ def made_up_s(key: str, rank: int) -> float:
     return 1e-4 * (1 + zlib.crc32(f"{rank} {key}".encode()) % 100)
 
 
+@pytest.mark.slow
 def test_all_ranks_measure_at_once_and_agree(cluster: Cluster, tmp_path: Path) -> None:
     """On the slowest rank's seconds, and so on a plan; also where only some of them have measured before."""
     (first, kept), (second, _) = cluster.run(2, measuring, str(tmp_path))

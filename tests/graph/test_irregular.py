@@ -15,6 +15,7 @@ from fusedmoe.graph import GraphBackend
 from fusedmoe.graph.chunk_rows import IrregularAllToAlls
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, largest_difference, train
+from tests.marks import slowly
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 SHAPES = ((4, 3, 5), (8, 1), (2, 2, 3, 4), (4, 0, 3), (0, 3))
@@ -49,7 +50,7 @@ def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype,
     return irregular.rows, irregular.sent, int((bits_NM != 0).any(-1).sum())
 
 
-@pytest.mark.parametrize("filled", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("filled", [0.0, 0.5, *slowly(1.0)])
 def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
     for found in cluster.run(2, every_exchange, filled):
         for (rows, sent, wanted), shape in zip(found, len(BITS) * SHAPES, strict=True):

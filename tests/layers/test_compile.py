@@ -24,6 +24,7 @@ from fusedmoe.layers.gates import GATES
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
+from tests.marks import slowly
 
 M = 32
 
@@ -80,12 +81,10 @@ def test_gates(name: str, capacity_factor: float | None) -> None:
     compare(layer, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "experts",
-    [
-        fusedmoe.experts.FeedForward(24),
-        pytest.param(fusedmoe.experts.FeedForward(24, "relu", bias=False), marks=pytest.mark.slow),
-    ],
+    [fusedmoe.experts.FeedForward(24), fusedmoe.experts.FeedForward(24, "relu", bias=False)],
     ids=["bias", "no bias"],
 )
 def test_experts(experts: Experts) -> None:
@@ -94,7 +93,8 @@ def test_experts(experts: Experts) -> None:
 
 
 def test_tokens_of_several_sizes_and_none() -> None:
-    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24)), "aot_eager", (41, 57, 1, 0))
+    experts, shared = fusedmoe.experts.FeedForward(24), fusedmoe.experts.SwiGLU(16)
+    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41, 57, 1, 0))
 
 
 def test_the_load_between_updates_counts_every_step() -> None:
@@ -163,17 +163,18 @@ def a_layer_over(rank: int, world: int, capacity_factor: float | None = None) ->
     return fusedmoe.MoELayer(M, gate, fusedmoe.experts.SwiGLU(24), topology=topology)
 
 
-def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: str) -> None:
+def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: str, sizes: int = 4) -> None:
     """Uneven and empty ranks, sizes that the graph has not seen, the bits of the layer as it is."""
     layer = a_layer_over(rank, world, capacity_factor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compare(layer, backend, (41 - 11 * rank, 20 * rank, 57, 13 * (1 - rank % 2)), exact=backend == "aot_eager")
+        batches = (41 - 11 * rank, 20 * rank, 57, 13 * (1 - rank % 2))
+        compare(layer, backend, batches[:sizes], exact=backend == "aot_eager")
 
 
-@pytest.mark.parametrize("capacity_factor", [pytest.param(None, marks=pytest.mark.slow), 0.7])
-def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None) -> None:
-    cluster.run(2, over_ranks, capacity_factor, "aot_eager")
+@pytest.mark.parametrize(("capacity_factor", "sizes"), [(0.7, 2), *slowly((None, 4), (0.7, 4))])
+def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None, sizes: int) -> None:
+    cluster.run(2, over_ranks, capacity_factor, "aot_eager", sizes)
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def test_compiled_model(backend: str) -> None:
     model = Model()
     compiled = torch.compile(model, backend=backend)
     try:
-        for tokens in (12, 12, 5, 0):
+        for tokens in (12, 5, 0):
             x = torch.randn(tokens, M)
             expected = gradients(model, x)
             for ours, theirs in zip(gradients(compiled, x), expected, strict=True):

@@ -20,6 +20,7 @@ from fusedmoe.layers.moe import MoELayer, MpInput
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse
 from tests.cluster import Cluster
 from tests.layers.dense import ShardedExpert, dense_forward
+from tests.marks import slowly
 
 E, M, H = 8, 6, 8
 TOKENS = [5, 0, 11, 1]  # by rank; an empty rank and a rank with one token among them
@@ -215,8 +216,8 @@ def test_world_of_one(cases: list[tuple[str, str, str]]) -> None:
 @pytest.mark.parametrize(
     ("place", "shape"),
     [
-        *((0, (2, 2, 1, 1)), (1, (4, 2, 2, 2))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, (4, 1, 4, 2)), (3, (4, 2, 1, 4)))),
+        (1, (4, 2, 2, 2)),
+        *slowly((0, (2, 2, 1, 1)), (2, (4, 1, 4, 2)), (3, (4, 2, 1, 4))),
     ],
     ids=shape_name,
 )
@@ -236,11 +237,9 @@ def test_parallel_every_combination(cluster: Cluster, shape: tuple[int, int, int
 @pytest.mark.parametrize(
     ("shape", "dispatch"),
     [
-        ((4, 4, 1, 1), "1dh"),
-        pytest.param((4, 4, 1, 1), "2dh", marks=pytest.mark.slow),
-        pytest.param((4, 2, 2, 2), "1dh", marks=pytest.mark.slow),
         ((4, 2, 2, 2), "2dh"),
-        *(pytest.param((2, 2, 1, 1), how, marks=pytest.mark.slow) for how in ("1dh", "2dh")),
+        *slowly(((4, 2, 2, 2), "1dh")),
+        *slowly(*((shape, how) for shape in ((4, 4, 1, 1), (2, 2, 1, 1)) for how in ("1dh", "2dh"))),
     ],
     ids=str,
 )
@@ -248,7 +247,7 @@ def test_hierarchical_dispatch(cluster: Cluster, shape: tuple[int, int, int, int
     cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", FEW_CASES[::7])
 
 
-@pytest.mark.parametrize("mp_input", ["replicated", "partial"])
+@pytest.mark.parametrize("mp_input", ["partial", *slowly("replicated")])
 @pytest.mark.parametrize(
     "shape",
     [(4, 2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 1, 2), (4, 2, 1, 4)))],

@@ -26,6 +26,7 @@ from tests.cluster import Cluster
 from tests.layers.test_hooks import SEAMS, Note
 from tests.layers.test_pipeline import LAYERS, Attention, Double, E, H, L, M
 from tests.layers.test_pipeline_plans import Causal, costs_of, halves
+from tests.marks import slowly
 
 
 def make(
@@ -136,7 +137,7 @@ class Bend(Hooks):
         return y.tanh() if context.direction == "forward" else 2 * y
 
 
-@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("degrees", [(3, 2), *slowly(((1, 1),))])
 @pytest.mark.parametrize(
     "options", [{"hooks": [Bend()], "shared": True}, {"hooks": [Bend(), WireCast()], "factor": 0.8}], ids=str
 )
@@ -234,7 +235,7 @@ class Summands(Attention):
 @pytest.mark.parametrize(
     ("degrees", "batch", "options", "how", "mp_input"),
     [
-        pytest.param(*of, mp_input, marks=() if place % 2 == number else pytest.mark.slow)
+        pytest.param(*of, mp_input, marks=() if (place, number) in ((1, 1), (2, 0)) else pytest.mark.slow)
         for place, of in enumerate(
             (
                 ((1, 1), 4, {}, {}),
@@ -267,7 +268,7 @@ def test_tokens_in_common_on_four_ranks(cluster: Cluster, sizes: dict[str, int])
     cluster.run(4, compare, sizes, (3, 2), (4, 3), options)
 
 
-@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("batch", [3, *slowly(2)])
 def test_positions_of_tokens_in_common(cluster: Cluster, batch: int) -> None:
     options = {"mp_input": "replicated", "factor": 0.8}
     cluster.run(2, partial(compare, along="positions"), {"mp": 2, "ep": 2}, (2, 3), (batch,), options)
@@ -308,7 +309,7 @@ class Halved(orders.Order):
 
 @pytest.mark.parametrize("order", [orders.Einsum, Halved])
 @pytest.mark.parametrize("options", [{"factor": 0.8, "shared": True}, {"hooks": [Bend()]}], ids=str)
-@pytest.mark.parametrize("how", [{}, {"along": "positions", "recompute": True}], ids=str)
+@pytest.mark.parametrize("how", [{"along": "positions", "recompute": True}, *slowly({})], ids=str)
 def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[str, Any]) -> None:
     compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
 
@@ -328,8 +329,7 @@ def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     ("world", "sizes", "network"),
     [
         (2, {"ep": 2}, Double),
-        pytest.param(2, {"ep": 2}, experts.SwiGLU, marks=pytest.mark.slow),
-        (4, {"ep": 2, "esp": 2}, experts.SwiGLU),  # the others are not split over shards
+        *slowly((2, {"ep": 2}, experts.SwiGLU), (4, {"ep": 2, "esp": 2}, experts.SwiGLU)),  # Double has no shards
     ],
     ids=str,
 )
@@ -342,7 +342,7 @@ def test_experts_under_a_placement(
     cluster.run(world, compare, sizes, (3, 3), (5, 4, 0, 1), options)
 
 
-@pytest.mark.parametrize("options", [{"placement": "fssdp"}, {"order": orders.Einsum()}], ids=str)
+@pytest.mark.parametrize("options", [{"placement": "fssdp"}, *slowly({"order": orders.Einsum()})], ids=str)
 def test_all_at_once(cluster: Cluster, options: dict[str, Any]) -> None:
     """Beside each other, and with weight gradients by themselves."""
     more = {"hooks": [Bend(), WireCast()], "shared": True, "factor": 0.8, "mp_input": "replicated"}

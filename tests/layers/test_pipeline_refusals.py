@@ -20,6 +20,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, L, M, make_blocks
+from tests.marks import slowly
 
 Give = Callable[[Tensor, Tensor], Any]
 
@@ -101,9 +102,7 @@ def goes_on(rank: int, world: int, culprit: int, sizes: tuple[int, int], degrees
     assert topology.world.board.read() is None
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes"), [(2, (2, 1)), (2, (1, 2)), pytest.param(4, (2, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), *slowly((2, (1, 2)), (4, (2, 2)))])
 @pytest.mark.parametrize("degrees", [(2, 2), pytest.param((1, 1), marks=pytest.mark.slow)])
 def test_what_one_rank_refuses_is_over(
     cluster: Cluster, world: int, sizes: tuple[int, int], degrees: tuple[int, int]

@@ -13,6 +13,7 @@ from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers import plain
+from tests.marks import slowly
 
 S, M, H, E, K = 600, 48, 80, 4, 2
 EXPERTS = {"swiglu": lambda: SwiGLU(H), "feed_forward": lambda: FeedForward(H, "gelu", bias=True)}
@@ -103,7 +104,7 @@ def in_parallel(rank: int, world: int, ep: int, esp: int, experts: str, dtype: t
         assert our_error <= bound, (seed, name, our_error, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float32)], ids=str)
 @pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2)])
 def test_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
     cluster.run(2, in_parallel, ep, esp, "swiglu" if ep == 2 else "feed_forward", dtype, torch.seed() % 2**31)

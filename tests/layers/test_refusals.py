@@ -20,6 +20,7 @@ from fusedmoe.layers.moe import MoELayer, MpInput
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES
 from tests.layers.gate_cases import make as make_gate
+from tests.marks import slowly
 
 M, H, E = 6, 8, 4
 # Far below any time-out; an error takes part of a second, but the machine may be busy.
@@ -266,8 +267,8 @@ def test_ranks_that_differ(cluster: Cluster, function: Callable[..., None], matc
     all_end(cluster, "RankError", match, function)
 
 
-PLACES = [(4, 1, 1, "split"), (2, 2, 2, "replicated"), (2, 2, 4, "partial")]
-MORE = [pytest.param(place, marks=pytest.mark.slow) for place in ((2, 2, 2, "split"), (1, 4, 1, "split"))]
+PLACES = [(2, 2, 2, "replicated")]
+MORE = slowly(*((of,) for of in ((4, 1, 1, "split"), (2, 2, 4, "partial"), (2, 2, 2, "split"), (1, 4, 1, "split"))))
 
 
 @pytest.mark.parametrize("place", [*PLACES, *MORE], ids=lambda place: "-".join(map(str, place)))

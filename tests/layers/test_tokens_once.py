@@ -24,6 +24,7 @@ from tests.layers.tokens_once import (
     travel,
     travel_by_pairs,
 )
+from tests.marks import slowly
 
 
 def topology_of(ep: int, esp: int) -> Topology:
@@ -42,8 +43,8 @@ def sweep(rank: int, world: int, seeds: range) -> None:
 @pytest.mark.parametrize(
     ("world", "seeds"),
     [
-        (2, range(3)),
         (4, range(2)),
+        pytest.param(2, range(3), marks=pytest.mark.slow),
         pytest.param(2, range(3, 52), marks=pytest.mark.slow),
         pytest.param(4, range(2, 48), marks=pytest.mark.slow),
         pytest.param(8, range(20), marks=pytest.mark.slow),
@@ -130,12 +131,12 @@ def ugly(rank: int, world: int, names: list[str], ep: int, esp: int, dispatch: s
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("world", "ep", "esp", "dispatch"),
-    [pytest.param(*way, marks=() if way == WAYS[0] else pytest.mark.slow) for way in WAYS],
-    ids=str,
+    ("world", "ep", "esp", "dispatch", "names"),
+    [(*WAYS[0], list(UGLY)[::2]), *slowly(*((*way, list(UGLY)) for way in WAYS))],
+    ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),
 )
-def test_ugly_cases(cluster: Cluster, world: int, ep: int, esp: int, dispatch: str) -> None:
-    cluster.run(world, ugly, list(UGLY), ep, esp, dispatch, timeout_s=250)
+def test_ugly_cases(cluster: Cluster, world: int, ep: int, esp: int, dispatch: str, names: list[str]) -> None:
+    cluster.run(world, ugly, names, ep, esp, dispatch, timeout_s=250)
 
 
 def orders_of_sums(rank: int, world: int, ep: int, esp: int, dispatch: str) -> None:

@@ -267,7 +267,8 @@ def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, c
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        pytest.param(name, wrong, marks=() if number == place and name != "graphs" else pytest.mark.slow)
+        pytest.param(name, wrong, marks=() if number == place and name in quick else pytest.mark.slow)
+        for quick in [("layers", "blocks", "checkpoints")]
         for number, name in enumerate(["layers", "schedules", "graphs", "blocks", "placed", "checkpoints"])
         for place, wrong in enumerate(WRONG)
     ],

@@ -16,6 +16,7 @@ from fusedmoe.models.tensor_parallel import TokenSplit
 from fusedmoe.models.transformer import IGNORE, Transformer
 from fusedmoe.training import sync_gradients
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 TOLERANCE = 1e-10
 AUX = 0.3
@@ -57,7 +58,7 @@ LAYOUTS = [dict(ep=2, esp=2, mp=2), dict(ep=4, esp=1, mp=1), dict(ep=1, esp=4, m
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(model, layout, marks=() if place % 2 == number else pytest.mark.slow)
+        pytest.param(model, layout, marks=() if place % 2 == number and place < 2 else pytest.mark.slow)
         for place, layout in enumerate(LAYOUTS)
         for number, model in enumerate((GPT, BERT))
     ],
@@ -75,14 +76,14 @@ def test_hash_layers_route_by_the_rank_s_own_bytes(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"recompute": True}, {"dispatch": "2dh"}, {"dispatch": "1dh"}], ids=["recompute", "2dh", "1dh"]
+    "options", [{"recompute": True}, *slowly({"dispatch": "2dh"}, {"dispatch": "1dh"})], ids=["recompute", "2dh", "1dh"]
 )
 def test_options_do_not_change_results(cluster: Cluster, options: dict[str, Any]) -> None:
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_with_one_rank, seed, GPT, dict(ep=4, esp=1, mp=2), options)
 
 
-@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (8, 7)), 5, 1])
+@pytest.mark.parametrize("length", [5, *slowly(8, 7, 1)])
 def test_blocks_take_any_samples(cluster: Cluster, length: int) -> None:
     """What a block makes of some samples is what it makes of them among others; a rank's rows are its positions of
     them, in order."""

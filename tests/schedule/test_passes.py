@@ -28,7 +28,7 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("testbed", TESTBEDS)
+@pytest.mark.parametrize("testbed", ["B", pytest.param("A", marks=pytest.mark.slow)])
 def test_the_choice_has_no_regret_on_the_published_grid(testbed):
     """Both passes of all 1,458 cases (486 differ), every degree up to 16 simulated; backward with an all-reduce."""
     model = TESTBEDS[testbed].costs
@@ -60,7 +60,7 @@ AR = Task("gradient-all-reduce", 0, 1, "backward")
 @pytest.mark.parametrize("contention", [1.0, 0.7, 0.45])
 def test_the_choice_has_no_regret_on_any_layer(order, contention):
     rng = random.Random()
-    for _ in range(25):
+    for _ in range(8):
         chunks = random_layer(rng).chunks["backward"]
         gar, limit = rng.choice([0.0, 10 ** rng.uniform(-4, -1)]), rng.choice([1, 5, 12])
         seconds = brute_force(chunks, gar, order, contention, limit)

@@ -19,7 +19,7 @@ from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 
 SEEDS = st.integers(0, 2**32)
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=8, deadline=None)
 
 
 def check_complete(plan: Plan, costs: StepCosts) -> None:
@@ -117,7 +117,7 @@ def test_chunks_of_other_numbers_cost_a_copy():
             assert {task for task in plan if found[task] != plain[task] and task.layer == layer} <= chunks
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_copies_between_chunks_are_weighed(seed):
     rng = random.Random(seed)

@@ -39,10 +39,10 @@ def run(search: BucketSearch, step_s: Callable[[int], float]) -> int:
     return min(search.tried, key=lambda one: one[1])[0]
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.slow if part else ()) for part in range(5)])
-def test_eight_samples_come_within_5_percent_of_a_fine_sweep(part: int) -> None:
+@pytest.mark.parametrize("settings", [3, pytest.param(47, marks=pytest.mark.slow)])
+def test_eight_samples_come_within_5_percent_of_a_fine_sweep(settings: int) -> None:
     rng = random.Random()
-    for _ in range(10):
+    for _ in range(settings):
         largest, step_s = random_setting(rng)
         search = BucketSearch(largest, seed=rng.randrange(2**31))
         chosen = run(search, step_s)

@@ -217,7 +217,7 @@ def _failing_save(rank: int, world: int, path: str, where: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("where", "rank"), [("write", 2), slow("index", 0), ("extra", 0)])
+@pytest.mark.parametrize(("where", "rank"), [("write", 2), slow("index", 0), slow("extra", 0)])
 def test_failed_save_leaves_the_last_checkpoint_and_names_the_rank(
     cluster: Cluster, tmp_path: Path, where: str, rank: int
 ) -> None:

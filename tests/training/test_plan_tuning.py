@@ -32,6 +32,7 @@ from fusedmoe.training.step_plan import PlannedStep
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS, workload
+from tests.marks import slowly
 
 
 class Model(nn.Module):
@@ -86,13 +87,13 @@ def trained(tuning: PlanTuning, model: Model, plain: Model, topology: Topology, 
     return followed
 
 
-def tune(rank: int, world: int, cache: str, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+def tune(rank: int, world: int, cache: str, policy: str, whole: bool, jobs: int) -> tuple[list[str], list[str], str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, cache)
-        return tuned(Topology.from_sizes(ep=world, timeout_s=30), Path(cache), policy, whole)
+        return tuned(Topology.from_sizes(ep=world, timeout_s=30), Path(cache), policy, whole, jobs)
 
 
-def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+def tuned(topology: Topology, cache: Path, policy: str, whole: bool, jobs: int) -> tuple[list[str], list[str], str]:
     plain = Model(topology, False)
     lines: list[str] = []
 
@@ -111,6 +112,8 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
         assert slower.keys().isdisjoint({tuning.now.family}) and len(set(first)) > 3, first
         plan, _ = plan_step(Model(topology, whole), topology, "auto", COSTS, workload(topology, 2), limit=4)
         assert plan == tuning.plan
+    if jobs == 1:
+        return first, [], tuning.line()
     # The next job begins with it, and tries the second beside it; one that goes on tries nothing.
     again = Model(topology, whole)
     checked = make(again)
@@ -140,19 +143,15 @@ def _kept(tuning: PlanTuning) -> str:
 
 
 @pytest.mark.parametrize(
-    ("policy", "whole"),
-    [
-        pytest.param("auto", True, marks=pytest.mark.slow),
-        ("auto", False),
-        pytest.param("flowmoe", True, marks=pytest.mark.slow),
-    ],
+    ("policy", "whole", "jobs"),
+    [("auto", False, 1), *slowly(("auto", False, 3), ("auto", True, 3), ("flowmoe", True, 3))],
 )
 def test_a_model_learns_the_same_and_all_ranks_choose_the_same(
-    cluster: Cluster, tmp_path: Path, policy: str, whole: bool
+    cluster: Cluster, tmp_path: Path, policy: str, whole: bool, jobs: int
 ) -> None:
     if policy == "flowmoe":
         pytest.importorskip("sklearn")
-    one, other = cluster.run(2, tune, str(tmp_path), policy, whole)
+    one, other = cluster.run(2, tune, str(tmp_path), policy, whole, jobs)
     assert one == other
     others = r"; .+ s \([+-]\d+%\).*" if policy == "auto" else ".*"
     line = rf"schedule: (off|\w+, [\d–]+\+[\d–]+ chunks.*): \S+ s a step{others}; \d+ steps tried, \S+ s spent"
@@ -263,9 +262,9 @@ def random_costs(whole: bool) -> StepCosts:
     return shape.step_costs(model, [10**6, 2 * 10**6, 10**6], parts, whole=whole)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: bool) -> None:
-    for _ in range(5):
+@pytest.mark.parametrize(("whole", "steps"), [(False, 2), (True, 2), *slowly((True, 10))])
+def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: bool, steps: int) -> None:
+    for _ in range(steps):
         costs = random_costs(whole)
         found = family_candidates(costs, 8, 4, lambda done, total: None)
         assert [one.predicted_s for one in found] == sorted(one.predicted_s for one in found)

@@ -26,6 +26,7 @@ from fusedmoe.training import ShardedExperts, plan_step, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from tests.cluster import Cluster
 from tests.layers.test_pipeline_plans import halves
+from tests.marks import slowly
 from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, owners_of, tokens
 
 STEPS = 8
@@ -149,9 +150,8 @@ def plain(cluster: Cluster) -> Callable[[int, int, bool], list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("world", "mode", "options"),
     [
-        (4, "weights apart", {}),
         (2, "layers", {"rematerialises": True, "parts": 2}),
-        (2, "blocks", {"lora": True}),
+        *slowly((4, "weights apart", {}), (2, "blocks", {"lora": True})),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

@@ -30,8 +30,14 @@ ALONE = Topology()
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "format 1"])
-@pytest.mark.parametrize("what", changes(Path()))
+@pytest.mark.parametrize(
+    ("what", "sealed"),
+    [
+        pytest.param(what, sealed, marks=() if number % 2 == sealed else slow)
+        for number, what in enumerate(changes(Path()))
+        for sealed in (False, True)
+    ],
+)
 def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what: str, sealed: bool) -> None:
     path, canary = tmp_path / "checkpoint", tmp_path / "canary"
     save(0, 1, ONE, path)
@@ -156,7 +162,7 @@ def full() -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("how", ["killed", "full"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("full", marks=slow)])
 def test_a_save_that_ends_before_any_of_its_steps(tmp_path: Path, how: str) -> None:
     """Killed, or refused by the disk, before each step in turn."""
     path, number = tmp_path / "checkpoint", 0

@@ -251,8 +251,8 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("uses", "options", "recomputes"),
     [
-        (USES[::2], {}, False),
-        (USES[1::2], {"rematerialises": True}, False),
+        (USES[::5], {}, False),
+        (USES[2::5], {"rematerialises": True}, False),
         ((loads_a_state,), CALIBRATED, False),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)

@@ -62,7 +62,7 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (2, HECATE),
+        slow(2, HECATE),
         slow(4, HECATE),
         slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
@@ -114,10 +114,10 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
 @pytest.mark.parametrize(
     "options",
     [
-        {"recomputes": True},
-        pytest.param({"recomputes": True, "rematerialises": True}, marks=pytest.mark.slow),
+        slow({"recomputes": True}),
+        slow({"recomputes": True, "rematerialises": True}),
         {"parts": 2, "rematerialises": True},
-        {"wraps": True},
+        slow({"wraps": True}),
     ],
     ids=lambda options: "-".join(options),
 )

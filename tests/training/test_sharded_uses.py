@@ -20,6 +20,7 @@ from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
+from tests.marks import slowly
 from tests.training.placed import (
     HECATE,
     Model,
@@ -145,8 +146,8 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("uses", "rematerialises"),
     [
-        (USES[::2], False),
-        (USES[1::2], True),
+        (USES[1::4], True),
+        *slowly((USES[::2], False), (USES[1::2], True)),
         *(pytest.param(USES, mode, marks=pytest.mark.slow) for mode in (False, True)),
     ],
     ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else str(value),
@@ -201,7 +202,7 @@ BY_COST = Schedule("fsmoe", costs=TESTBEDS["B"].costs)
 
 @pytest.mark.parametrize(
     ("world", "experts", "schedule"),
-    [(3, 8, "off"), pytest.param(4, 2, "off", marks=pytest.mark.slow), (4, 2, BY_COST)],
+    [(3, 8, "off"), *slowly((4, 2, "off"), (4, 2, BY_COST))],
     ids=["3-8", "4-2", "4-2-by-cost"],
 )
 def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, schedule: Schedule | str):

@@ -306,8 +306,8 @@ def _check(held: dict[str, Any], steps: int, sizes: Sizes, rank: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "nodes"),
     [
-        (Sizes(2, esp=2, mp=2), [1, 1]),  # node 0 is lost
-        (Sizes(2, ep=2), [0, 0]),  # node 1 is
+        pytest.param(Sizes(2, esp=2, mp=2), [1, 1], marks=pytest.mark.slow),  # node 0 is lost
+        pytest.param(Sizes(2, ep=2), [0, 0], marks=pytest.mark.slow),  # node 1 is
         (Sizes(4, ep=4), [2, 2, 1, 1]),  # one comes back empty, and the order of nodes is another
         pytest.param(GRID, [0, 0, 1, 1], marks=pytest.mark.slow),  # a rank was killed
         pytest.param(Sizes(3), [3, 0, 4], marks=pytest.mark.slow),

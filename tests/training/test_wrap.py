@@ -32,6 +32,7 @@ from fusedmoe.training import (
 )
 from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
+from tests.marks import slowly
 from tests.training.toy import ONE, Sizes
 
 CONFIG = ModelConfig(
@@ -39,8 +40,7 @@ CONFIG = ModelConfig(
 )
 WORLDS = [
     Sizes(2, ep=2),
-    Sizes(4, ep=2, esp=2, mp=2),
-    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(2, mp=2), Sizes(4, ep=2), Sizes(4, ep=4, mp=2))),
+    *slowly(Sizes(4, ep=2, esp=2, mp=2), Sizes(2, mp=2), Sizes(4, ep=2), Sizes(4, ep=4, mp=2)),
 ]
 
 
@@ -255,9 +255,8 @@ def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        Sizes(2),
         Sizes(2, ep=2),
-        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(4, ep=2), Sizes(8, ep=2))),
+        *slowly(Sizes(2), Sizes(4, ep=2), Sizes(8, ep=2)),
     ],
     ids=str,
 )
@@ -398,7 +397,7 @@ def _scaled(rank: int, world: int, way: str) -> None:
         torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-14, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("way", ["synced", "wrapped"])
+@pytest.mark.parametrize("way", ["synced", *slowly("wrapped")])
 def test_where_one_ranks_experts_overflow_all_ranks_leave_out_the_step(cluster: Cluster, way: str) -> None:
     cluster.run(2, _scaled, way)
 

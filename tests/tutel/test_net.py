@@ -14,6 +14,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.tutel import net
 from fusedmoe.tutel.impls import communicate
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 Function = Callable[[Tensor], Tensor]
 
@@ -98,7 +99,7 @@ def check_gradients(rank: int, world: int, ranks: list[int]) -> list[str]:
     return passed
 
 
-@pytest.mark.parametrize("world,ranks", [(2, [0, 1]), (3, [0, 2]), pytest.param(3, [0, 1, 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world,ranks", [(3, [0, 2]), *slowly((2, [0, 1]), (3, [0, 1, 2]))])
 def test_gradients(cluster: Cluster, world: int, ranks: list[int]) -> None:
     passed = cluster.run(world, check_gradients, ranks)
     assert all(len(passed[rank]) == 16 for rank in ranks)
@@ -169,8 +170,8 @@ def late(rank: int, world: int, call: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        *("all-to-all", "making groups"),
-        *(pytest.param(call, marks=pytest.mark.slow) for call in ("barrier", "broadcast", "all-reduce")),
+        "making groups",
+        *slowly("all-to-all", "barrier", "broadcast", "all-reduce"),
     ],
 )
 def test_who_does_not_come_is_named(cluster: Cluster, call: str) -> None:

@@ -22,6 +22,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels import libraries
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_what_the_library_says_is_an_error_of_the_rank(fake: Fake, name: str) ->
         NvshmemHeap(Group("ep"), CPU)
 
 
-@pytest.mark.parametrize("name", ["init", "allocate", "free", "finalize"])
+@pytest.mark.parametrize("name", ["allocate", *slowly("init", "free", "finalize")])
 def test_a_call_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fake = install(monkeypatch, Fake(hangs=frozenset([name])))
     start = time.monotonic()

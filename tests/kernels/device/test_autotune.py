@@ -35,6 +35,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
 )
 from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.product import product
+from tests.marks import interpreted_slowly
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
 # Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
@@ -62,14 +63,14 @@ def small(variant: Variant, config: Config, device: torch.device) -> str:
     return check(variant, config, device, COUNTS, SIDES[variant.even])
 
 
-@pytest.mark.parametrize(("even", "bulk"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("even", "bulk"), [(True, True), (False, False), *interpreted_slowly((True, False))])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.device) -> None:
     for flag in (True, False):
         assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
     """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike. On a GPU one that

@@ -9,6 +9,7 @@ from tests.cluster import Cluster
 from tests.kernels.device.deaths import check_death
 from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Degree, compare, exchange_often
 from tests.kernels.device.on_nodes import APART, count_puts, return_twice
+from tests.marks import slowly
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +21,8 @@ def on_a_cpu(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("tokens", "degrees", "bias"),
     [
-        ([5, 0], [2], True),
         ([7, 4], [(3, 2)], False),
+        *slowly(([5, 0], [2], True)),
         pytest.param([9, 20], [(1, 4), (2, 3), (8, 5)], True, marks=pytest.mark.slow),
         pytest.param([5, 9], [2], False, marks=pytest.mark.slow),
         pytest.param([9, 20], [1, 5, 8], True, marks=pytest.mark.slow),

@@ -13,6 +13,7 @@ from tests.kernels.device.fused_layers import (
     same_as_collectives,
     without_a_heap,
 )
+from tests.marks import slowly
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +26,7 @@ def on_a_cpu(device: torch.device) -> None:
     ("world", "sizes"),
     [
         (2, {"ep": 2}),
-        (2, {"esp": 2}),
-        pytest.param(4, {"ep": 2, "esp": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"ep": 2}, marks=pytest.mark.slow),
+        *slowly((2, {"esp": 2}), (4, {"ep": 2, "esp": 2}), (4, {"ep": 2})),
     ],
     ids=str,
 )
@@ -51,7 +50,8 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
     for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=110):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}

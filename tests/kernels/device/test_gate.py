@@ -18,6 +18,7 @@ from fusedmoe.kernels.triton.gate import choose as kernels
 from fusedmoe.layers.gates import Routing
 from fusedmoe.layers.gates import base as router
 from tests.layers.gate_cases import best_first, make, parts
+from tests.marks import slow_without_gpu
 
 ALL: dict[str, Any] = {"statistics": True, "logsumexp": True}
 # The rule (k is put in), and whether there is a bias.
@@ -104,7 +105,11 @@ def operands(
 
 @pytest.mark.parametrize(
     "name, size, one_kernel",
-    [(name, SIZES[(i + 2 * j) % 6], (i + j) % 2 == 0) for i, name in enumerate(RULES) for j in range(3)],
+    [
+        pytest.param(name, SIZES[(i + 2 * j) % 6], (i + j) % 2 == 0, marks=() if i % 3 == j else slow_without_gpu)
+        for i, name in enumerate(RULES)
+        for j in range(3)
+    ],
 )
 def test_tokens(
     name: str,

@@ -6,6 +6,7 @@ import torch
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import build_layout, define_layout
 from tests.kernels.routings import choose
+from tests.marks import interpreted_slowly
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,11 @@ from tests.kernels.routings import choose
         (101, 1, 8, 0.0, 20, 300),
     ],
 )
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("weighted", "dtype"),
+    [(True, torch.float32), *interpreted_slowly((False, torch.float32), (False, torch.float64), (True, torch.float64))],
+    ids=str,
+)
 def test_gather_sum(
     tokens: int,
     slots: int,
@@ -85,7 +89,9 @@ def test_strides_and_integers(device: torch.device) -> None:
     assert torch.equal(gather_sum(integers, layout), define_gather_sum(integers, layout))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.uint8, *interpreted_slowly(torch.float32, torch.float64)], ids=str
+)
 @pytest.mark.parametrize(("tokens", "dim"), [(0, 5), (1, 1), (37, 100), (9, 1500)])
 def test_permute(tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     layout = build_layout(choose(tokens, 2, 5, 0.2).to(device), 5, 8)

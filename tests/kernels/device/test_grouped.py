@@ -14,6 +14,7 @@ from fusedmoe.kernels.experts import ALL, Wanted, Weights, experts_backward, exp
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from tests.kernels.routings import choose
+from tests.marks import interpreted_slowly
 
 NoSync = Callable[[], AbstractContextManager[None]]
 
@@ -70,17 +71,19 @@ def check(
 @pytest.mark.parametrize(
     ("tokens", "slots", "experts", "dim", "hidden", "capacity", "name", "bias"),
     [
-        (37, 2, 7, 64, 96, None, "swiglu", ""),
         (37, 3, 7, 100, 44, 9, "swiglu", "full"),
-        (61, 2, 4, 36, 30, None, "gelu", "slice"),
-        (33, 1, 3, 128, 64, None, "relu", ""),
+        *interpreted_slowly(
+            (37, 2, 7, 64, 96, None, "swiglu", ""),
+            (61, 2, 4, 36, 30, None, "gelu", "slice"),
+            (33, 1, 3, 128, 64, None, "relu", ""),
+            (12, 8, 20, 32, 16, None, "geglu", ""),
+            (30, 2, 3, 70, 150, 16, "swiglu", ""),
+        ),
         pytest.param(40, 8, 64, 32, 16, None, "geglu", "", marks=pytest.mark.slow),
-        (12, 8, 20, 32, 16, None, "geglu", ""),
         pytest.param(12, 10, 128, 32, 32, None, "gelu_tanh", "full", marks=pytest.mark.slow),
         (9, 3, 17, 32, 32, None, "gelu_tanh", "full"),
         (1, 1, 1, 100, 60, None, "silu", "full"),
         pytest.param(90, 2, 5, 70, 600, 20, "swiglu", "", marks=pytest.mark.slow),
-        (30, 2, 3, 70, 150, 16, "swiglu", ""),
     ],
 )
 def test_experts(

@@ -12,6 +12,7 @@ import torch
 import fusedmoe
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import Gate
+from tests.marks import interpreted_slowly
 
 
 def tanh_expert(model_dim: int) -> torch.nn.Module:
@@ -23,9 +24,11 @@ def tanh_expert(model_dim: int) -> torch.nn.Module:
     ("gate", "experts", "order"),
     [
         (fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), fusedmoe.orders.Sparse()),
-        (fusedmoe.gates.Sigmoid(experts=5, k=2), fusedmoe.experts.FeedForward(24), fusedmoe.orders.Dropless()),
-        (fusedmoe.gates.Switch(experts=5, capacity_factor=1.0), fusedmoe.experts.Custom(tanh_expert), None),
-        (fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), fusedmoe.orders.Einsum()),
+        *interpreted_slowly(
+            (fusedmoe.gates.Sigmoid(experts=5, k=2), fusedmoe.experts.FeedForward(24), fusedmoe.orders.Dropless()),
+            (fusedmoe.gates.Switch(experts=5, capacity_factor=1.0), fusedmoe.experts.Custom(tanh_expert), None),
+            (fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), fusedmoe.orders.Einsum()),
+        ),
     ],
     ids=["topk swiglu", "sigmoid feed-forward", "switch custom", "topk einsum"],
 )

@@ -12,6 +12,7 @@ from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs, take_pai
 from fusedmoe.kernels.layout import Layout, build_layout, define_layout, row_bound
 from fusedmoe.kernels.triton import layout as kernels
 from tests.kernels.routings import choose
+from tests.marks import interpreted_slowly
 
 
 def compare(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
@@ -44,9 +45,9 @@ def compare(expert_SK: Tensor, experts: int, capacity: int | None = None, priori
         (37, 2, 7, 1.0, 5, False),
         (257, 1, 1, 0.0, 100, True),
         (300, 16, 8, 0.0, None, False),
-        (1000, 2, 64, 0.0, 40, False),
-        (1000, 8, 128, 0.0, None, False),
-        (1000, 10, 512, 0.1, 20, True),
+        *interpreted_slowly(
+            (1000, 2, 64, 0.0, 40, False), (1000, 8, 128, 0.0, None, False), (1000, 10, 512, 0.1, 20, True)
+        ),
     ],
 )
 def test_sort(
@@ -66,7 +67,7 @@ def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
         compare(torch.full((600, 1), expert, device=device), 7, 300)
 
 
-@pytest.mark.parametrize("size, programs", [(4, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize("size, programs", [(2, 3), *interpreted_slowly((4, 1), (4, 2))])
 def test_more_blocks_than_a_scan_takes_at_once(
     size: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

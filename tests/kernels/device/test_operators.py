@@ -18,9 +18,12 @@ from fusedmoe.kernels.gate import GateRule
 from fusedmoe.kernels.layout import build_layout
 from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
+from tests.marks import interpreted_slowly
 
 
-@pytest.mark.parametrize("name", ["order", "permute", "take_pairs", "experts", "pack_bf16", "pack_fp8"])
+@pytest.mark.parametrize(
+    "name", ["take_pairs", "pack_fp8", *interpreted_slowly("order", "permute", "experts", "pack_bf16")]
+)
 def test_operator(name: str, device: torch.device) -> None:
     check(name, cases(device)[name])
 

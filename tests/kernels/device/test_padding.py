@@ -12,8 +12,8 @@ S, K, E, M, H = 13, 3, 4, 16, 16
 
 
 def padded(device: torch.device) -> tuple[ops.Layout, int]:
-    """A layout with padding, and its true rows."""
-    layout = ops.order(choose(S, K, E, 0.4).to(device), E, 7)
+    """A layout with padding, and its true rows: an expert has none, so the room of its capacity is left."""
+    layout = ops.order(choose(S, K, E - 1, 0.4).to(device), E, 7)
     kept = int(layout.offsets_E1[-1])
     assert layout.rows > kept
     return layout, kept

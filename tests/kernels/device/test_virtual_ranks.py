@@ -19,13 +19,14 @@ from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
+from tests.marks import interpreted_slowly, slow_without_gpu
 
 
 @pytest.mark.parametrize(
     ("degree", "peers"),
     [
         (3, 4),
-        ((2, 3), 2),
+        *interpreted_slowly(((2, 3), 2)),
         *(
             pytest.param(*of, marks=pytest.mark.slow)
             for of in ((1, 2), (1, 4), (1, 8), (3, 2), (3, 8), ((4, 1), 4), ((1, 5), 8))
@@ -85,9 +86,10 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("way", "count"),
     [
-        pytest.param(way, count, marks=() if place == number else pytest.mark.slow)
+        pytest.param(way, count, marks=mark)
         for place, way in enumerate(WAYS)
         for number, count in enumerate((2, 4))
+        for mark in [() if place == number == 1 else slow_without_gpu if place == number else pytest.mark.slow]
     ],
 )
 def test_what_is_measured_equals_the_reference(device: torch.device, way: str, count: int) -> None:
