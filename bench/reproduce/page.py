@@ -34,8 +34,8 @@ What the four papers print and can be got from what they print, beside ours. `ma
   which.
 - **why**: the reasons for a difference, numbered below the table.
 
-A row travels for each (token, k) pair, as in the papers. The library's own layers send a token once to each rank; in the
-simulated layers, which have one expert a rank, that is as many rows.
+A row travels for each (token, k) pair, as in the papers. The library's own layers send a token once to each rank; in
+the simulated layers, which have one expert a rank, that is as many rows.
 """
 
 
