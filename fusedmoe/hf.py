@@ -400,7 +400,7 @@ class ExpertParallel(EPImplementation):
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
-        refusal = self._checks.of_numbers(x_TH, weight_TK)
+        refusal = self._checks.for_exchange(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         routed = Routed(x_TH, layout, weight_TK, refusal)

@@ -79,7 +79,7 @@ def layer_s(setting: Setting) -> float:
     """The same of all that the library's layer computes, forward and backward: all experts are on the rank, so that
     nothing travels, and rows as many as come to it. Collective."""
     layer = make_layer(setting, None, None)
-    x_SM, dy_SM = torch.randn(2, setting.S // 2, setting.M)
+    x_SM, dy_SM = torch.randn(2, setting.S // setting.k, setting.M)
     return _slowest_s(partial(run, layer, x_SM.requires_grad_(), dy_SM))
 
 

@@ -155,12 +155,17 @@ BLOCKS_COMPUTED = Setting(
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
 #: One layer on two ranks a node, whose pairs would be on the link between the nodes for as long as computation takes,
-#: and for twice as long; with eight, four and two experts a token. What travels does so once for each node.
+#: and for twice as long; with eight, four and two experts a token. What travels does so once for each node. And on two
+#: ranks that really compute, whose pairs would be on the link for as long as that takes.
 _TOKENS = replace(EMULATED, layers=1, S=4096, gradient_bytes=0, pairs=True)
-TOKENS = tuple(
-    replace(_TOKENS, name=f"tokens-{k}" + ("-slow" if inter_mbit < 100 else ""), E=E, k=k, inter_mbit=inter_mbit)
-    for E, k in ((16, 8), (16, 4), (8, 2))
-    for inter_mbit in (100, 50)
+_CHOICES = ((16, 8), (16, 4), (8, 2))
+TOKENS = (
+    *(
+        replace(_TOKENS, name=f"tokens-{k}" + ("-slow" if inter_mbit < 100 else ""), E=E, k=k, inter_mbit=inter_mbit)
+        for E, k in _CHOICES
+        for inter_mbit in (100, 50)
+    ),
+    *(replace(LAYER, name=f"tokens-{k}-computed", E=E, k=k, pairs=True) for E, k in _CHOICES),
 )
 
 _ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS)

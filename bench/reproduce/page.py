@@ -33,6 +33,9 @@ What the four papers print and can be got from what they print, beside ours. `ma
   placements of this library under published costs or made loads. *Measured*: on the machine of the run. Each table says
   which.
 - **why**: the reasons for a difference, numbered below the table.
+
+A row travels for each (token, k) pair, as in the papers. The library's own layers send a token once to each rank; in
+the simulated layers, which have one expert a rank, that is as many rows.
 """
 
 

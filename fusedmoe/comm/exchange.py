@@ -370,11 +370,11 @@ class Exchange(Sized):
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         form = width * (len(_DTYPES) + 1) + (1 + _DTYPES.index(weights) if weights in _DTYPES else 0)
-        found = [tokens_Pp.sum(), counts_E.sum(), *((counts_E.new_zeros(()),) if bad is None else (bad.number,))]
-        sums = [each.to(counts_E.dtype).expand(ep.size, 1) for each in found]
-        metadata = [*sums[:2], *(counts_E.new_full((ep.size, 1), number) for number in (note, form)), sums[2]]
+        known = [counts_E.new_full((), number) for number in (note, form, 0)]
+        metadata = tokens_Pp.sum(), counts_E.sum(), *known[:2], known[2] if bad is None else bad.number
+        metadata_C = torch.stack([number.to(counts_E.dtype) for number in metadata])
         # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
-        sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), *metadata], 1)
+        sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), metadata_C.expand(ep.size, -1)], 1)
         sent_PC = torch.cat([sent_PC, sent_PC.sum(1, keepdim=True, dtype=sent_PC.dtype)], 1)
         ones, operation = [1] * ep.size, "exchange of counts"
         number = 0

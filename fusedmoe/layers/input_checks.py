@@ -156,6 +156,13 @@ class InputChecks:
             bad = not all(map(math.isfinite, extremes))
         return f"{self._what}. {self._cure}" if bad else None
 
+    def for_exchange(self, *tensors: Tensor) -> str | Bad | None:
+        """Says what is wrong with tokens and router weights, as `Routed.refusal` wants it: on CUDA an exchange tells
+        whether there is anything, and the host does not wait for it here."""
+        if uses_triton(tensors[0]) and self._topology.ep.size * self._topology.esp.size > 1:
+            return Bad(not_finite(*tensors), f"{self._what}. {self._cure}")
+        return self.of_numbers(*tensors)
+
     def of_given(self, *tensors: Tensor) -> Tensor | None:
         """Tells whether tokens or router weights are not finite, for an exchange by operators to tell all ranks.
 

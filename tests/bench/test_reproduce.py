@@ -28,6 +28,7 @@ from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.lancet_plans import Gap
+from fusedmoe.schedule.workload import uniform_share
 
 QUICK = ("fsmoe-table2", "flowmoe-table2", "hecate-table1", "hecate-volume")
 
@@ -81,6 +82,20 @@ def test_what_is_announced():
 def test_quick_tables(name):
     for table, head in zip(made(name), next(part for part in command.PARTS if part.name == name).heads, strict=True):
         check(table, head)
+
+
+@pytest.mark.parametrize("name", [*QUICK, "flowmoe-table3", "hecate-figure13"])
+def test_quick_tables_print_what_the_record_says(name):
+    stored = json.loads((command.ROOT / "bench/results" / command.FILE).read_text())["tables"]
+    for table in made(name):
+        assert [cells(row) for row in table.rows] == [cells(row) for row in Table.from_dict(stored[table.name]).rows]
+
+
+def test_simulated_layers_have_as_many_tokens_as_pairs():
+    """Their plans, which send pairs as the papers' do, are those of tokens that travel once as well."""
+    for where in TESTBEDS.values():
+        for work in workloads(where):
+            assert work.share == uniform_share(work.experts, work.k, work.ep) == 1
 
 
 def shortened(monkeypatch) -> None:

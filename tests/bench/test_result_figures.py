@@ -114,6 +114,21 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     worst = max(abs(one.get("error", 0.0)) for one in captured["rows"].values())
     yield "The predictions of captured graphs are up to {} off", (f"{worst:.0%}",)
 
+    links = load("link_bytes")["cases"]
+    wide, narrow = ([one for one in links if (one["row_bytes"] >= 1024) == is_wide] for is_wide in (True, False))
+    most = {
+        name: max(of[where][which] for of in some for where in ("links", "across")) - 1
+        for name, some, which in (
+            ("wide", wide, "over_rows"),
+            ("narrow", narrow, "over_rows"),
+            ("pairs", narrow, "over_rows_and_pairs"),
+            ("headers", links, "overhead"),
+        )
+    }
+    yield "rows of 1 KiB and 4 KiB are at most {} more than", (f"{most['wide']:.1%}",)
+    yield "with rows of 256 bytes it is up to {}, and {} more", (f"{most['narrow']:.1%}", f"{most['pairs']:.1%}")
+    yield "acknowledgements are up to {} of it", (f"{most['headers']:.1%}",)
+
     chaos = load("chaos")
     yield "Of {} faults", (f"{chaos['cases']:,}",)
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]

@@ -12,6 +12,7 @@ import torch
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
+from fusedmoe.layers import input_checks
 from fusedmoe.threads import LOOK_S
 from tests.cluster import Cluster
 from tests.comm.failing import M, check, linear, make
@@ -56,22 +57,30 @@ def test_what_all_have_raised_where_nothing_is_exchanged(cluster: Cluster) -> No
     cluster.run(2, without_an_exchange, random.randrange(2))
 
 
-def refused_by_one_replica(rank: int, world: int, culprit: int, timeout_s: float, away_s: float) -> None:
+def refused_by_one_replica(
+    rank: int, world: int, culprit: int, timeout_s: float, away_s: float, on_device: bool
+) -> None:
     """The other replica hears of it where it waits for gradients: in vain, or until the first has ended."""
     topology = Topology.from_sizes(2, timeout_s=timeout_s)
     layer = make(topology)
     try:
-        layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+        with pytest.MonkeyPatch.context() as patch:
+            if on_device:  # where the exchange tells of logits, and not the rank before it
+                patch.setattr(input_checks, "uses_triton", lambda tensor: True)
+            layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
     except RankError:
         time.sleep(away_s)
         raise
     all_reduce(topology.dp, torch.ones(1))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), (0.6, 1.8)])
-def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster, timeout_s: float, away_s: float) -> None:
-    text = "rank 2 failed in the check of .*: 40 of 40 router logits are NaN"
-    check(cluster, 2, text, refused_by_one_replica, timeout_s, away_s)
+def test_what_some_have_not_heard_is_told_to_them(
+    cluster: Cluster, timeout_s: float, away_s: float, on_device: bool
+) -> None:
+    text = f"rank 2 failed in the check of .*: {'' if on_device else '40 of 40 '}router logits are NaN"
+    check(cluster, 2, text, refused_by_one_replica, timeout_s, away_s, on_device)
 
 
 def skips_on_all(rank: int, world: int, culprit: int) -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm.all_to_all import AllToAll, Traffic
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, make_all_to_all
 from fusedmoe.comm.topology import Topology
+from fusedmoe.dispatchers import Collectives, Routed
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import Custom, FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer, MpInput
+from fusedmoe.ops import order
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES
 from tests.layers.gate_cases import make as make_gate
@@ -248,6 +250,31 @@ def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
 )
 def test_layers_that_cannot_work(cluster: Cluster, function: Callable[..., None], match: str) -> None:
     all_end(cluster, "ConfigError", match, function)
+
+
+def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) -> None:
+    """What nobody compares when layers are made, as at the doors of other libraries; the next batch goes through."""
+    topology = Topology.from_sizes(2, 2)
+    exchange = Collectives(topology, make_all_to_all("direct", topology))
+    layout = order(torch.tensor([[0, 3], [2, 1]]), E)
+    weight_SK, own = torch.ones(2, 2), rank == 2
+    wrong_SK = None if own and weights is None else weight_SK.to(weights if own and weights else torch.float32)
+    try:
+        exchange.dispatch(Routed(torch.zeros(2, width if own else M), layout, wrong_SK))
+    finally:
+        exchange.dispatch(Routed(torch.zeros(2, M), layout, weight_SK))
+
+
+@pytest.mark.parametrize(
+    "width, weights, match",
+    [
+        (M + 1, torch.float32, f"rows of different widths .*: {M} on rank 0, {M} on rank 1, {M + 1} on rank 2, {M} on"),
+        (M, torch.float64, "different dtypes of router weights .*torch.float32 on rank 1, torch.float64 on rank 2, "),
+        (M, None, "different dtypes of router weights .*float32 on rank 1, None on rank 2, .*float32 on rank 3"),
+    ],
+)
+def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | None, match: str) -> None:
+    all_end(cluster, "RankError", match, rows_differ, width, weights)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""On CUDA the host waits for the device once in a forward over ranks, for sizes, refusals and bad logits alike; and
+once more in each pass whose chunks are new, for how many pairs each has.
+
+CPU ranks stand for GPUs: their tensors say that they lie on one, and every way in which the host can read a number of
+such a tensor is counted. Plain torch stands for kernels; what that reads on the way does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedmoe
+from fusedmoe.autograd import checks
+from fusedmoe.blocks.pipeline import pipeline
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.kernels import backend
+from fusedmoe.layers import input_checks
+from fusedmoe.layers.schedule import Schedule
+from tests.cluster import Cluster
+from tests.training.placed import Between
+
+M, E, K = 6, 8, 2
+CHUNKS = Schedule("fsmoe", degrees=(2, 3))
+_READS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index__")
+# Operators whose result's size the host has to know, or that are a number for it.
+_OF_LAYOUTS = ("counts", "exact", "cut", "rows", "__getattr__")
+_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "unique_dim", "masked_select")
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.__name__.split(".")[0]
+        masks = name == "index" and any(one is not None and one.dtype == torch.bool for one in args[1])
+        if name in _WAITS or masks or (name == "repeat_interleave" and not (kwargs or {}).get("output_size")):
+            self._note(name)
+        return operator(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_cuda(topology: Topology) -> Iterator[list[str]]:
+    """Has tensors and groups say that they are on a GPU; gives the places where the host reads of one, as they come."""
+    waits: list[str] = []
+    inside = False
+
+    def note(how: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/fusedmoe/" in frame.filename]
+        while frames and frames[-1].filename.endswith("kernels/layout.py") and frames[-1].name in _OF_LAYOUTS:
+            frames.pop()  # whoever asks a layout
+        kernel = frames and "/kernels/" in frames[-1].filename and not frames[-1].filename.endswith("deduplicate.py")
+        if not (inside or kernel):
+            waits.append(f"{how} in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else how)
+
+    def counted(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+
+        def read_once(self: Tensor, *args: Any) -> Any:
+            nonlocal inside
+            if self.is_cuda:
+                note(name)
+            outer, inside = inside, True
+            try:
+                found = read(self, *args)
+            finally:
+                inside = outer
+            if name == "cpu":
+                found = found.clone()  # on the host now, and read as often as it likes
+                found.on_host = True
+            return found
+
+        return read_once
+
+    with pytest.MonkeyPatch.context() as patch, _Operators(note):
+        for name in ("cpu", *_READS):
+            patch.setattr(Tensor, name, counted(name))
+        patch.setattr(Tensor, "is_cuda", property(lambda self: not hasattr(self, "on_host")), raising=False)
+        for name, served in (("uses_triton", False), ("has_kernels", False)):
+            for module in list(sys.modules.values()):
+                if getattr(module, name, None) is getattr(backend, name) and module is not backend:
+                    patch.setattr(module, name, lambda tensor, served=served: served)
+        for module in (input_checks, checks):
+            patch.setattr(module, "uses_triton", lambda tensor: True)
+        for group in (topology.world, topology.ep, topology.esp, topology.dp):
+            patch.setattr(group, "on_gpu", group.handle is not None)
+        yield waits
+
+
+def make(topology: Topology, schedule: Any = None) -> fusedmoe.MoELayer:
+    torch.manual_seed(5)
+    gate, experts = fusedmoe.gates.TopK(E, k=K), fusedmoe.experts.FeedForward(8)
+    return fusedmoe.MoELayer(M, gate, experts, topology=topology, schedule=schedule, dtype=torch.float64)
+
+
+def places_of_waits(rank: int, world: int, esp: int, schedule: Any) -> list[list[str]]:
+    """In the forward, in the backward, and in a forward whose exchange does not tell of bad logits."""
+    topology = Topology.from_sizes(world // esp, esp)
+    layer = make(topology, schedule)
+    x_SM = torch.randn(5 + rank, M, dtype=torch.float64).requires_grad_()
+    layer(x_SM).sum().backward()
+    with as_on_cuda(topology) as waits:
+        y_SM = layer(x_SM)
+        forward, waits[:] = list(waits), []
+        y_SM.sum().backward()
+        backward, waits[:] = list(waits), []
+        layer.checks._carried = False
+        layer(x_SM)
+    return [forward, backward, list(waits)]
+
+
+@pytest.mark.parametrize(
+    ("world", "esp", "schedule"), [(2, 1, None), (2, 1, CHUNKS), pytest.param(4, 2, None, marks=pytest.mark.slow)]
+)
+def test_a_forward_waits_once(cluster: Cluster, world: int, esp: int, schedule: Any) -> None:
+    chunks = ["engine/chunks.py"] * (schedule is not None)
+    for places in cluster.run(world, places_of_waits, esp, schedule):
+        files = [[place.split("/fusedmoe/")[1].split(":")[0] for place in of] for of in places]
+        assert files[0] == ["comm/exchange.py", *chunks], places[0]
+        assert files[1] == chunks, places[1]
+        assert files[2] == ["layers/input_checks.py", *files[0]], places[2]  # the counter counts
+
+
+def tells(rank: int, world: int, culprits: list[int], esp: int, schedule: Any, blocks: bool) -> None:
+    """Logits that are counted on a device end all ranks, by the name of the first that has some, and no later batch."""
+    topology = Topology.from_sizes(world // esp, esp)
+    layer = make(topology, schedule)
+    call: Callable[[Tensor], Tensor] = layer
+    if blocks:
+        call = pipeline([(Between(torch.nn.Linear(M, M, dtype=torch.float64)), layer)], (2, 2))
+    generator = torch.Generator().manual_seed(rank)
+    x_SM = torch.randn(6, M, dtype=torch.float64, generator=generator)
+    wanted_SM = call(x_SM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_checks, "uses_triton", lambda tensor: True)
+        bad_SM = x_SM.clone()
+        if rank in culprits:
+            bad_SM[4] = math.nan
+        named = "" if rank in culprits else f"ended because rank {culprits[0]} failed in the check of .*: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {named}router logits are NaN or infinite. Look at"):
+            call(bad_SM)
+        torch.testing.assert_close(call(x_SM), wanted_SM, rtol=0, atol=0)
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize(
+    ("world", "esp", "schedule", "blocks"),
+    [(2, 1, None, False), (2, 2, None, False), (2, 1, CHUNKS, False), (2, 1, None, True), (4, 2, None, False)],
+)
+def test_bad_logits_end_all_ranks(cluster: Cluster, world: int, esp: int, schedule: Any, blocks: bool) -> None:
+    culprits = sorted(random.sample(range(world), random.randint(1, world - 1)))
+    cluster.run(world, tells, culprits, esp, schedule, blocks)
