@@ -128,7 +128,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         counts = Counter(number_P[pair] for pair in pairs)
         numbers, sizes = list(counts), list(counts.values())
         token_N = torch.tensor([pair // K for pair in pairs], dtype=torch.long)
-        rows = x_TH[token_N].split_with_sizes(sizes)
+        rows = [*x_TH[token_N].split_with_sizes(sizes)]
     if not pairs:
         return torch.zeros_like(hidden_states)
     rows_NI = _product(experts, rows, first, numbers, sizes)
