@@ -25,11 +25,11 @@ PARAMETERS = ("w1", "w2", "b1", "b2")
 FROZEN = ("w1 w2 b1 b2", "w1", "w2 b2", "b1 b2", "w1 b1 b2")
 
 
-def make_layer(frozen: str, topology: Topology | None = None, schedule: Any = None, **options: Any) -> fusedmoe.MoELayer:
+def make_layer(frozen: str, topology: Topology | None = None, schedule: Any = None) -> fusedmoe.MoELayer:
     torch.manual_seed(3)
     gate, experts = fusedmoe.gates.TopK(E, K), fusedmoe.experts.SwiGLU(H, bias=True)
     more = {} if topology is None else {"topology": topology}
-    layer = fusedmoe.MoELayer(M, gate, experts, dtype=torch.float64, schedule=schedule, **more, **options)
+    layer = fusedmoe.MoELayer(M, gate, experts, dtype=torch.float64, schedule=schedule, **more)
     for name in frozen.split():
         getattr(layer.experts, name).requires_grad_(False)
     return layer
@@ -93,7 +93,7 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             y_SM = ops.experts(x, layout, weight, weights, "swiglu")
-        given = {one.untyped_storage().data_ptr(): one for one in (*leaves.values(), weight, *layout.tensors) if one is not None}
+        given = {t.untyped_storage().data_ptr() for t in (*leaves.values(), weight, *layout.tensors) if t is not None}
         own = {place: size for place, size in kept.items() if place not in given and size > 1}
         assert sum(own.values()) == expected, learns
         assert (leaves["w1"].untyped_storage().data_ptr() in kept) == tokens, learns
@@ -101,10 +101,10 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
         y_SM.sum().backward()
 
 
-def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None, options: dict[str, Any]) -> None:
+def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     schedule = None if degrees is None else fusedmoe.Schedule("fsmoe", degrees=degrees)
-    layers = [make_layer(names, topology, schedule, **options) for names in ("", frozen)]
+    layers = [make_layer(names, topology, schedule) for names in ("", frozen)]
     found = [gradients(layer, rank) for layer in layers]
     require_same(found[1], found[0], frozen)
     x_SM = torch.randn(20, M, dtype=torch.float64, requires_grad=True)
@@ -116,7 +116,7 @@ def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None
 @pytest.mark.parametrize("frozen", FROZEN[:3])
 @pytest.mark.parametrize("degrees", [None, (2, 2), (3, 2)], ids=str)
 def test_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
-    cluster.run(2, on_ranks, frozen, degrees, {})
+    cluster.run(2, on_ranks, frozen, degrees)
 
 
 @pytest.mark.parametrize("frozen", FROZEN[:3])
@@ -137,8 +137,9 @@ def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, 
         x = torch.randn(6, 5, blocks[0].experts.model_dim, dtype=torch.float64, requires_grad=True)
         z = run(x)
         (z * torch.randn_like(z)).sum().backward()
-        learnt = {f"{i}.{name}": p.grad for i, block in enumerate(blocks) for name, p in block.experts.named_parameters()}
-        found.append({"x": x.grad, **learnt})
+        found.append({"x": x.grad})
+        for i, block in enumerate(blocks):
+            found[-1] |= {f"{i}.{name}": one.grad for name, one in block.experts.named_parameters()}
     for name, right in found[0].items():
         if name.split(".")[-1] in frozen.split():
             assert found[1][name] is None
