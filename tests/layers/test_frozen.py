@@ -145,3 +145,35 @@ def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, 
             assert found[1][name] is None
         else:
             assert found[1][name] is not None and torch.equal(found[1][name], right), name
+
+
+@pytest.mark.parametrize("frozen", ["", "0", "1", "2", "0 2", "1 2", "0 1 2"])
+def test_weights_in_parts(frozen: str) -> None:
+    """Parts are both halves of w1, and w2."""
+    torch.manual_seed(1)
+    layout = ops.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
+    shapes = ((17, M), (layout.rows,), (E, H, M), (E, M, H), (E, H, M))
+    values = [torch.randn(shape) for shape in shapes]
+    asked: list[tuple[bool, ...]] = []
+
+    def split(dw1: Tensor, dw2: Tensor) -> tuple[Tensor, ...]:
+        asked.append((dw1.untyped_storage().nbytes() > 8, dw2.untyped_storage().nbytes() > 8))
+        return dw1.unbind(1)[0], dw2, dw1.unbind(1)[1]
+
+    how = ops.WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
+    found = []
+    for names in ([], frozen.split()):
+        leaves = [value.double().requires_grad_() for value in values]
+        for name in names:
+            leaves[2 + int(name)].requires_grad_(False)
+        x, weight, *parts = leaves
+        asked.clear()
+        ops.experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for number, (right, got) in enumerate(zip(*found, strict=True)):
+        if str(number - 2) in frozen.split():
+            assert got is None
+        else:
+            assert got is not None and torch.equal(got, right)
+    made = not {"0", "2"} <= set(frozen.split()), "1" not in frozen.split()
+    assert asked[-1:] == ([made] if any(made) else [])
