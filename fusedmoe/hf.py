@@ -22,7 +22,7 @@ activation by a kernel of ours or the module's own functions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -137,42 +137,60 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
             f"fusedmoe.hf: chosen experts must be numbers from 0 to {experts.num_experts - 1}, got {max(number_P)}"
         )
     pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
-    # By expert, so that each matrix is read once.
-    pairs.sort(key=number_P.__getitem__)
-    pair_N, counts = torch.tensor(pairs, dtype=torch.long), Counter(number_P[pair] for pair in pairs)
-    token_N = pair_N // K if K else pair_N
-    rows_NI = hidden_states.to(dtype)[token_N]
-    rows_NI = _product(experts, rows_NI, "gate_up_proj" if experts.has_gate else "up_proj", counts)
+    x_TH, first = hidden_states.to(dtype), "gate_up_proj" if experts.has_gate else "up_proj"
+    if len(x_TH) == 1:
+        # Between products that read all of a cache each call costs many times what it does alone: one token is not
+        # sorted, looked up or added up row by row.
+        numbers, sizes, token_N = [number_P[pair] for pair in pairs], [1] * len(pairs), None
+        rows = [x_TH] * len(pairs)
+    else:
+        # By expert, so that each matrix is read once.
+        pairs.sort(key=number_P.__getitem__)
+        counts = Counter(number_P[pair] for pair in pairs)
+        numbers, sizes = list(counts), list(counts.values())
+        token_N = torch.tensor([pair // K for pair in pairs], dtype=torch.long)
+        rows = [*x_TH[token_N].split_with_sizes(sizes)]
+    if not pairs:
+        return torch.zeros_like(hidden_states)
+    rows_NI = _product(experts, rows, first, numbers, sizes)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
+    rows_NH = _product(experts, rows_NI.to(dtype).split_with_sizes(sizes), "down_proj", numbers, sizes)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
     # Weights and sums in float32 at least, as in the library's own kernels.
     total = torch.promote_types(dtype, torch.float32)
-    rows_NH = rows_NH.to(total) * top_k_weights.flatten()[pair_N, None].to(total)
+    rows_NH, weight_1P = rows_NH.to(total), top_k_weights.reshape(1, -1).to(total)
+    weight_1N = weight_1P if token_N is None and len(pairs) == K else weight_1P[:, pairs]
+    if token_N is None:
+        return torch.mm(weight_1N, rows_NH).to(hidden_states.dtype)
+    rows_NH = rows_NH * weight_1N.t()
     return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
 
 
-def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
-    """Returns [N, O]: each row times its expert's matrix, plus its bias. `counts`: experts and their rows, in order."""
-    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
+def _product(experts: Any, rows: Sequence[Tensor], name: str, numbers: list[int], sizes: list[int]) -> Tensor:
+    """Returns [N, O]: the rows [n, I] of each of some experts times its matrix, plus its bias.
+
+    Args:
+        numbers, sizes: of the experts, and how many rows each has.
+    """
+    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows[0].dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
-    out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
-    sizes = list(counts.values())
-    for number, rows, out, size in zip(counts, rows_NI.split(sizes), out_NO.split(sizes), sizes, strict=True):
+    parts = []
+    for number, rows_nI, size in zip(numbers, rows, sizes, strict=True):
         matrix_IO = weight_EIO.select(0, number).to(dtype)
         # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
         if 1 < size <= skinny:
-            out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
+            parts.append(torch.mm(matrix_IO.t(), rows_nI.t()).t())
         else:
-            torch.mm(rows, matrix_IO, out=out)
+            parts.append(torch.mm(rows_nI, matrix_IO))
         if adapter is not None:
-            low = rows @ adapter.a_ErI[number].t().to(dtype)
-            out.addmm_(low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
+            low = rows_nI @ adapter.a_ErI[number].t().to(dtype)
+            parts[-1] = torch.addmm(parts[-1], low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
+    out_NO = torch.cat(parts)
     if experts.has_bias:
         bias_EO = getattr(experts, f"{name}_bias")
-        out_NO += bias_EO[[number for number, size in counts.items() for _ in range(size)]].to(dtype)
+        out_NO += bias_EO[[number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]].to(dtype)
     return out_NO
 
 

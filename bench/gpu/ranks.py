@@ -59,7 +59,9 @@ def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
 class _Puts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks) -> Tensor:
-        experts = zip(w1.tensor_split(ranks.count), w2.tensor_split(ranks.count), strict=True)
+        # Both learn, which parts do not know here.
+        of_ranks = ([part.detach().requires_grad_() for part in w.tensor_split(ranks.count)] for w in (w1, w2))
+        experts = zip(*of_ranks, strict=True)
         runs = [
             Forward(x, route, GroupedExperts(ops.Weights(*own), "swiglu"))
             for x, route, own in zip(
@@ -68,7 +70,7 @@ class _Puts(torch.autograd.Function):
         ]
         in_turn(runs)
         # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
-        ctx.save_for_backward(*(tensor for run in runs for tensor in (*run.x, *run.h)))
+        ctx.save_for_backward(*(tensor for run in runs for tensor in (*run.x, *run.h) if tensor is not None))
         ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
         return torch.cat([run.finish() for run in runs])
 

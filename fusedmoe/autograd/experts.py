@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
@@ -198,7 +199,7 @@ def experts_in_parts(
         how: what joins parts to weights, and splits the weights' gradients.
     Saves for backward:
         The parts themselves, so that FSDP can free what it gathered, with weight_N and the pre-activation; and x_SM,
-        unless all parts are frozen. Then their gradients are not computed.
+        unless all parts of w1 are frozen. Gradients of a matrix whose parts are frozen are not computed.
     """
     y_SM: Tensor = _InParts.apply(x_SM, weight_N, layout, how, activation, *parts)
     return y_SM
@@ -221,9 +222,7 @@ class _InParts(Function):
         w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
         y_SM, h = experts_operator(x_SM, weight_N, w1, w2, None, None, 0, layout.tensors, activation)
         x, weight, *_ = ctx.needs_input_grad
-        # What `how` makes of the parts' gradients needs those of both matrices.
-        learns = any(ctx.needs_input_grad[5:])
-        wanted = ctx.wanted = Wanted(x, weight, learns, learns, False, False)
+        wanted = ctx.wanted = Wanted(x, weight, *_learn(how, w1, w2, ctx.needs_input_grad[5:]), False, False)
         ctx.save_for_backward(
             h if wanted.h_NH else None, x_SM if wanted.w1 else None, weight_N, *layout.tensors, *parts
         )
@@ -239,6 +238,19 @@ class _InParts(Function):
         dx_SM, dweight_N, dw1, dw2, *_ = experts_backward(*given)
         dparts: list[Tensor | None] = [None] * len(parts)
         if wanted.parameters:
+            dw1, dw2 = dw1 if wanted.w1 else _shape_of(w1), dw2 if wanted.w2 else _shape_of(w2)
             pairs = zip(ctx.how.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
             dparts = [grad.to(part.dtype) if asked else None for grad, part, asked in pairs]
         return dx_SM if wanted.x_SM else None, dweight_N if wanted.weight_N else None, None, None, None, *dparts
+
+
+def _learn(how: WeightParts, w1: Tensor, w2: Tensor, learns: Sequence[bool]) -> tuple[bool, bool]:
+    """Tells of w1 and w2 whether a part of them learns."""
+    if all(learns) or not any(learns) or torch.compiler.is_compiling():
+        return any(learns), any(learns)
+    # Each part of a split is in the memory of what it is a part of; one that is a copy may be of both.
+    marks = _shape_of(w1), _shape_of(w2)
+    first, second = (mark.untyped_storage().data_ptr() for mark in marks)
+    places = [part.untyped_storage().data_ptr() for part in how.split(*marks)]
+    learnt = [place for place, learns_too in zip(places, learns, strict=True) if learns_too]
+    return any(place != second for place in learnt), any(place != first for place in learnt)

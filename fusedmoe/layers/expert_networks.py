@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -396,9 +396,11 @@ class FeedForward(Experts):
         expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
         assert self.place is not None
         experts = max(1, self.place.local) * ep  # under a placement a rank may own none
-        return Workload(
-            1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
-        )
+        # By names: weights that are made of parameters (parametrizations.w1.original) would be made to be looked at.
+        learnt = {part for name, one in self.named_parameters() if one.requires_grad for part in name.split(".")}
+        trained = tuple(name for name in ("w1", "w2") if name in learnt)
+        of_rank = Workload(1, rows * esp, self.model_dim, self.hidden, experts, 1, expert=expert, trained=trained)
+        return replace(of_rank, ep=ep, esp=esp, itemsize=itemsize)
 
     def describe(self) -> str:
         return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"

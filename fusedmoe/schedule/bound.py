@@ -100,7 +100,7 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
     chunk_s = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
-    if later and TaskKind.EXPERT in chunks:
+    if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
         chunk_s[TaskKind.EXPERT] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
     dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0

@@ -97,14 +97,15 @@ class Degrees(NamedTuple):
 def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, weights: bool = False) -> Iterator[Task]:
     """Yields all parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
 
-    `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`).
+    `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`), where it has weight
+    gradients.
     """
     chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
     for kind in STAGES[phase]:
         if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
-            apart = WEIGHT_GRADIENTS.get(kind) if weights else None
+            apart = WEIGHT_GRADIENTS.get(kind) if weights and kind in micro.weights else None
             for chunk in range(degrees.rows if kind in chunks else degrees.dense):
                 yield Task(kind, chunk, layer, phase)
                 if apart is not None:

@@ -74,7 +74,8 @@ class MicroBatches:
     """
 
     dense: Mapping[str, Mapping[str, StageTime]]  # by phase and kind
-    weights: Mapping[str, StageTime]  # how much of the backward pass of "expert" and "attention" is weight gradients
+    # How much of the backward pass of "expert" and "attention" is weight gradients; frozen ones have none, nor W tasks.
+    weights: Mapping[str, StageTime]
     waits: bool = False
     apart_s: float = 0.0  # that the experts' backward pass takes longer with W tasks, for which it keeps activations
 

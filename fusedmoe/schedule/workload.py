@@ -22,6 +22,9 @@ GEMMS = {"ffn": 2, "swiglu": 3}
 # Matrix products of attention: projections; with scores, and these with the values.
 _PROJECTIONS, _ATTENTION_GEMMS = 4, 6
 
+# The matrices of an expert.
+_MATRICES = ("w1", "w2")
+
 #: The line of the cost model that each part of a layer is on.
 _LINES: dict[str, str] = {
     TaskKind.DISPATCH: "all-to-all/ep",
@@ -41,9 +44,10 @@ class Workload:
     shards. Attention is split over as many ranks as an expert (N_MP = N_ESP).
 
     A row for each (token, k) pair is computed, and `share` of a row travels for it: 1 as in the papers, and less where
-    a token goes once to each rank (`uniform_share`).
+    a token goes once to each rank (`uniform_share`). The matrices that are `trained` have gradients: backward, nothing
+    is computed for the others, and where none is trained there are no W tasks of experts.
 
-    Raises `ConfigError` for a number that is not positive, and an unknown expert network.
+    Raises `ConfigError` for a number that is not positive, and an unknown expert network or matrix.
     """
 
     batch: int
@@ -58,13 +62,16 @@ class Workload:
     esp: int = 1
     itemsize: int = 4
     share: float = 1.0
+    trained: tuple[str, ...] = _MATRICES
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
-            if what != "expert" and value is not None and not value > 0:
+            if what not in ("expert", "trained") and value is not None and not value > 0:
                 raise ConfigError(f"workload: {what} must be positive, not {value!r}")
         if self.expert not in GEMMS:
             raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(GEMMS)}")
+        if self.trained not in ((), ("w1",), ("w2",), _MATRICES):
+            raise ConfigError(f"workload: trained are w1 and w2, either or none, not {self.trained!r}")
 
     @property
     def tokens(self) -> int:
@@ -77,11 +84,18 @@ class Workload:
         return self.k * (1.0 if self.capacity_factor is None else self.capacity_factor) * self.tokens
 
     @property
+    def trained_share(self) -> float:
+        """The weight gradients' products of all that there may be, as many as the forward has: 0 to 1."""
+        products = GEMMS[self.expert]
+        return sum({"w1": products - 1, "w2": 1}[name] for name in self.trained) / products
+
+    @property
     def shapes(self) -> str:
         """Words for the layer, however many tokens it is given: `CostModel.observed` knows it by these."""
         esp = f" in {self.esp} shards" if self.esp > 1 else ""
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
-        return f"{of}, {self.itemsize} bytes"
+        frozen = "" if self.trained == _MATRICES else f", trained: {' '.join(self.trained) or 'none'}"
+        return f"{of}, {self.itemsize} bytes{frozen}"
 
     def sending(self, share: float) -> Workload:
         """Returns this workload where so many tokens travel for a pair, in 32nds, so that few are planned for."""
@@ -102,13 +116,15 @@ class Workload:
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def kept(self) -> float:
-        """Returns the elements that the experts' forward pass keeps: received tokens, and pre-activations of pairs."""
-        return self.rows * (self.share * self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
+        """Returns the elements that the experts' forward pass keeps: received tokens, which the gradient of W1 alone
+        needs, and pre-activations of pairs."""
+        tokens = self.share * self.model_dim if "w1" in self.trained else 0.0
+        return self.rows * (tokens + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def kept_for_weights(self) -> float:
         """Returns the elements that are kept between the gradients of rows and those of the experts' weights:
         activations, and the gradients of pre-activations."""
-        return self.rows * GEMMS[self.expert] * self.hidden / self.esp
+        return self.trained_share * self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
     def projection_flop(self) -> float:
         """Returns the FLOP of attention's four projections, forward."""
@@ -144,15 +160,16 @@ class Workload:
             shared = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
         chunks: dict[str, dict[str, StageTime]] = {}
         dense: dict[str, dict[str, StageTime]] = {}
+        expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
         for phase, times in zip(PHASES, (1, 2), strict=True):
-            # Backward, experts and attention take twice their time (F13).
+            # Backward, attention and experts that are trained whole take twice their time (F13).
             chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
-            chunks[phase][TaskKind.EXPERT] = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert]) * times
+            chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
             dense[phase] = {TaskKind.ATTENTION: attention * times + shared}
         # Of two products of the backward pass of a weight one is its gradient.
-        projections = stage("gemm", self.projection_flop(), _PROJECTIONS)
-        expert = chunks["backward"][TaskKind.EXPERT]
-        weights: dict[str, StageTime] = {TaskKind.EXPERT: expert * 0.5, TaskKind.ATTENTION: projections}
+        weights: dict[str, StageTime] = {TaskKind.ATTENTION: stage("gemm", self.projection_flop(), _PROJECTIONS)}
+        if self.trained:
+            weights[TaskKind.EXPERT] = expert * self.trained_share
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
         # A model of a machine without this line knows nothing of copies, and charges nothing: neither for those between
         # the chunks of one pass and those of the other, nor for what W tasks must keep.
@@ -229,8 +246,8 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     for phase in PHASES:
         parts = layer.chunks[phase]
         there, back = (shards * parts[part].whole_s for part in (first, last))
-        # Of the backward pass, half is the weights' gradients.
-        whole_s = parts[TaskKind.EXPERT].whole_s / (1 if phase == "forward" else 2)
+        # What the backward pass has more than the forward is the weights' gradients.
+        whole_s = parts[TaskKind.EXPERT].whole_s / (1 if phase == "forward" else 1 + workload.trained_share)
         down_s = whole_s / GEMMS[workload.expert]
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))

@@ -12,6 +12,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import LINES, CostModel, FusedCosts, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import Degrees, pass_tasks
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
 from tests.schedule.test_cost import MODEL as LINES_BY_HAND
@@ -57,7 +60,46 @@ def test_layer_costs_by_hand():
         assert costs.dense_total_s(phase) == pytest.approx(attention + shared)
 
 
-@pytest.mark.parametrize("change", [{"batch": 0}, {"k": -1}, {"capacity_factor": 0.0}, {"expert": "mlp"}])
+@pytest.mark.parametrize(
+    "trained, products", [(("w1", "w2"), 3), (("w1",), 2), (("w2",), 1), ((), 0)], ids=lambda value: str(value)
+)
+def test_matrices_that_are_frozen_take_no_time_backward(trained, products):
+    whole = replace(OVER_EXPERTS, k=1, capacity_factor=3.0)
+    work, tiled = replace(whole, trained=trained), replace(LINES_BY_HAND, tiled=True)
+    gemm, copy = LINES_BY_HAND.line("gemm"), LINES_BY_HAND.line("copy")
+    costs = work.layer_costs(tiled)
+    # Of six products backward, three are of weight gradients: two of W1's halves, and one of W2.
+    one_s = gemm.beta_s * work.volumes()["expert"] / 3 / 4 + gemm.alpha_s
+    assert costs.chunks["forward"]["expert"].seconds(4) == pytest.approx(3 * one_s)
+    assert costs.chunks["backward"]["expert"].seconds(4) == pytest.approx((3 + products) * one_s)
+    assert costs.micro is not None and ("expert" in costs.micro.weights) == bool(trained)
+    if trained:
+        assert costs.micro.weights["expert"].seconds(4) == pytest.approx(products * one_s)
+    # Kept are pre-activations, and rows for W1; between the halves activations for W2, and dH for W1.
+    assert costs.regroup_s == pytest.approx(copy.seconds(4 * 48 * (20 + 4 * ("w1" in trained))))
+    assert costs.micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 10 * products))
+    assert (work.shapes == whole.shapes) == (products == 3)
+
+
+def test_frozen_experts_have_no_weight_gradient_tasks():
+    frozen = replace(OVER_EXPERTS, trained=())
+    for work in (OVER_EXPERTS, frozen):
+        costs = work.step_costs(MODEL, [0, 0], work.volumes(), whole=True)
+        tasks = list(pass_tasks(costs, 1, "backward", Degrees(2, 2), weights=True))
+        kinds = {task.kind for task in tasks}
+        assert "attention-weight-gradient" in kinds and ("weight-gradient" in kinds) == (work is OVER_EXPERTS)
+        plan = POLICIES["lancet"].plan(costs)
+        of_all = OVER_EXPERTS.step_costs(MODEL, [0, 0], work.volumes(), whole=True)
+        assert ("weight-gradient" in {task.kind for task in plan}) == (work is OVER_EXPERTS)
+        assert work is OVER_EXPERTS or makespan(plan, costs) < makespan(POLICIES["lancet"].plan(of_all), of_all)
+        assert sum(costs.durations(tasks).values()) > 0
+        # The bound and the search know costs without these.
+        assert makespan(POLICIES["joint"].plan(costs), costs) > 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 0}, {"k": -1}, {"capacity_factor": 0.0}, {"expert": "mlp"}, {"trained": ("w3",)}]
+)
 def test_a_workload_that_cannot_be_is_refused(change):
     with pytest.raises(ConfigError, match="workload"):
         Workload(**{"batch": 1, "seq_len": 8, "model_dim": 4, "hidden": 8, "experts": 2} | change)

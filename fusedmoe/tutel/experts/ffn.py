@@ -217,7 +217,9 @@ class FusedExpertsNetwork(nn.Module):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
         D, H, E = self.model_dim, self.hidden_size * self.sharded_count, self.local_experts * ep
-        return Workload(1, rows * esp, D, H, E, k=1, expert="ffn", ep=ep, esp=esp, itemsize=itemsize)
+        matrices = (("w1", self.batched_fc1_w), ("w2", self.batched_fc2_w))
+        trained = tuple(name for name, matrix in matrices if matrix.requires_grad)
+        return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
     def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
         """Computes [e, rows, D_out] of [e, rows, D]; with shards this rank's summand."""

@@ -86,7 +86,9 @@ class LlamaFFNNetwork(nn.Module):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload, as `FusedExpertsNetwork.workload` does."""
         D, H, E = self.model_dim, self.hidden_size, self.local_experts * ep
-        return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize)
+        up = self.W_fc1.requires_grad or self.W_fc2.requires_grad
+        trained = tuple(name for name, learns in (("w1", up), ("w2", self.W_fc3.requires_grad)) if learns)
+        return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize, trained=trained)
 
     def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
         w1, w2, w3 = self.whole(ctx)

@@ -23,18 +23,19 @@ from tests.marks import interpreted_slowly, slow_without_gpu
 
 
 @pytest.mark.parametrize(
-    ("degree", "peers"),
+    ("degree", "peers", "trained"),
     [
-        (3, 4),
-        *interpreted_slowly(((2, 3), 2)),
+        (3, 4, "w1 w2"),
+        *interpreted_slowly(((2, 3), 2, "w1 w2"), ((2, 3), 2, ""), ((1, 2), 2, "w2")),
+        pytest.param(1, 2, "w1", marks=pytest.mark.slow),
         *(
-            pytest.param(*of, marks=pytest.mark.slow)
+            pytest.param(*of, "w1 w2", marks=pytest.mark.slow)
             for of in ((1, 2), (1, 4), (1, 8), (3, 2), (3, 8), ((4, 1), 4), ((1, 5), 8))
         ),
     ],
     ids=str,
 )
-def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int, int]) -> None:
+def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int, int], trained: str) -> None:
     draw = torch.Generator().manual_seed(peers * 10 + sum([degree] if isinstance(degree, int) else degree))
     experts, slots, width, hidden = 8, 2, 64, 48
     counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
@@ -49,7 +50,9 @@ def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int,
         layouts.append(order(expert_SK.to(device), experts))
         rows = torch.randn(2, count, width, generator=draw)
         inputs.append((rows[0], torch.rand(count, slots, generator=draw), rows[1]))
-    own = [Weights(w1[r * local :][:local].to(device), w2[r * local :][:local].to(device)) for r in range(peers)]
+    parts = [[w[r * local :][:local].to(device) for w in (w1, w2)] for r in range(peers)]
+    learns = [name in trained for name in ("w1", "w2")]
+    own = [Weights(*(w.requires_grad_(learnt) for w, learnt in zip(of, learns, strict=True))) for of in parts]
 
     forwards = []
     for (x, weight, _), layout, room, parameters in zip(inputs, layouts, buffers, own, strict=True):
@@ -73,9 +76,13 @@ def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int,
         close(gradients[r][0], x64.grad)
         close(gradients[r][1], weight64.grad)
     for r, run in enumerate(backwards):
-        assert run.totals is not None and whole.w1.grad is not None and whole.w2.grad is not None
-        close(run.totals[0], whole.w1.grad[r * local :][:local])
-        close(run.totals[1], whole.w2.grad[r * local :][:local])
+        # Rows are kept for the gradient of w1 alone, and totals are there for what learns.
+        assert all((x is not None) == learns[0] for x in forwards[r].x)
+        totals = [None, None] if run.totals is None else run.totals[:2]
+        for total, matrix, learnt in zip(totals, (whole.w1, whole.w2), learns, strict=True):
+            assert (total is not None) == learnt and matrix.grad is not None
+            if learnt:
+                close(total, matrix.grad[r * local :][:local])
 
 
 def close(found: Tensor | None, wanted: Tensor | None) -> None:

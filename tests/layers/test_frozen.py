@@ -1,0 +1,179 @@
+"""Experts that are frozen, whole or in part: gradients of the rest have the bits that they have when all learns, and
+nothing is kept or computed for what has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import ops
+from fusedmoe.comm.topology import Topology
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
+from tests.cluster import Cluster
+from tests.layers.test_memory import saved_elements
+from tests.layers.test_pipeline import Attention
+from tests.layers.test_pipeline_parts import make
+from tests.layers.test_pipeline_plans import costs_of, halves
+
+M, H, E, K = 10, 12, 4, 2
+PARAMETERS = ("w1", "w2", "b1", "b2")
+#: What is frozen of the experts.
+FROZEN = ("w1 w2 b1 b2", "w1", "w2 b2", "b1 b2", "w1 b1 b2")
+
+
+def make_layer(frozen: str, topology: Topology | None = None, schedule: Any = None) -> fusedmoe.MoELayer:
+    torch.manual_seed(3)
+    gate, experts = fusedmoe.gates.TopK(E, K), fusedmoe.experts.SwiGLU(H, bias=True)
+    more = {} if topology is None else {"topology": topology}
+    layer = fusedmoe.MoELayer(M, gate, experts, dtype=torch.float64, schedule=schedule, **more)
+    for name in frozen.split():
+        getattr(layer.experts, name).requires_grad_(False)
+    return layer
+
+
+def gradients(layer: nn.Module, rank: int = 0, learns: bool = True) -> dict[str, Tensor | None]:
+    torch.manual_seed(50 + rank)
+    x_SM = torch.randn(17 + 5 * rank, M, dtype=torch.float64).requires_grad_(learns)
+    y_SM = layer(x_SM)
+    (y_SM * torch.randn_like(y_SM)).sum().backward()
+    return {"y": y_SM.detach(), "x": x_SM.grad} | {name: one.grad for name, one in layer.named_parameters()}
+
+
+def require_same(found: dict[str, Tensor | None], whole: dict[str, Tensor | None], frozen: str) -> None:
+    assert found.keys() == whole.keys()
+    for name, right in whole.items():
+        got = found[name]
+        if name.removeprefix("experts.") in frozen.split():
+            assert got is None and right is not None, name
+        else:
+            assert got is not None and right is not None and torch.equal(got, right), name
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_one_rank(frozen: str) -> None:
+    whole = gradients(make_layer(""))
+    require_same(gradients(make_layer(frozen)), whole, frozen)
+    without_x = gradients(make_layer(frozen), learns=False)
+    assert without_x.pop("x") is None
+    require_same(without_x, {name: one for name, one in whole.items() if name != "x"}, frozen)
+    require_same(gradients(make_layer(frozen, schedule=fusedmoe.Schedule("fsmoe", degrees=(1, 1)))), whole, frozen)
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_compiled(frozen: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(make_layer(frozen), backend="aot_eager", fullgraph=True)
+    found = {name.removeprefix("_orig_mod."): one for name, one in gradients(compiled).items()}
+    require_same(found, gradients(make_layer("")), frozen)
+
+
+def test_what_no_gradient_needs_is_not_kept() -> None:
+    # x is kept by the router as well, so the operation by itself tells: x, and pre-activations of 2·H a row.
+    layout = ops.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
+    x_SM, weight_N = torch.randn(17, M, requires_grad=True), torch.rand(layout.rows, requires_grad=True)
+    shapes = {"w1": (E, 2, H, M), "w2": (E, M, H), "b1": (E, 2, H), "b2": (E, M)}
+    rows = 17 * M, layout.rows * 2 * H
+    for learns, tokens, expected in (
+        ("w1 w2 b1 b2", True, sum(rows)), ("w2 b1 b2", True, rows[1]), ("", True, rows[1]),
+        ("w1", False, sum(rows)), ("w2", False, rows[1]), ("b2", False, 0),
+    ):  # fmt: skip
+        # Cast copies of parameters, as autocast makes them: kept where the backward reads them.
+        leaves = {name: torch.randn(shape).requires_grad_(name in learns.split()) for name, shape in shapes.items()}
+        weights = ops.Weights(*leaves.values())
+        x, weight = (x_SM, weight_N) if tokens else (x_SM.detach(), weight_N.detach())
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            y_SM = ops.experts(x, layout, weight, weights, "swiglu")
+        given = {t.untyped_storage().data_ptr() for t in (*leaves.values(), weight, *layout.tensors) if t is not None}
+        own = {place: size for place, size in kept.items() if place not in given and size > 1}
+        assert sum(own.values()) == expected, learns
+        assert (leaves["w1"].untyped_storage().data_ptr() in kept) == tokens, learns
+        assert (leaves["w2"].untyped_storage().data_ptr() in kept) == (tokens or learns in ("w1", "b1")), learns
+        y_SM.sum().backward()
+
+
+def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    schedule = None if degrees is None else fusedmoe.Schedule("fsmoe", degrees=degrees)
+    layers = [make_layer(names, topology, schedule) for names in ("", frozen)]
+    found = [gradients(layer, rank) for layer in layers]
+    require_same(found[1], found[0], frozen)
+    x_SM = torch.randn(20, M, dtype=torch.float64, requires_grad=True)
+    kept = [saved_elements(layer, x_SM)[torch.float64] for layer in layers]
+    # Received rows are kept for the gradient of w1 alone.
+    assert (kept[1] < kept[0]) == ("w1" in frozen.split())
+
+
+@pytest.mark.parametrize("frozen", FROZEN[:3])
+@pytest.mark.parametrize("degrees", [None, (2, 2), (3, 2)], ids=str)
+def test_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
+    cluster.run(2, on_ranks, frozen, degrees)
+
+
+@pytest.mark.parametrize("frozen", FROZEN[:3])
+@pytest.mark.parametrize("degrees", [(3, 3), (2, 3)], ids=str)
+def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, int]) -> None:
+    found = []
+    for names in ("", frozen):
+        blocks = make(Topology(), Attention)
+        for block in blocks:
+            for name in names.split():
+                if (parameter := getattr(block.experts.experts, name)) is not None:
+                    parameter.requires_grad_(False)
+        run = fusedmoe.pipeline(blocks, degrees)
+        costs = costs_of(Topology(), len(blocks), blocks[0].experts.parts, run.waits[0])
+        # A plan that was made before experts were frozen may have tasks for their gradients, which do nothing then.
+        run.set_plan(halves(micro_schedule(costs, StepSplit(*degrees, weights=True)).plan()))
+        torch.manual_seed(9)
+        x = torch.randn(6, 5, blocks[0].experts.model_dim, dtype=torch.float64, requires_grad=True)
+        z = run(x)
+        (z * torch.randn_like(z)).sum().backward()
+        found.append({"x": x.grad})
+        for i, block in enumerate(blocks):
+            found[-1] |= {f"{i}.{name}": one.grad for name, one in block.experts.named_parameters()}
+    for name, right in found[0].items():
+        if name.split(".")[-1] in frozen.split():
+            assert found[1][name] is None
+        else:
+            assert found[1][name] is not None and torch.equal(found[1][name], right), name
+
+
+@pytest.mark.parametrize("frozen", ["", "0", "1", "2", "0 2", "1 2", "0 1 2"])
+def test_weights_in_parts(frozen: str) -> None:
+    """Parts are both halves of w1, and w2."""
+    torch.manual_seed(1)
+    layout = ops.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
+    shapes = ((17, M), (layout.rows,), (E, H, M), (E, M, H), (E, H, M))
+    values = [torch.randn(shape) for shape in shapes]
+    asked: list[tuple[bool, ...]] = []
+
+    def split(dw1: Tensor, dw2: Tensor) -> tuple[Tensor, ...]:
+        asked.append((dw1.untyped_storage().nbytes() > 8, dw2.untyped_storage().nbytes() > 8))
+        return dw1.unbind(1)[0], dw2, dw1.unbind(1)[1]
+
+    how = ops.WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
+    found = []
+    for names in ([], frozen.split()):
+        leaves = [value.double().requires_grad_() for value in values]
+        for name in names:
+            leaves[2 + int(name)].requires_grad_(False)
+        x, weight, *parts = leaves
+        asked.clear()
+        ops.experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for number, (right, got) in enumerate(zip(*found, strict=True)):
+        if str(number - 2) in frozen.split():
+            assert got is None
+        else:
+            assert got is not None and torch.equal(got, right)
+    made = not {"0", "2"} <= set(frozen.split()), "1" not in frozen.split()
+    assert asked[-1:] == ([made] if any(made) else [])
