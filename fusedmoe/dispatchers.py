@@ -16,10 +16,11 @@ from fusedmoe.autograd.experts import no_wider
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
+from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
-__all__ += ["Assigned", "Plans", "no_plans"]
+__all__ += ["Assigned", "Plans", "no_plans", "Remembered", "enclosing_checkpoints"]
