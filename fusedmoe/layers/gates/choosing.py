@@ -133,6 +133,9 @@ class RouterTap:
         self._device: torch.device | str | None = None
         self._kept: Remembered[GivenExperts] = Remembered()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of a model are in no record and in no replay
+
     def record(self, device: torch.device | str | None) -> None:
         self.recorded, self._device, self._checked = [], device, False
 
