@@ -17,6 +17,7 @@ from fusedmoe.autograd.experts import no_wider
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
+from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.layers.input_checks import InputChecks, not_finite
@@ -24,4 +25,4 @@ from fusedmoe.layers.load import expert_load
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
-__all__ += ["Assigned", "Plans", "no_plans", "through_experts_in_graph"]
+__all__ += ["Assigned", "Plans", "no_plans", "through_experts_in_graph", "Remembered", "enclosing_checkpoints"]

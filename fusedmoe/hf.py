@@ -59,8 +59,9 @@ from fusedmoe.hf_adapters import (
     stored,
 )
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
+from fusedmoe.hf_padding import mask_padding
 
-__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
+__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward", "mask_padding"]
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -81,8 +82,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Args:
         self: the experts' module.
         hidden_states: [T, H].
-        top_k_index: [T, K] integers; the number of experts, or more, stands for an expert of another rank: no row is
-            computed for it.
+        top_k_index: [T, K] integers; −1 stands for no expert, and the number of experts, or more, for one of another
+            rank: no row is computed for it.
         top_k_weights: [T, K].
     Returns:
         [T, H] in the dtype of `hidden_states`; products run in that of the parameters, under autocast in its own.

@@ -126,6 +126,10 @@ class RouterMetrics(Collector):
         if logits_SE is not None and logits_SE.shape != (len(number_TK), counters.experts):
             # Logits of some other router: of another size, they cannot be these experts'.
             logits_SE = None
+        if "_fusedmoe_padding" in vars(experts):
+            # Masked tokens have no expert at all.
+            real_T = (number_TK >= 0).any(1)
+            number_TK, logits_SE = number_TK[real_T], None if logits_SE is None else logits_SE[real_T]
         with torch.no_grad():
             counts_E = expert_load(number_TK.long().clamp(max=counters.experts), counters.experts)
         counters.choices(number_TK, counts_E, logits_SE)

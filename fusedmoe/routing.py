@@ -304,21 +304,23 @@ def _tapped(name: str, router: MoELayer | _Router) -> RouterTap:
         tap = gate.tap = RouterTap(name, gate.experts, partial(vars(gate).pop, "tap", None))
         return tap
     forward = _TappedForward(router, router.module.forward, "forward" in vars(router.module))
-    forward.tap = RouterTap(name, router.num_experts, forward.remove)
+    tap = forward.tap = RouterTap(name, router.num_experts, forward.remove)
     router.module.forward = forward
-    return forward.tap
+    return tap
 
 
 class _TappedForward:
     """A router's forward, with its choice recorded or given."""
 
-    tap: RouterTap
+    tap: RouterTap | None = None  # None of a copy
 
     def __init__(self, router: _Router, forward: Callable[..., Any], own: bool) -> None:
         self._router, self._forward, self._own = router, forward, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         router, tap = self._router, self.tap
+        if tap is None:
+            return self._forward(*args, **kwargs)
         seen: list[Tensor] = []
 
         def see(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -8,11 +8,16 @@ not, and whatever else is an autograd function whose backward calls the forward 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
+import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
+
+Value = TypeVar("Value")
 
 
 class Checkpoints(NamedTuple):
@@ -53,3 +58,53 @@ def enclosing_checkpoints() -> Checkpoints:
                 forward.append(ctx)
         frame = frame.f_back
     return Checkpoints(forward, None)
+
+
+class Remembered(Generic[Value]):
+    """A value of each forward of one module, which a checkpoint that computes the forward again gets again.
+
+    A checkpoint has the values of its forwards in their order, and they go with it. Copies have none.
+    """
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[Any, _Values[Value]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return Remembered, ()
+
+    def keep(self, value: Value, around: Checkpoints) -> None:
+        """Keeps a value of a forward in these checkpoints."""
+        for key in around.forward:
+            self._kept.setdefault(key, _Values()).all.append(value)
+
+    def again(self, around: Checkpoints) -> Value | None:
+        """Returns the value of the forward that is computed again; None: it had none."""
+        values = self._kept.get(around.again)
+        return None if values is None else values.next()
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Calls when no checkpoint with a value is left, which may be now."""
+
+        def gone() -> None:
+            # Looked through, for a key that is just going still counts.
+            if not list(self._kept):
+                call()
+
+        for key in list(self._kept):
+            finalize(key, gone)
+        gone()
+
+
+class _Values(Generic[Value]):
+    """Values of a checkpoint's forwards, and how many of them a pass that computes it again has had."""
+
+    def __init__(self) -> None:
+        self.all: list[Value] = []
+        self._pass, self._had = -1, 0
+
+    def next(self) -> Value:
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass, self._had = number, 0
+        self._had += 1
+        return self.all[self._had - 1]

@@ -137,6 +137,18 @@ def test_in_wrappers() -> None:
     torch._dynamo.reset()
 
 
+def test_copies_are_in_no_replay() -> None:
+    model, tokens = make("mixtral", fusedmoe.hf.NAME), tokens_of(1)
+    with routing.record(model) as choices:
+        model(input_ids=tokens)
+    other = noisy(model)
+    wanted = other(input_ids=tokens).logits
+    with routing.replay(other, choices):
+        copied = copy.deepcopy(other)
+        assert not torch.equal(other(input_ids=tokens).logits, wanted)
+    assert torch.equal(copied(input_ids=tokens).logits, wanted)
+
+
 def test_a_router_that_takes_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gpt-oss", fusedmoe.hf.NAME)
 
@@ -185,12 +197,17 @@ def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple
     logits.square().mean().backward()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [(2, {"tp_size": 1, "ep_size": 2, "fsdp_size": 2}), (2, {"tp_size": 2, "ep_size": 2})],
-    ids=["own batches", "a shared batch"],
+    [
+        (2, {"tp_size": 1, "ep_size": 2, "fsdp_size": 2}),
+        (2, {"tp_size": 2, "ep_size": 2}),
+        pytest.param(4, {"tp_size": 2, "ep_size": 4, "fsdp_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["own batches", "a shared batch", "both"],
 )
 def test_expert_parallelism(cluster: Cluster, tmp_path: Path, world: int, sizes: dict[str, int]) -> None:
     torch.manual_seed(6)
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(world, on_ranks, str(tmp_path), sizes)
+    cluster.run(world, on_ranks, str(tmp_path), sizes, timeout_s=300)  # the first to import transformers takes long

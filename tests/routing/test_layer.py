@@ -248,6 +248,15 @@ def test_forwards_one_after_the_other() -> None:
         assert torch.equal(found[name], choices[name])
 
 
+def test_copies_are_in_no_replay() -> None:
+    model, x = noisy(Model()), tokens(5)
+    wanted = model(x)
+    with routing.replay(model, [torch.rand(5, E).topk(K).indices for _ in range(2)]):
+        copied = copy.deepcopy(model)
+        assert not torch.equal(model(x), wanted)
+    assert torch.equal(copied(x), wanted) and torch.equal(model(x), wanted)
+
+
 def test_compiled_models_run_as_they_are() -> None:
     model = Model()
     compiled = torch.compile(model, backend="eager")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.engine.dispatcher import recomputing
-from fusedmoe.engine.recomputation import enclosing_checkpoints
+from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
 from fusedmoe.errors import ConfigError
 
 _TOP_K = (torch.topk, Tensor.topk)
@@ -132,8 +131,10 @@ class RouterTap:
         self.replayed: GivenExperts | None = None
         self._at, self._checked = 0, False
         self._device: torch.device | str | None = None
-        # By checkpoint: its forwards' rows in order, the pass that computes it again, and how many it has done.
-        self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+        self._kept: Remembered[GivenExperts] = Remembered()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of a model are in no record and in no replay
 
     def record(self, device: torch.device | str | None) -> None:
         self.recorded, self._device, self._checked = [], device, False
@@ -166,15 +167,10 @@ class RouterTap:
     def _release(self) -> None:
         if self.recorded is None and self.replayed is None:
             # Checkpoints that are still to be computed again need it for so long.
-            keys = list(self._kept)
-            for key in keys:
-                finalize(key, self._freed)
-            del keys
-            self._freed()
+            self._kept.when_gone(self._gone)
 
-    def _freed(self) -> None:
-        # Iterated, for keys that have just gone may still be counted.
-        if self.recorded is None and self.replayed is None and not list(self._kept):
+    def _gone(self) -> None:
+        if self.recorded is None and self.replayed is None:
             self._free()
 
     def give(self, tokens: int, k: int) -> GivenExperts | None:
@@ -187,8 +183,7 @@ class RouterTap:
         with _disable_current_modes():
             around = enclosing_checkpoints()
             if around.again is not None:
-                kept = self._kept.get(around.again)
-                given = None if kept is None else kept.next()
+                given = self._kept.again(around)
             elif self.replayed is None:
                 return None
             elif recomputing():
@@ -199,8 +194,7 @@ class RouterTap:
             else:
                 given = self._take(tokens, k)
             if given is not None:
-                for key in around.forward:
-                    self._kept.setdefault(key, _Kept()).rows.append(given)
+                self._kept.keep(given, around)
             return given
 
     def _take(self, tokens: int, k: int) -> GivenExperts:
@@ -243,19 +237,3 @@ class RouterTap:
                 assert chosen_TK is not None
                 number = torch.int16 if self.experts <= torch.iinfo(torch.int16).max else torch.int32
                 self.recorded.append(chosen_TK.to(self._device or chosen_TK.device, number))
-
-
-class _Kept:
-    """The rows of a checkpoint's forwards of one router."""
-
-    def __init__(self) -> None:
-        self.rows: list[GivenExperts] = []
-        self._pass, self._done = -1, 0
-
-    def next(self) -> GivenExperts | None:
-        """Returns those of the next forward in this pass, which begins at the first."""
-        number = torch._C._current_graph_task_id()
-        if number != self._pass:
-            self._pass, self._done = number, 0
-        self._done += 1
-        return self.rows[self._done - 1]

@@ -1,0 +1,156 @@
+"""Padding of models of transformers goes to no expert: results are those of the sequences without it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe.hf
+from fusedmoe.errors import ConfigError
+from fusedmoe.hf_metrics import RouterMetrics
+from tests.cluster import Cluster
+from tests.integrations.models import CONFIGS, VOCABULARY, make
+from tests.integrations.test_hf_parallel import load
+
+
+def sequences(seed: int, left: bool, lengths: tuple[int, ...] = (5, 1, 9)) -> tuple[list[Tensor], Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+    pad = [torch.full((max(lengths) - len(row),), 3) for row in rows]
+    joined = [torch.cat((blank, row) if left else (row, blank)) for blank, row in zip(pad, rows, strict=True)]
+    mask = [torch.arange(max(lengths)) >= len(blank) if left else torch.arange(max(lengths)) < len(row)
+            for blank, row in zip(pad, rows, strict=True)]  # fmt: skip
+    return rows, torch.stack(joined), torch.stack(mask).long()
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_families(family: str, left: bool) -> None:
+    torch.manual_seed(1)
+    model = make(family, fusedmoe.hf.NAME, torch.float64).train()
+    assert fusedmoe.hf.mask_padding(fusedmoe.hf.mask_padding(model)) is model
+    rows, tokens, mask = sequences(2, left)
+    alone = copy.deepcopy(model)
+    wanted_metrics, metrics = RouterMetrics(alone), RouterMetrics(model)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=tokens, attention_mask=mask, position_ids=position).logits
+    wanted = torch.cat([alone(input_ids=row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(logits[mask.bool()], wanted, rtol=1e-6, atol=1e-6)
+    logits[mask.bool()].square().sum().backward()
+    wanted.square().sum().backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    found, expected = metrics.collect(per_expert=True), wanted_metrics.collect(per_expert=True)
+    for key in ("moe/router_entropy", "moe/z_loss"):
+        assert key not in expected or found[key] == pytest.approx(expected[key], rel=1e-5)
+    loads = [{k: v for k, v in one.items() if "expert" in k or "load" in k} for one in (found, expected)]
+    assert loads[0] == pytest.approx(loads[1]) and loads[0]
+
+
+def rows_of(model: Any, **given: Any) -> list[int]:
+    """Rows that experts compute."""
+    counts: list[int] = []
+
+    def count(_: Any, args: Any, kwargs: Any) -> None:
+        counts.append(int((kwargs["top_k_index"] >= 0).sum()))
+
+    hooks = [experts.register_forward_pre_hook(count, with_kwargs=True) for experts in experts_of(model)]
+    model(**given)
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def test_masked_tokens_have_no_rows() -> None:
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    _, tokens, mask = sequences(1, False)
+    assert rows_of(model, input_ids=tokens, attention_mask=mask) == [2 * 15] * 2
+    x = torch.randn(3, 9, 32)
+    block = model.model.layers[0].mlp
+    seen: list[Tensor] = []
+    block.register_forward_hook(
+        lambda _, given, output: seen.append(output if isinstance(output, Tensor) else output[0])
+    )
+    model(tokens, mask)
+    assert not seen[0][~mask.bool()].any() and seen[0][mask.bool()].any()
+    block(x)
+    assert seen[1].any(-1).all()  # outside of a call of the model there is no mask
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    torch.manual_seed(3)
+    model = fusedmoe.hf.mask_padding(make("qwen3", fusedmoe.hf.NAME, torch.float64)).train()
+    batches, found = [sequences(seed, False, lengths)[1:] for seed, lengths in ((1, (9, 4)), (2, (2, 9)))], []
+    for checked in (False, True):
+        if checked:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.zero_grad(set_to_none=True)
+        losses = [model(input_ids=tokens, attention_mask=mask, labels=tokens).loss for tokens, mask in batches]
+        for loss in losses:
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_with_a_cache() -> None:
+    torch.manual_seed(4)
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    rows, tokens, mask = sequences(5, True)
+    given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(tokens, attention_mask=mask, **given)[:, tokens.shape[1] :]
+    wanted = [
+        model.generate(row[None], attention_mask=torch.ones_like(row)[None], **given)[0, len(row) :] for row in rows
+    ]
+    assert torch.equal(found, torch.stack(wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled() -> None:
+    torch.manual_seed(4)
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    _, tokens, mask = sequences(5, True)
+    wanted = model(input_ids=tokens, attention_mask=mask).logits
+    logits = torch.compile(model, backend="eager")(input_ids=tokens, attention_mask=mask).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="is not computed by this library; call fusedmoe.hf.apply"):
+        fusedmoe.hf.mask_padding(make("mixtral", "eager"))
+    with pytest.raises(ConfigError, match="Linear has no experts"):
+        fusedmoe.hf.mask_padding(torch.nn.Linear(2, 2))
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], got \[1, 1, 4, 4\]"):
+        model(input_ids=torch.ones(1, 4).long(), attention_mask=torch.ones(1, 1, 4, 4))
+
+
+def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
+    model = fusedmoe.hf.mask_padding(load(rank, world, folder, sizes))
+    _, tokens, mask = sequences(rank // sizes["tp_size"], False)
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    alone = fusedmoe.hf.mask_padding(load(rank, world, folder, None))
+    wanted = alone(input_ids=tokens, attention_mask=mask).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    logits.square().mean().backward()
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 1, "ep_size": 2, "fsdp_size": 2}, {"tp_size": 2, "ep_size": 2}])
+def test_two_ranks(cluster: Cluster, tmp_path: Path, sizes: dict[str, int]) -> None:
+    torch.manual_seed(6)
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    cluster.run(2, on_ranks, str(tmp_path), sizes)
