@@ -62,14 +62,14 @@ def run(program: str, calls: int) -> Any:
 
 
 @glibc
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_large_tensors_are_made_in_memory_that_is_there(calls: int) -> None:
     took_effect, faults = run(TENSORS, calls)
     assert took_effect == [True] * calls and faults < 100
 
 
 @glibc
+@pytest.mark.slow
 def test_steps_ask_the_system_for_no_pages_and_compute_the_same() -> None:
     faults, digests = run(STEPS, 1)
     plain, expected = run(STEPS, 0)

@@ -102,6 +102,7 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
     [TINY_BLOCKS, pytest.param(TINY_BLOCKS_EMULATED, marks=pytest.mark.slow)],
     ids=lambda setting: setting.name,
 )
+@pytest.mark.slow
 def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
 

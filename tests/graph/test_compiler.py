@@ -210,7 +210,9 @@ def as_long_as_there_is_room(x: Tensor, full: Tensor) -> Tensor:
 as_long_as_there_is_room.register_fake(lambda x, full: torch.empty_like(x))
 
 
-@pytest.mark.parametrize(("chunks", "cure"), [(4, "chunks=2"), (2, "chunks=1, which splits nothing")])
+@pytest.mark.parametrize(
+    ("chunks", "cure"), [(4, "chunks=2"), pytest.param(2, "chunks=1, which splits nothing", marks=pytest.mark.slow)]
+)
 def test_too_little_memory(world: None, chunks: int, cure: str) -> None:
     """The error says how to go on, on every rank."""
     model = Model(1, 1).double()

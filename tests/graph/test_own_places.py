@@ -113,8 +113,8 @@ def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, 
 @pytest.mark.parametrize(
     ("gate", "dtype", "tolerance"),
     [
-        (looked_up, torch.float64, 1e-12),
         (switch, torch.bfloat16, 5e-2),
+        pytest.param(looked_up, torch.float64, 1e-12, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

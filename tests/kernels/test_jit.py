@@ -100,7 +100,7 @@ def ptx(launch: standin.Launch, compiled: Any) -> str:
 
 
 @compiles
-@pytest.mark.parametrize("target", [90, 100])
+@pytest.mark.parametrize("target", [90, pytest.param(100, marks=pytest.mark.slow)])
 def test_compiled_kernels_have_it(target: int) -> None:
     """By this Triton or by our own doing; and without it they would be found out."""
     launches = gathering_launches(target)
@@ -153,6 +153,7 @@ def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
+@pytest.mark.slow
 def test_an_old_triton_is_refused() -> None:
     line = "import triton; triton.__version__ = '3.5.1'; import fusedmoe.kernels.triton.grouped.up"
     done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -235,7 +235,7 @@ class Summands(Attention):
 @pytest.mark.parametrize(
     ("degrees", "batch", "options", "how", "mp_input"),
     [
-        pytest.param(*of, mp_input, marks=() if (place, number) in ((1, 1), (2, 0)) else pytest.mark.slow)
+        pytest.param(*of, mp_input, marks=() if (place, number) == (1, 1) else pytest.mark.slow)
         for place, of in enumerate(
             (
                 ((1, 1), 4, {}, {}),

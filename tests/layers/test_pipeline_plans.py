@@ -178,7 +178,7 @@ def along_positions(
 
 @pytest.mark.parametrize(("k", "factor"), [(2, None), *slowly((1, 0.8), (2, 1.0))])
 @pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4)])
-@pytest.mark.parametrize("split", [StepSplit(2, 2), StepSplit(4, 3, weights=True), APART])
+@pytest.mark.parametrize("split", [StepSplit(4, 3, weights=True), *slowly(StepSplit(2, 2), APART)])
 def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: StepSplit) -> None:
     along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
 

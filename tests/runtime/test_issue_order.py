@@ -103,7 +103,7 @@ def compare(found_W: list[dict[str, list[Issue]]], streams: bool) -> None:
 @pytest.mark.parametrize(
     ("what", "streams"),
     [
-        pytest.param(what, streams, marks=() if place and streams == (place == 2) else pytest.mark.slow)
+        pytest.param(what, streams, marks=() if place == 2 and streams else pytest.mark.slow)
         for place, what in enumerate(STEPS)
         for streams in (True, False)
     ],

@@ -207,7 +207,7 @@ def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile
 @pytest.mark.parametrize(
     ("world", "ep", "esp", "mp", "names"),
     [
-        (1, 1, 1, 1, LINES[4:]),
+        pytest.param(1, 1, 1, 1, LINES[4:], marks=pytest.mark.slow),
         pytest.param(2, 1, 2, 1, (*LINES[1:3], *LINES[3:]), marks=pytest.mark.slow),
         # One replica, whose ranks all have norms and gates.
         pytest.param(2, 1, 2, 2, (*LINES[1:3], *LINES[3:]), marks=pytest.mark.slow),

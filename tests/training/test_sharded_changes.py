@@ -409,6 +409,7 @@ def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[
     return outputs, found
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_of_the_same_experts(cluster: Cluster) -> None:
     ours, wanted = (cluster.run(2, averages, placement) for placement in ("fssdp", "ep"))
     for of in (ours, wanted):

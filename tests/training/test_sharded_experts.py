@@ -62,12 +62,12 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        slow(2, HECATE),
+        (2, HECATE),
         slow(4, HECATE),
         slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(2, HECATE | {"degrees": (1, 1)}),
-        (4, HECATE | {"degrees": (2, 3)}),
+        slow(4, HECATE | {"degrees": (2, 3)}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
         slow(4, {"policy": "ep", "calibrates": shadow, "costs": COSTS}),
         slow(4, {"policy": partial(replicate, m=2), "reshard": False, "costs": COSTS}),
@@ -89,6 +89,7 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, options
     assert all(rank["sent"] > 0 for rank in placed)
 
 
+@pytest.mark.slow
 def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
     cheap = PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)
     placed = cluster.run(4, run, "fssdp", STEPS, {"policy": swap, "costs": cheap})
@@ -127,6 +128,7 @@ def test_in_other_loops(cluster: Cluster, options: dict[str, Any]):
     compare(plain, cluster.run(2, run, "fssdp", 8, HECATE | options))
 
 
+@pytest.mark.slow
 def test_capacity_drops_the_same(cluster: Cluster):
     options = {"capacity_factor": 0.75}
     compare(cluster.run(2, run, "ep", 8, options), cluster.run(2, run, "fssdp", 8, HECATE | options))

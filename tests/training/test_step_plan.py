@@ -78,6 +78,7 @@ def test_buckets_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> N
         assert buckets > 1 and done > 5
 
 
+@pytest.mark.slow
 def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
     for _, done in cluster.run(4, planned, "sequential", False):
         assert done == 0

@@ -305,6 +305,7 @@ def _few_experts(rank: int, world: int) -> None:
         sync_gradients(other, topology)
 
 
+@pytest.mark.slow
 def test_few_experts_fully_sharded(cluster: Cluster) -> None:
     cluster.run(4, _few_experts)
 

@@ -19,6 +19,7 @@ def python(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, env=environment)
 
 
+@pytest.mark.slow
 def test_unmodified_script() -> None:
     done = python("-m", "fusedmoe.tutel", CLIENT, "--flag", "3")
     assert done.returncode == 0, done.stderr

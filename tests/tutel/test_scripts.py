@@ -19,7 +19,8 @@ from fusedmoe.tutel.experts.ffn import FusedExpertsNetwork
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tutel_helloworld.py"
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
 def test_losses(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE), run_name="example")["main"]
     flags = f"--dtype float64 --batch_size 1 --num_tokens 1024 --num_steps {steps} --init 0.3 --device cpu"
