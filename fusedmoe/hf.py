@@ -60,6 +60,7 @@ from fusedmoe.hf_adapters import (
 )
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 from fusedmoe.hf_padding import mask_padding
+from fusedmoe.hf_quantised import QuantisedMatrices
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward", "mask_padding"]
 
@@ -126,6 +127,8 @@ def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
         return False
     given = (hidden_states, top_k_index, stored(experts, "down_proj"))
+    if isinstance(given[2], QuantisedMatrices):
+        return False
     return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
 
 
@@ -206,12 +209,19 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     (up, up_adapter), (down, down_adapter) = (_matrix(experts, name, x_TH.dtype) for name in _names(experts))
     up_bias, down_bias = _biases(experts, x_TH.dtype)
     adapters = ops.Adapters(up_adapter, down_adapter)
+    bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
     # Products beside frozen ones know no gradient of these.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
+        if bits:
+            raise ConfigError(f"fusedmoe.hf: {type(experts).__name__} is quantised in part: freeze all its parameters")
         up, down = (folded(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
         adapters = ops.Adapters(None, None)
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
     activation = fused_activation(experts)
+    if bits:
+        assert activation is not None  # else refused
+        stored_weights = ops.StoredWeights(up, down, up_bias, down_bias)
+        return ops.low_rank_experts(x_TH, layout, weight_N, stored_weights, adapters, activation)
     if activation is not None:
         weights = fused_weights(experts, up, up_bias, down, down_bias)
         if any(each is not None for each in adapters):
@@ -334,11 +344,18 @@ def check_experts(experts: Any) -> None:
     for name in names:
         tensor = stored(experts, name)
         dims = 2 if name.endswith("bias") else 3
-        if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in _DTYPES:
-            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        stores = isinstance(tensor, (Tensor, QuantisedMatrices))
+        if not stores or tensor.dim() != dims or tensor.dtype not in _DTYPES:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if stores else type(tensor).__name__
             raise ConfigError(
                 f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
-                f"{got}; load the model without quantisation, or choose another experts_implementation"
+                f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
+                "expert, or choose another experts_implementation"
+            )
+        if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
+            raise ConfigError(
+                f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
+                "the model without quantisation, or choose another experts_implementation"
             )
 
 
@@ -354,9 +371,9 @@ class _LocalExperts(nn.Module):
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         experts, activation, factors = self._experts, fused_activation(self._experts), factors_in_use(self._experts)
-        if activation is None or factors:
-            return AutogradExperts(self, [*experts.parameters(), *factors])
         (up, _), (down, _) = (_matrix(experts, name, x_SM.dtype) for name in _names(experts))
+        if activation is None or factors or any(isinstance(each, QuantisedMatrices) for each in (up, down)):
+            return AutogradExperts(self, [*experts.parameters(), *factors])
         up_bias, down_bias = _biases(experts, x_SM.dtype)
         return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
 

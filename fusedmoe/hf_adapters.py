@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.hf_quantised import quantised
 from fusedmoe.ops import LowRank
 from fusedmoe.ranks import Group, all_reduce
 
@@ -48,6 +49,10 @@ def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
     what peft makes of both.
     """
     held: LowRank | None = experts.__dict__.get(_HELD, {}).get(name)
+    if (bits := quantised(experts, name)) is not None:
+        if parametrize.is_parametrized(experts, name) and len(experts.parametrizations[name]) > 1:
+            _refuse_quantised(experts, name)
+        return bits, held
     if held is not None or not parametrize.is_parametrized(experts, name):
         return getattr(experts, name, None), held
     parametrisations = experts.parametrizations[name]
@@ -73,6 +78,8 @@ def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
 
 def stored(experts: Any, name: str) -> Any:
     """Returns a parameter without what is added to it: for its shape, dtype and device."""
+    if (bits := quantised(experts, name)) is not None:
+        return bits
     if parametrize.is_parametrized(experts, name):
         return getattr(experts.parametrizations[name], "original", None)
     return getattr(experts, name, None)
@@ -117,18 +124,30 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
 
 def _serves(wrapper: Any, experts: Any, name: str) -> bool:
     """Returns whether a parameter of experts is a matrix for each, frozen, and adapted by peft alone."""
-    if name not in _MATRICES or wrapper.num_experts == 1 or parametrize.is_parametrized(experts, name):
+    if name not in _MATRICES or wrapper.num_experts == 1:
         return False
-    parameter = getattr(experts, name)
+    parameter = quantised(experts, name)
+    if parameter is None:
+        if parametrize.is_parametrized(experts, name):
+            return False
+        parameter = getattr(experts, name)
     if parameter.requires_grad:
         _warn_once(experts, name, "the parameter is trained, too")
     return parameter.dim() == 3 and parameter.dtype in _FLOATS and not parameter.requires_grad
 
 
+def _refuse_quantised(experts: Any, name: str) -> NoReturn:
+    raise ConfigError(
+        f"fusedmoe.hf: {type(experts).__name__}.{name} is quantised, and its adapter is added to all of it; this is "
+        f"known of peft {' and '.join(_KNOWN)}x alone: call fusedmoe.hf.apply(model) after peft has made the adapters, "
+        "or choose another experts_implementation"
+    )
+
+
 def _factors(wrapper: Any, adapter: str) -> LowRank:
     """Returns an adapter's factors in the parameter's dtype, as peft does."""
     # Linear layers hold them: A is [E·r, in], of one expert after the other, and in B, [out, r·E], experts alternate.
-    parameter, experts = wrapper.get_param(), wrapper.num_experts
+    parameter, experts = stored(wrapper.get_base_layer(), wrapper.parameter_name), wrapper.num_experts
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     a_ErI, b_EOr = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
     # All ranks have the factors of all experts, which peft saves as in one process; each reads those of its own.

@@ -31,12 +31,12 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import Function, Move, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.kernels.low_rank import Adapters, LowRank
+from fusedmoe.kernels.low_rank import Adapters, LowRank, Matrices, StoredWeights
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "without_a_graph"]
 __all__ += ["Layout", "contiguous_layout", "order", "permute", "received_layout", "take_pairs", "unpermute"]
 __all__ += ["WeightParts", "Weights", "experts", "experts_in_parts", "grouped_linear"]
-__all__ += ["Adapters", "LowRank", "low_rank_experts", "low_rank_linear"]
+__all__ += ["Adapters", "LowRank", "Matrices", "StoredWeights", "low_rank_experts", "low_rank_linear"]
 __all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
 __all__ += ["Exchange", "all_gather", "combine", "dispatch", "make_all_to_all", "reduce_scatter", "through_experts"]
 __all__ += ["gather_rows", "join_rows", "reduce_scatter_rows", "split_counts", "split_rows"]

@@ -5,6 +5,7 @@ The frozen matrices get no gradient, and no tensor of their size is made, forwar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +20,13 @@ from fusedmoe.autograd.checks import (
     refuse,
 )
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.kernels.low_rank import (
     Adapters,
     LowRank,
+    StoredWeights,
     low_rank_backward,
     low_rank_factor_gradients,
     low_rank_forward,
@@ -34,15 +36,21 @@ from fusedmoe.kernels.low_rank import (
 
 
 def low_rank_experts(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: str
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights | StoredWeights,
+    adapters: Adapters,
+    activation: str,
 ) -> Tensor:
     """Computes `fusedmoe.ops.experts` with W + scale·B·A in place of the frozen W1 and W2, without ever making a sum.
 
     Args:
         x_SM, layout, weight_N, activation: as for `fusedmoe.ops.experts`.
-        weights: the frozen parameters, in x's dtype; those that are not contiguous are copied first.
-        adapters: of W1 and of W2, either or both, with factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not gated:
-            H) of W1, both halves in one as in w1.flatten(1, -2); A [e, r, H] and B [e, M, r] of W2.
+        weights: the frozen parameters, in x's dtype; those that are not contiguous are copied first. Or weights that
+            are stored otherwise, of which one expert's at a time are made; they do not go into compiled graphs.
+        adapters: of W1 and of W2, either, both or none, with factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not
+            gated: H) of W1, both halves in one as in w1.flatten(1, -2); A [e, r, H] and B [e, M, r] of W2.
     Returns:
         [S, M] in x's dtype.
     Saves for backward:
@@ -56,19 +64,79 @@ def low_rank_experts(
     check_floats(name, "x_SM", x_SM)
     if weight_N is not None:
         check_row_values(name, "weight_N", weight_N, layout)
-    check_weights(name, weights, activation, x_SM, layout.experts)
-    if any(tensor is not None and tensor.requires_grad for tensor in (weights.w1, weights.w2, weights.b1, weights.b2)):
-        refuse(name, "the weights get no gradient here: freeze them with requires_grad_(False), or add B·A to them")
-    for which, adapter, matrices in zip(adapters._fields, adapters, (weights.w1, weights.w2), strict=True):
+    if isinstance(weights, StoredWeights):
+        shapes = _check_stored(name, weights, activation, x_SM, layout.experts)
+    else:
+        check_weights(name, weights, activation, x_SM, layout.experts)
+        shapes = (weights.w1.flatten(1, -2).shape, weights.w2.shape)
+        trained = (w is not None and w.requires_grad for w in (weights.w1, weights.w2, weights.b1, weights.b2))
+        if any(trained):
+            refuse(name, "weights get no gradient here: freeze them with requires_grad_(False), or add B·A to them")
+    for which, adapter, shape in zip(adapters._fields, adapters, shapes, strict=True):
         if adapter is not None:
-            _check_factors(name, f"the {which} adapter", adapter, x_SM, *matrices.flatten(1, -2).shape)
-    w, (up, down) = weights.contiguous(), adapters.contiguous()
-    factors = [None if one is None else one[at] for one in (up, down) for at in range(2)]
-    scales = [1.0 if one is None else float(one.scale) for one in (up, down)]
-    y_SM: Tensor = low_rank_experts_operator(
+            _check_factors(name, f"the {which} adapter", adapter, x_SM, *shape)
+    adapters = adapters.contiguous()
+    factors = [None if one is None else one[at] for one in adapters for at in range(2)]
+    scales = [1.0 if one is None else float(one.scale) for one in adapters]
+    y_SM: Tensor
+    if isinstance(weights, StoredWeights):
+        y_SM = _Stored.apply(x_SM, weight_N, layout, weights, activation, scales, *factors)
+        return y_SM
+    w = weights.contiguous()
+    y_SM, _ = low_rank_experts_operator(
         x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *factors, scales, layout.tensors, activation
-    )[0]
+    )
     return y_SM
+
+
+def _check_stored(
+    operation: str, weights: StoredWeights, activation: str, x_SM: Tensor, experts: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    if activation not in ACTIVATIONS:
+        refuse(operation, f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    up, down = tuple(weights.up.shape), tuple(weights.down.shape)
+    width, halves = x_SM.shape[1], ACTIVATIONS[activation].halves
+    if len(down) != 3 or down[0] != experts or up != (experts, halves * down[2], width):
+        form = f"[{experts}, {'2·H' if halves == 2 else 'H'}, {width}] and [{experts}, M, H]"
+        refuse(operation, f"for {activation!r} the matrices must be {form}; got {list(up)} and {list(down)}")
+    for name, bias, shape in (("b1", weights.b1, up[:2]), ("b2", weights.b2, down[:2])):
+        if bias is not None and (tuple(bias.shape) != shape or bias.dtype != x_SM.dtype or bias.requires_grad):
+            refuse(
+                operation, f"{name} must be {list(shape)} in {x_SM.dtype}, frozen; got {bias.dtype} {list(bias.shape)}"
+            )
+    return up, down
+
+
+class _Stored(Function):
+    operation = "ops.low_rank_experts"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SM: Tensor,
+        weight_N: Tensor | None,
+        layout: Layout,
+        weights: StoredWeights,
+        activation: str,
+        scales: list[float],
+        *factors: Tensor | None,
+    ) -> Tensor:
+        adapters = _adapters(factors, scales)
+        y_SM, hidden_NL = low_rank_forward(x_SM, layout, weight_N, weights, adapters, ACTIVATIONS[activation])
+        ctx.save_for_backward(hidden_NL, x_SM, weight_N, *factors, *layout.tensors)
+        ctx.weights, ctx.activation, ctx.scales = weights, activation, scales
+        return y_SM
+
+    @staticmethod
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NL, x_SM, weight_N, *saved = ctx.saved_tensors
+        adapters, layout = _adapters(saved[:4], ctx.scales), Layout.of(saved[4:])
+        wanted = ctx.needs_input_grad[6:]
+        given = (dy_SM, x_SM, hidden_NL, layout, weight_N, ctx.weights, adapters, ACTIVATIONS[ctx.activation])
+        dx_SM, dweight_N, factors = low_rank_backward(*given, any(wanted))
+        grads = (grad if wants else None for grad, wants in zip(factors, wanted, strict=True))
+        dweight_N = None if weight_N is None or dweight_N is None else dweight_N.to(weight_N.dtype)
+        return dx_SM, dweight_N, None, None, None, None, *grads
 
 
 def _check_factors(operation: str, what: str, adapter: LowRank, x: Tensor, experts: int, out: int, width: int) -> None:

@@ -11,14 +11,16 @@ and the gradients come from what is r wide: with t = dh·B,
 so nothing of W's size is made in the backward either. The router weight of a row scales what is r wide, and in dx_SM
 the sum. The backward is given one tensor, hidden_NL: in each row the pre-activation H and the two x·Aᵀ.
 
-In plain torch all of it is done block by block, as in `kernels/experts.py`. Where Triton serves, by grouped products.
+In plain torch all of it is done block by block, as in `kernels/experts.py`; weights that are stored otherwise than as
+tensors of matrices are made expert by expert on the way. Where Triton serves, by grouped products.
 Contract: tensors in, tensors out; no autograd. Definition: `define_low_rank_experts`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +78,40 @@ class Adapters(NamedTuple):
         return Adapters(*(None if adapter is None else adapter.contiguous() for adapter in self))
 
 
+class Matrices(Protocol):
+    """The matrices of experts as they are stored, in fewer bits say: each is made when its expert computes.
+
+    Attributes:
+        shape: [e, out, in].
+    """
+
+    shape: Sequence[int]
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Returns [out, in] of an expert, in the dtype of the rows."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class StoredWeights:
+    """Frozen parameters of the local experts, of which those of one expert at a time are made.
+
+    Attributes:
+        up: [e, 2·H, M] for a gated activation (first half g, second u), else [e, H, M].
+        down: [e, M, H].
+        b1: [e, 2·H] or [e, H], or None.   b2: [e, M] or None.
+    """
+
+    up: Matrices
+    down: Matrices
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+
+    def b2_columns(self) -> slice:
+        """Returns the columns of the results that the output bias is added to: all."""
+        return slice(None)
+
+
 class FactorGradients(NamedTuple):
     """Gradients of the factors; None where there is no adapter, or none is wanted."""
 
@@ -86,31 +122,35 @@ class FactorGradients(NamedTuple):
 
 
 def low_rank_forward(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights | StoredWeights,
+    adapters: Adapters,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor]:
     """Computes y_SM and hidden_NL. All parameters are contiguous."""
-    if has_kernels(x_SM):
+    if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_by_products(x_SM, layout, weight_N, weights, adapters, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
-    _, dim, hidden = weights.w2.shape
+    up_E, down_E, dim, hidden = _matrices(weights)
     blocks, most, step = row_blocks(layout, x_SM, hidden)
     hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     out_NM = x_SM.new_empty((layout.rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
-    w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
     up, down = (_Transposed(adapter) for adapter in adapters)
     for block in blocks:
         x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
         for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_Nr)):
-            torch.mm(x_e, w1_E[expert], out=h_e)
+            torch.mm(x_e, up_E[expert].t(), out=h_e)
             up.add(expert, x_e, low_e, h_e)
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
             _activate(activation, h_part, a_part)
         for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
-            torch.mm(a_e, w2_E[expert], out=out_e)
+            torch.mm(a_e, down_E[expert].t(), out=out_e)
             down.add(expert, a_e, low_e, out_e)
             if b2 is not None:
                 out_e[:, weights.b2_columns()].add_(b2[expert])
@@ -123,30 +163,29 @@ def low_rank_backward(
     hidden_NL: Tensor,
     layout: Layout,
     weight_N: Tensor | None,
-    weights: Weights,
+    weights: Weights | StoredWeights,
     adapters: Adapters,
     activation: Activation,
     trained: bool,
 ) -> tuple[Tensor, Tensor | None, FactorGradients]:
     """Gradients of x_SM, of weight_N (zero in padding rows), and of the factors if these are trained."""
-    if has_kernels(x_SM):
+    if isinstance(weights, Weights) and has_kernels(x_SM):
         return _backward_by_products(dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
-    _, dim, hidden = weights.w2.shape
+    up_E, down_E, dim, hidden = _matrices(weights)
     blocks, most, step = row_blocks(layout, x_SM, hidden)
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
     dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
     x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((most, width)) for width in widths)
     act_buffer = x_SM.new_empty((min(most, step), hidden))
-    w1_E, w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
     up, down = (_Sums(adapter, weight_N, most, trained, x_SM) for adapter in adapters)
     for block in blocks:
         dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
         a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
         for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.inner(block.rows)):
-            torch.mm(dy_e, w2_E[expert], out=da_e)
+            torch.mm(dy_e, down_E[expert], out=da_e)
             down.add_input_gradient(expert, dy_e, t_e, da_e)
         ds = None if dweight_N is None else block.of(dweight_N)
         for first in range(0, block.rows, step):
@@ -159,7 +198,7 @@ def low_rank_backward(
             for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ weights.b2[expert])
         for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
-            torch.mm(dh_e, w1_E[expert], out=dx_e)
+            torch.mm(dh_e, up_E[expert], out=dx_e)
             up.add_input_gradient(expert, dh_e, t_e, dx_e)
         down.add_gradients(block, a, dy, block.of(down_Nr))
         if up.trained:  # only here the tokens themselves are read
@@ -167,17 +206,28 @@ def low_rank_backward(
     return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
 
 
-def _widths(weights: Weights, adapters: Adapters) -> list[int]:
+def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
+    """Returns what has the matrices of each expert, those of W1 and those of W2, and M and H of the latter."""
+    if isinstance(weights, StoredWeights):
+        _, dim, hidden = weights.down.shape
+        return weights.up, weights.down, dim, hidden
+    _, dim, hidden = weights.w2.shape
+    # One call for the views of all experts: where these have few rows, a view costs as much as a product.
+    return weights.w1.flatten(1, -2).unbind(), weights.w2.unbind(), dim, hidden
+
+
+def _widths(weights: Weights | StoredWeights, adapters: Adapters) -> list[int]:
     ranks = (0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters)
-    return [weights.w1[0].numel() // weights.w1.shape[-1], *ranks]
+    up = weights.up if isinstance(weights, StoredWeights) else weights.w1.flatten(1, -2)
+    return [up.shape[1], *ranks]
 
 
-def hidden_width(weights: Weights, adapters: Adapters) -> int:
+def hidden_width(weights: Weights | StoredWeights, adapters: Adapters) -> int:
     """Returns L, the width of hidden_NL."""
     return sum(_widths(weights, adapters))
 
 
-def _parts(hidden_NL: Tensor, weights: Weights, adapters: Adapters) -> tuple[Tensor, ...]:
+def _parts(hidden_NL: Tensor, weights: Weights | StoredWeights, adapters: Adapters) -> tuple[Tensor, ...]:
     """Returns views of the pre-activation, and of the rows times A of each product without the scale."""
     return hidden_NL.split(_widths(weights, adapters), 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from torch.nn.utils import parametrize
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.low_rank import Adapters, LowRank
-
-if TYPE_CHECKING:
-    from fusedmoe.layers.expert_networks import FeedForward
 
 _MATRICES = ("w1", "w2")
 
@@ -45,7 +42,7 @@ class LowRankUpdate(nn.Module):
         return f"rank={self.a.shape[1]}, scale={self.scale}"
 
 
-def add_adapters(experts: FeedForward, rank: int, alpha: float | None = None, names: Any = _MATRICES) -> None:
+def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any = _MATRICES) -> None:
     """Freezes the experts of a layer and gives their matrices low-rank adapters, which learn in their place.
 
     Ranks that were seeded alike hold the shards of one adapter, as of one model. B begins as zeros. Call it before the
@@ -92,7 +89,7 @@ def add_adapters(experts: FeedForward, rank: int, alpha: float | None = None, na
         experts.shardings[f"parametrizations.{name}.0.b"] = outer
 
 
-def merge_adapters(experts: FeedForward) -> None:
+def merge_adapters(experts: Any) -> None:
     """Adds the adapters to the experts' matrices for good, which are plain parameters again, frozen as they were."""
     for name in _MATRICES:
         if _update(experts, name) is not None:
@@ -103,7 +100,7 @@ def merge_adapters(experts: FeedForward) -> None:
             experts.shardings[name] = axes
 
 
-def adapted(experts: FeedForward, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
+def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
     """Returns frozen weights and the adapters beside them, in the dtype of the computation, or w1's.
 
     None: there are no adapters, or weights that are trained, too, or parametrised otherwise; then their sums are read.
@@ -114,7 +111,7 @@ def adapted(experts: FeedForward, dtype: torch.dtype | None) -> tuple[Weights, A
     for name, update in zip(_MATRICES, updates, strict=True):
         if update is None and parametrize.is_parametrized(experts, name):
             return None
-        frozen.append(getattr(experts, name) if update is None else _parametrised(experts)[name].original)
+        frozen.append(getattr(experts, name) if update is None else experts.parametrizations[name].original)
     w1, w2 = frozen
     if any(tensor is not None and tensor.requires_grad for tensor in (w1, w2, experts.b1, experts.b2)):
         return None
@@ -124,13 +121,8 @@ def adapted(experts: FeedForward, dtype: torch.dtype | None) -> tuple[Weights, A
     return Weights(w1.to(dtype), w2.to(dtype), b1, b2, experts.b2_start), Adapters(up, down)
 
 
-def _parametrised(experts: nn.Module) -> Any:
-    """Returns the lists of parametrisations by name, which PyTorch adds to a module."""
-    return experts.parametrizations
-
-
-def _update(experts: FeedForward, name: str) -> LowRankUpdate | None:
+def _update(experts: Any, name: str) -> LowRankUpdate | None:
     """Returns the adapter of a matrix; None if it is not parametrised, or by something else, or by more."""
-    parametrisations: Any = _parametrised(experts)[name] if parametrize.is_parametrized(experts, name) else ()
+    parametrisations: Any = experts.parametrizations[name] if parametrize.is_parametrized(experts, name) else ()
     only = parametrisations[0] if len(parametrisations) == 1 else None
     return only if isinstance(only, LowRankUpdate) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ from fusedmoe.kernels import experts as blocks
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout
-from fusedmoe.kernels.low_rank import Adapters, LowRank, define_low_rank_experts, low_rank_backward, low_rank_forward
+from fusedmoe.kernels.low_rank import (
+    Adapters,
+    LowRank,
+    StoredWeights,
+    define_low_rank_experts,
+    low_rank_backward,
+    low_rank_forward,
+)
 from tests.kernels.routings import choose
 from tests.memory import PeakMemory
 from tests.poison import poisoned
@@ -173,6 +181,47 @@ def test_linear(transposed: bool, bias: bool, tokens: int) -> None:
         torch.autograd.grad(out_NO, leaves, dout_NO), torch.autograd.grad(wanted, leaves, dout_NO), strict=True
     ):
         torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
+
+
+class Made:
+    """Matrices in sixteenths, each made when it is asked for; `made` counts those that live."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        self.sixteenths, self.shape = (matrices * 16).round().to(torch.int8), matrices.shape
+        self.live: WeakSet[Any] = WeakSet()
+        self.most = 0
+
+    def __getitem__(self, expert: int) -> Tensor:
+        matrix = self.sixteenths[expert].double() / 16
+        self.live.add(matrix)
+        self.most = max(self.most, len(self.live))
+        return matrix
+
+    def whole(self) -> Tensor:
+        return self.sixteenths.double() / 16
+
+
+@pytest.mark.parametrize("which", ["", "up", "up and down"])
+@pytest.mark.parametrize("tokens", [0, 1, 31])
+def test_stored_weights(which: str, tokens: int) -> None:
+    """Weights that are made expert by expert give what they give as tensors, to the bit; one or two at a time live."""
+    weights, adapters = network("swiglu", True, which, torch.float64)
+    up, down = Made(weights.w1.flatten(1, -2)), Made(weights.w2)
+    b1, b2 = torch.randn(E, 2, H).double(), torch.randn(E, M).double()
+    plain, stored = (
+        Weights(up.whole().view(E, 2, H, M), down.whole(), b1, b2),
+        StoredWeights(up, down, b1.flatten(1), b2),
+    )
+    x_SM, layout, weight_N = routed(tokens)
+    leaves = [x_SM, weight_N, *(factor for one in adapters if one for factor in one[:2])]
+    found = []
+    for each in (plain, stored):
+        y_SM = low_rank_experts(x_SM, layout, weight_N, each, adapters, "swiglu")
+        found.append([y_SM, *torch.autograd.grad(y_SM, leaves, torch.ones_like(y_SM))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert max(up.most, down.most) <= 2 and bool(up.most) == bool(down.most) == bool(layout.kept)
+    with pytest.raises(ConfigError, match="matrices must be"):
+        low_rank_experts(x_SM, layout, weight_N, StoredWeights(down, up), adapters, "swiglu")
 
 
 def test_refusals() -> None:
