@@ -16,6 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
+from fusedmoe.kernels.derivatives import graph_takes_sizes
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
@@ -156,9 +157,10 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
 
-        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, a schedule, MP ranks or placements:
-        then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA graph
-        can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
+        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, MP ranks, placements or, with a
+        schedule, experts of your own. Else, and where rows travel without `fullgraph`, a compiled model calls it as it
+        is. Where no rows travel nothing waits for the device, so that a CUDA graph can hold the layer; on CUDA logits
+        that are not finite are then told by a later call, or by `check`.
         """
         return self._forward(x) if torch.compiler.is_compiling() and self._compiles else self._guarded(x)
 
@@ -170,8 +172,11 @@ class MoELayer(nn.Module):
     @property
     def _compiles(self) -> bool:
         """Tells whether a compiler can take the layer in: all that it does are operators."""
-        plain = not (self.hooks or self.topology.mp.size > 1)
-        return self.dispatcher.compiles and plain and (not self._by_plan or self._plans.compiles)
+        if self.hooks or self.topology.mp.size > 1 or not self.dispatcher.compiles:
+            return False
+        # Where tokens travel it must be whole, or each of its operators would be a graph's end.
+        whole = not isinstance(self.dispatcher, Collectives) or graph_takes_sizes()
+        return whole and (not self._by_plan or self._plans.compiles)
 
     @property
     def _by_plan(self) -> bool:

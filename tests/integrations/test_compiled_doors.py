@@ -76,14 +76,22 @@ def step(blocks: nn.Module, x_TD: Tensor) -> dict[str, Tensor]:
     return {"y": y_TD.detach(), "dx": x_TD.grad, **grads}
 
 
-def compiled(rank: int, world: int, door: str, family: str, count: int, sizes: list[int]) -> tuple[int, float]:
-    """How many graphs blocks need, compiled one by one, and the largest difference from blocks without a schedule."""
+def compiled(
+    rank: int, world: int, door: str, family: str, count: int, sizes: list[int], shared: bool = False
+) -> tuple[int, float]:
+    """How many graphs blocks need, compiled one by one, and the largest difference from blocks without a schedule.
+
+    Args:
+        shared: the ranks share their batch.
+    """
     torch._dynamo.reset()
     mesh, own = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))
     torch.manual_seed(0)
     blocks = nn.Sequential()
     for _ in range(count):
-        blocks.append(TitanBlock(family, mesh) if door == "titan" else HubBlock(family, mesh, own["one"]))
+        blocks.append(
+            TitanBlock(family, mesh) if door == "titan" else HubBlock(family, mesh, mesh if shared else own["one"])
+        )
     off = copy.deepcopy(blocks)
     counter = CompileCounterWithBackend("aot_eager")
     for block in blocks:
@@ -91,7 +99,8 @@ def compiled(rank: int, world: int, door: str, family: str, count: int, sizes: l
         block.compile(backend=counter, fullgraph=True)
     worst = 0.0
     for size in sizes:
-        x_TD = torch.randn(size + 3 * rank, test_titan.DIM if door == "titan" else WIDTH, dtype=torch.float64)
+        tokens = size if shared else size + 3 * rank
+        x_TD = torch.randn(tokens, test_titan.DIM if door == "titan" else WIDTH, dtype=torch.float64)
         ours, right = step(blocks, x_TD), step(off, x_TD)
         assert ours.keys() == right.keys()
         errors = (
@@ -103,7 +112,24 @@ def compiled(rank: int, world: int, door: str, family: str, count: int, sizes: l
     return counter.frame_count, worst
 
 
-@pytest.mark.parametrize(("door", "family"), [("titan", "qwen3"), ("hf", "gpt-oss")])
-def test_one_graph_for_all_blocks(cluster: Cluster, door: str, family: str) -> None:
-    for graphs, worst in cluster.run(2, compiled, door, family, 2, [5, 9]):
+@pytest.mark.parametrize(("door", "family", "shared"), [("titan", "qwen3", False), ("hf", "gpt-oss", True)])
+def test_one_graph_for_all_blocks(cluster: Cluster, door: str, family: str, shared: bool) -> None:
+    for graphs, worst in cluster.run(2, compiled, door, family, 2, [5, 9], shared):
+        assert graphs <= 2 and worst < 1e-10, (graphs, worst)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("door", "family", "shared"),
+    [("titan", "qwen3", False), ("titan", "gpt-oss", False), ("hf", "mixtral", False), ("hf", "mixtral", True)],
+)
+def test_one_graph_for_ten_blocks_and_twenty_sizes(
+    cluster: Cluster, world: int, door: str, family: str, shared: bool
+) -> None:
+    # Ranks that share a batch have two tokens each from twice the ranks on.
+    first = 2 * world if shared else 2
+    sizes = [*range(first, first + 20)]
+    for graphs, worst in cluster.run(world, compiled, door, family, 10, sizes, shared, timeout_s=550):
         assert graphs <= 2 and worst < 1e-10, (graphs, worst)
