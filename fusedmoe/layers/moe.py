@@ -52,8 +52,9 @@ class MoELayer(nn.Module):
     8. The shared expert's result is added; MP ranks get all results.       `../autograd/parallel.py`
 
     Steps 4 to 7 are the dispatcher's (`../engine/dispatcher.py` has a worked example, and the other dispatchers). With
-    a schedule they go in chunks, by a plan, which `../engine/run.py` runs. The backward goes the same way from 8 to 1:
-    what is a combine there and back is a dispatch, and the other way round.
+    a schedule they go in chunks, by a plan, which `../engine/run.py` runs; in a graph of `torch.compile` all four are
+    one operator then, `../engine/scheduled_operator.py`. The backward goes the same way from 8 to 1: what is a combine
+    there and back is a dispatch, and the other way round.
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
     them alone. Given each rank's tokens, results do not depend on the dispatch algorithm, nor (to rounding: each rank
