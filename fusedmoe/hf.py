@@ -220,7 +220,8 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     activation = fused_activation(experts)
     if bits:
         assert activation is not None  # else refused
-        stored_weights = ops.StoredWeights(up, down, up_bias, down_bias)
+        matrices: tuple[Any, Any] = up, down
+        stored_weights = ops.StoredWeights(*matrices, up_bias, down_bias)
         return ops.low_rank_experts(x_TH, layout, weight_N, stored_weights, adapters, activation)
     if activation is not None:
         weights = fused_weights(experts, up, up_bias, down, down_bias)
@@ -403,6 +404,7 @@ class ExpertParallel(EPImplementation):
         self._local = _LocalExperts(experts)
         self._topology = Topology.from_group(ep_mesh.get_group())
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        ops.name_for_graphs(self._sharing)
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         all_to_all = ops.make_all_to_all("direct", self._topology)
         # Layers are numbered, so that ranks that call different ones find out.
@@ -411,19 +413,23 @@ class ExpertParallel(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
 
-        Compiled models take it into their graphs, but not over ranks that share a batch: there a graph breaks.
+        Compiled models take it into their graphs, with `fullgraph=True`; without, they call it as it is.
         """
-        if not torch.compiler.is_compiling() or self._sharing.size > 1:
+        if not (torch.compiler.is_compiling() and ops.graph_takes_sizes()):
             return self._called(hidden_states, top_k_index, top_k_weights)
-        bad = self._checks.of_given(hidden_states, top_k_weights)
-        x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
-        layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
-        routed = Routed(x_TH, layout, top_k_weights)
+        sharing = self._sharing
+        counts = ops.split_counts(hidden_states.shape[0], sharing)
+        given = (hidden_states, top_k_index, top_k_weights)
+        x_TH, number_TK, weight_TK = (ops.split_rows(value, sharing, counts) for value in given)
+        bad = self._checks.of_given(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(self._experts, hidden_states))
+        layout = ops.order(number_TK, self.num_local_experts * self._topology.ep.size)
+        routed = Routed(x_TH, layout, weight_TK)
         if self._exchange.plans is no_plans:
             y_TH = self._exchange.by_operators(routed, self._local, bad)
         else:
             y_TH, _ = through_experts_in_graph(self._exchange, routed, self._local, bad)
-        return y_TH.to(hidden_states.dtype)
+        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

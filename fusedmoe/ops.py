@@ -4,7 +4,8 @@
 move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` and `clamped_swiglu` for
 networks that it does not know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks,
 and `through_experts` is the whole way between permute and unpermute, on which a row travels for each (token, k) pair.
-`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts; the last two go into
+graphs over a group that `name_for_graphs` was told of.
 
 For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
 `Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights
@@ -24,11 +25,18 @@ from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
-from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
+from fusedmoe.autograd.parallel import (
+    gather_rows,
+    join_rows,
+    name_for_graphs,
+    reduce_scatter_rows,
+    split_counts,
+    split_rows,
+)
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
-from fusedmoe.kernels.derivatives import Function, Move, linear, numbers_only
+from fusedmoe.kernels.derivatives import Function, Move, graph_takes_sizes, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.low_rank import Adapters, LowRank, Matrices, StoredWeights
@@ -39,5 +47,5 @@ __all__ += ["WeightParts", "Weights", "experts", "experts_in_parts", "grouped_li
 __all__ += ["Adapters", "LowRank", "Matrices", "StoredWeights", "low_rank_experts", "low_rank_linear"]
 __all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
 __all__ += ["Exchange", "all_gather", "combine", "dispatch", "make_all_to_all", "reduce_scatter", "through_experts"]
-__all__ += ["gather_rows", "join_rows", "reduce_scatter_rows", "split_counts", "split_rows"]
-__all__ += ["Function", "Move", "linear", "numbers_only", "require_values"]
+__all__ += ["gather_rows", "join_rows", "name_for_graphs", "reduce_scatter_rows", "split_counts", "split_rows"]
+__all__ += ["Function", "Move", "graph_takes_sizes", "linear", "numbers_only", "require_values"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import Move, linear
+from fusedmoe.kernels.derivatives import Move, linear, operator, register_fake, register_gradient
 from fusedmoe.runtime.recorder import Recorder, span
 
 
@@ -57,13 +58,63 @@ def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recor
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[sum(counts), M] -> [counts[group.index], M]: of rows that all ranks have, this rank's. Nothing travels; the
     backward, which saves nothing, is an all-gather."""
+    if torch.compiler.is_compiling() and group.graph_name:
+        return split_operator(x_SM, counts, group.index, group.graph_name)
     return _linear("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[counts[group.index], M] -> [sum(counts), M]: all rows, from which every rank goes on to compute the same.
     Collective; the backward, which saves nothing, is a slice."""
+    if torch.compiler.is_compiling() and group.graph_name:
+        return join_operator(x_SM, counts, group.index, group.graph_name)
     return _linear("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
+
+
+# By the name that graphs know them by.
+_groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
+
+
+def name_for_graphs(group: Group) -> None:
+    """Has `split_rows` and `join_rows` over this group go into graphs of `torch.compile`, as operators. Groups over the
+    same process groups have the same name, so that one graph does for all. Ranks call it in the same order."""
+    if group.size > 1:
+        group.graph_name = group.identity
+        _groups.setdefault(group.graph_name, group)
+
+
+@operator("split_rows")
+def split_operator(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
+    """`split_rows` in a graph."""
+    return x_SM.split(counts)[index].clone()
+
+
+@register_fake(split_operator)
+def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
+    return x_SM.new_empty((counts[index], *x_SM.shape[1:]))
+
+
+@operator("join_rows")
+def join_operator(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
+    """`join_rows` in a graph."""
+    ranks = _groups.get(group)
+    if ranks is None:
+        raise ConfigError(f"join_rows: nobody holds {group} any more; keep the model until the backward pass has ended")
+    return collectives.all_gather_rows(ranks, x_SM, counts)
+
+
+@register_fake(join_operator)
+def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
+    return x_SM.new_empty((sum(counts), *x_SM.shape[1:]))
+
+
+def _keep_move(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.given = inputs[1:]
+
+
+# Each is linear, and the other one's derivative.
+for _there, _back in ((split_operator, join_operator), (join_operator, split_operator)):
+    register_gradient(_there, lambda ctx, grad, back=_back: (back(grad, *ctx.given), None, None, None), _keep_move)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:

@@ -79,6 +79,8 @@ class Group:
     # Plain attributes, since each collective of each step reads them.
     handle: dist.ProcessGroup | None
     downward: dist.ProcessGroup | None
+    #: By which operators of a graph find it, where it has one.
+    graph_name = ""
 
     def __init__(
         self,

@@ -133,6 +133,22 @@ def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.register_fake(overload, lib=_library)
 
 
+def graph_takes_sizes() -> bool:
+    """Tells whether the graph that is being made may have sizes that are known only when it runs, as of received rows.
+
+    With `fullgraph=True` it may; otherwise it would break at each operator with such results.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        return False
+    return bool(context.fake_mode.shape_env.allow_dynamic_output_shape_ops)
+
+
+# The compiler calls it, and takes the answer as a constant. `torch.compiler.assume_constant_result` marks it alike, but
+# imports the compiler, which takes longer than all of this library.
+graph_takes_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def register_gradient(overload: Any, backward: Callable[..., tuple[Any, ...]], setup: Callable[..., None]) -> None:
     """Gives an operator its backward.
 

@@ -16,6 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
+from fusedmoe.kernels.derivatives import graph_takes_sizes
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
@@ -51,8 +52,9 @@ class MoELayer(nn.Module):
     8. The shared expert's result is added; MP ranks get all results.       `../autograd/parallel.py`
 
     Steps 4 to 7 are the dispatcher's (`../engine/dispatcher.py` has a worked example, and the other dispatchers). With
-    a schedule they go in chunks, by a plan, which `../engine/run.py` runs. The backward goes the same way from 8 to 1:
-    what is a combine there and back is a dispatch, and the other way round.
+    a schedule they go in chunks, by a plan, which `../engine/run.py` runs; in a graph of `torch.compile` all four are
+    one operator then, `../engine/scheduled_operator.py`. The backward goes the same way from 8 to 1: what is a combine
+    there and back is a dispatch, and the other way round.
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
     them alone. Given each rank's tokens, results do not depend on where the experts are nor on the dispatch algorithm
@@ -163,9 +165,10 @@ class MoELayer(nn.Module):
         expert's too. All else is as if the padding were not there. Hooks see all of x and y. How many tokens there are
         is asked of the mask's device, once a forward: on CUDA that waits, unless the mask is on the host.
 
-        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, a schedule, MP ranks, placements or a
-        mask: then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA
-        graph can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
+        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, MP ranks, placements, a mask or, with a
+        schedule, experts of your own. Else, and where rows travel without `fullgraph`, a compiled model calls it as it
+        is. Where no rows travel nothing waits for the device, so that a CUDA graph can hold the layer; on CUDA logits
+        that are not finite are then told by a later call, or by `check`.
         """
         if torch.compiler.is_compiling() and self._compiles and mask is None:
             return self._forward(x, None)
@@ -179,8 +182,11 @@ class MoELayer(nn.Module):
     @property
     def _compiles(self) -> bool:
         """Tells whether a compiler can take the layer in: all that it does are operators."""
-        plain = not (self.hooks or self.topology.mp.size > 1)
-        return self.dispatcher.compiles and plain and (not self._by_plan or self._plans.compiles)
+        if self.hooks or self.topology.mp.size > 1 or not self.dispatcher.compiles:
+            return False
+        # Where tokens travel it must be whole, or each of its operators would be a graph's end.
+        whole = not isinstance(self.dispatcher, Collectives) or graph_takes_sizes()
+        return whole and (not self._by_plan or self._plans.compiles)
 
     @property
     def _by_plan(self) -> bool:

@@ -1,0 +1,95 @@
+"""Torchtitan's experts with a schedule inside compiled blocks: no break, one graph for all, results as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.cluster import Cluster
+from tests.integrations.compiled_blocks import E, K, compare, planned, split_experts
+
+pytest.importorskip("torchtitan")
+
+from torchtitan.config import CompileConfig
+
+import fusedmoe.titan
+from tests.integrations import test_titan, test_titan_gpt_oss
+
+
+class TitanBlock(nn.Module):
+    """A block around routed experts; the first numbers of a token choose them."""
+
+    def __init__(self, family: str, mesh: DeviceMesh) -> None:
+        super().__init__()
+        cfg = test_titan_gpt_oss.config() if family == "gpt-oss" else test_titan.config().layers[0].moe.routed_experts
+        self.experts = test_titan_gpt_oss.made(fusedmoe.titan.routed_experts(cfg, timeout_s=60.0))
+        split_experts(self.experts.inner_experts, mesh.get_local_rank(), mesh.size())
+        self.experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        self.double()
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_TK, number_TK = x_TD[:, :E].softmax(-1).topk(K)
+        y_TD: Tensor = x_TD + self.experts(x_TD[None], weight_TK[None], number_TK[None], x_TD.new_zeros(E))[0]
+        return y_TD
+
+
+def compiled(rank: int, world: int, family: str, count: int, sizes: list[int]) -> tuple[int, float]:
+    """How many graphs so many blocks need, and how far off they are."""
+    mesh = init_device_mesh("cpu", (world,))
+    blocks: list[nn.Module] = [TitanBlock(family, mesh) for _ in range(count)]
+    own_sizes = [size + 3 * rank for size in sizes]
+    return compare(blocks, lambda block: block.experts.token_dispatcher._dispatcher, test_titan.DIM, own_sizes)
+
+
+def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
+    for graphs, worst in cluster.run(2, compiled, "qwen3", 2, [9]):
+        assert graphs == 1 and worst < 1e-10, (graphs, worst)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+def test_one_graph_for_ten_blocks_and_twenty_sizes(cluster: Cluster, world: int, family: str) -> None:
+    for graphs, worst in cluster.run(world, compiled, family, 10, [*range(2, 22)], timeout_s=550):
+        assert graphs <= 2 and worst < 1e-10, (graphs, worst)
+
+
+def compiled_by_torchtitan(rank: int, world: int, backend: str) -> tuple[int, float]:
+    """Has torchtitan compile its blocks, by FSDP or alike on all ranks: graphs, and the largest difference from blocks
+    that are not compiled and have no schedule."""
+    right = test_titan.steps_on_ranks(rank, world, "fusedmoe.titan.routed_experts", 2, backend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    wire = fusedmoe.titan.TokenDispatcher.init_buffer
+
+    def wired(self: Any) -> None:
+        wire(self)
+        if self.ep_mesh is not None:
+            planned(self._dispatcher)
+
+    by_blocks = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusedmoe.titan.TokenDispatcher, "init_buffer", wired)
+        patch.setattr(test_titan, "CompileConfig", lambda: by_blocks)
+        ours = test_titan.steps_on_ranks(rank, world, "fusedmoe.titan.routed_experts", 2, backend)
+    assert ours["calls"]["dispatch"] > right["calls"]["dispatch"]  # in chunks
+    for loss, wanted in zip(ours["losses"], right["losses"], strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+    assert ours["grads"].keys() == right["grads"].keys()
+    errors = (float((ours["grads"][name] - grad).abs().max()) for name, grad in right["grads"].items())
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], max(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+def test_torchtitan_compiles_its_blocks(cluster: Cluster, backend: str) -> None:
+    """In float32, as torchtitan trains; blocks alone are compared in float64."""
+    for graphs, worst in cluster.run(2, compiled_by_torchtitan, backend, timeout_s=550):
+        assert graphs <= 2 and worst < 1e-5, (graphs, worst)
