@@ -416,6 +416,8 @@ class _ByPlan(Function):
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
+        # Weights that experts join for a pass are this pass's own, and go with it.
+        batch = replace(batch, experts=batch.experts.for_backward())
         backward = _TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.

@@ -138,6 +138,7 @@ def set_up_experts(
         ConfigError: experts that cannot be split, or do not say how they are; parts that do not go with a placement.
     """
     topology, gate, order, experts = parts
+    assert isinstance(experts, Experts)
     if moves:
         from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
 
@@ -161,13 +162,18 @@ def set_up_experts(
 
 
 def make_dispatcher(
-    dispatch: str | Dispatcher, plans: LayerPlans, hooks: Sequence[Hooks], placed: DynamicExperts | None
+    dispatch: str | Dispatcher,
+    plans: LayerPlans,
+    hooks: Sequence[Hooks],
+    placed: DynamicExperts | None,
+    name: str = "MoELayer",
 ) -> Dispatcher:
     """Chooses how tokens travel.
 
     Args:
         dispatch: the algorithm of all-to-alls, or a dispatcher of the user's.
         placed: the experts, where they move.
+        name: of who calls, for messages.
     """
     if isinstance(dispatch, Dispatcher):
         return dispatch
@@ -182,5 +188,5 @@ def make_dispatcher(
     if plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
-        return OneSided(plans.transport, topology, all_to_all, plans.find)
-    return Collectives(topology, all_to_all, plans.find, hooks)
+        return OneSided(plans.transport, topology, all_to_all, plans.find, name=name)
+    return Collectives(topology, all_to_all, plans.find, hooks, name)

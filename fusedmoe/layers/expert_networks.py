@@ -380,13 +380,10 @@ class FeedForward(Experts):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         from fusedmoe.schedule.workload import Workload
 
-        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
-        expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
         assert self.place is not None
         experts = max(1, self.place.local) * ep  # under a placement a rank may own none
-        return Workload(
-            1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
-        )
+        gated = ACTIVATIONS[self.activation].gated
+        return Workload.of_rows(rows, self.model_dim, self.hidden, experts, gated, itemsize, ep, esp)
 
     def describe(self) -> str:
         return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"

@@ -66,6 +66,15 @@ class Workload:
         if self.expert not in GEMMS:
             raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(GEMMS)}")
 
+    @classmethod
+    def of_rows(
+        cls, rows: int, model_dim: int, hidden: int, experts: int, gated: bool, itemsize: int, ep: int, esp: int
+    ) -> Workload:
+        """Makes the workload of feed-forward experts for a rank that has `rows` (token, k) pairs."""
+        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
+        expert = "swiglu" if gated else "ffn"
+        return cls(1, rows * esp, model_dim, hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize)
+
     @property
     def tokens(self) -> int:
         """Tokens of the ranks that share an expert's shards: B·L."""

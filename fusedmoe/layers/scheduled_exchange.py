@@ -1,0 +1,176 @@
+"""Tokens of other libraries' layers on their way through experts over ranks, by a schedule as `MoELayer` has it.
+
+The router, the parameters and the losses are the other library's. It gives tokens that are routed already, and experts
+that say how wide they are (`ExternalExperts`); plans, costs and caches are those of `layers/schedule.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import LocalExperts, Routed
+from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.assembly import make_dispatcher, make_plans
+from fusedmoe.layers.gates import Random
+from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.layer_plans import LayerParts
+from fusedmoe.layers.orders import Dropless
+from fusedmoe.schedule.task import Task
+
+if TYPE_CHECKING:  # what only exchanges with a schedule load
+    from fusedmoe.layers.schedule import Schedule
+    from fusedmoe.schedule.cost import CostModel
+    from fusedmoe.schedule.workload import Workload
+
+#: The attribute by which a module has its `ScheduledExchange`.
+EXCHANGE = "fusedmoe_exchange"
+
+
+class ExternalExperts:
+    """A rank's experts in a module of another library. The module's forward and `in_chunks` are `LocalExperts`, unless
+    a subclass says otherwise.
+
+    Args:
+        num_experts: over all ranks.
+        widths: M, and an expert's H over all of its shards.   gated: two up projections.
+    """
+
+    def __init__(self, module: nn.Module, num_experts: int, widths: tuple[int, int], gated: bool) -> None:
+        self.module, self.num_experts, self.widths, self.gated = module, num_experts, widths, gated
+
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        y_SM: Tensor = self.module(x_SM, layout, weight_N)
+        return y_SM
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        chunks: Any = self.module
+        of_rows: ChunkExperts = chunks.in_chunks(x_SM)
+        return of_rows
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def describe(self) -> str:
+        return type(self.module).__qualname__
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        from fusedmoe.schedule.workload import Workload
+
+        return Workload.of_rows(rows, *self.widths, self.num_experts, self.gated, itemsize, ep, esp)
+
+
+class ScheduledExchange:
+    """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
+
+        exchange = ScheduledExchange(topology, experts, "auto", "my library")
+        y_SM = exchange.through_experts(x_SM, ops.order(number_SK, experts.num_experts), weight_SK)
+
+    With "auto" and names of policies the first forward, in each dtype, measures the machine, and keeps that on disk.
+    In a graph of `torch.compile`, and under selective activation checkpoints, tokens travel as by "off".
+
+    Args:
+        schedule: as for `MoELayer`.
+        name: who asks, for messages.
+    Attributes:
+        dispatcher: sends tokens; `Collectives` unless the topology is of one rank.
+        number: which of a model's layers it is of, for plans of steps.
+        placed: None, as of a layer whose experts stay.
+        tuned: somebody tries plans: the layer follows those that it is assigned, whatever its schedule, and the first
+            forward measures for them.
+        workload, costs: then what was measured for.
+    Raises:
+        ConfigError: an unknown schedule.
+        RankError: from making one, or `set_schedule`: another one on another rank. Both are collective.
+    """
+
+    placed = None
+
+    def __init__(self, topology: Topology, experts: ExternalExperts, schedule: str | Schedule, name: str) -> None:
+        self.topology, self.experts, self._name = topology, experts, name
+        self.checks = InputChecks(topology, name)
+        self.number: int | None = None
+        self.tuned = False
+        self.workload: Workload | None = None
+        self.costs: CostModel | None = None
+        self.set_schedule(schedule)
+
+    def set_schedule(self, schedule: str | Schedule) -> None:
+        """Has tokens travel by another schedule from now on. Collective."""
+        # A stand-in for the other library's router, which nobody can ask for the choice of random tokens.
+        parts = LayerParts(self.topology, Random(self.experts.num_experts), Dropless(), self.experts)
+        self._plans = make_plans(schedule, parts, moves=False, hooked=False)
+        if self.topology.size > 1:
+            self.topology.agree({"schedule": repr(schedule)}, self._name)
+        self.dispatcher = make_dispatcher("direct", self._plans, (), None, self._name)
+        if isinstance(self.dispatcher, Collectives):
+            self.dispatcher.plans = self._find
+
+    @property
+    def plans_nothing(self) -> bool:
+        """Tells whether one thing goes after the other in any case."""
+        return not self.tuned and self._plans.plans_nothing
+
+    def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
+        """Returns [S, M], the sum of each token's results. Collective.
+
+        Args:
+            layout: of rows sorted by expert, of all experts.
+        Raises:
+            ConfigError, RankError: with one rank, or several: tokens or weights that are NaN or infinite; waits that
+                ended, as for `MoELayer`.
+        """
+        if torch.compiler.is_compiling() or self.plans_nothing:
+            bad = self.checks.of_given(x_SM, weight_SK)
+            routed = Routed(x_SM, layout, weight_SK)
+            if isinstance(self.dispatcher, Collectives):
+                return self.dispatcher.by_operators(routed, self.experts, bad)
+            return self.dispatcher.through_experts(routed, self.experts)
+        self.checks.tell_logits()
+        refusal = self.checks.of_numbers(x_SM, weight_SK)
+        if self.topology.ep.size == self.topology.esp.size == 1:
+            self.checks.refuse(refusal)
+        return self.by_plan(Routed(x_SM, layout, weight_SK, refusal))
+
+    def by_plan(self, routed: Routed) -> Tensor:
+        """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
+        with self.topology.guard(self._name):
+            self._plans.parts.gate.k = routed.layout.k
+            return self.dispatcher.through_experts(routed, self.experts)
+
+    def set_plan(
+        self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
+    ) -> None:
+        """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
+        self._plans.assign(plans, gradients, beside)
+
+    def _find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+        if not self.tuned:
+            return self._plans.find(x_SM, exchange, experts)
+        if self.workload is None:
+            self._measure(x_SM, exchange)
+        return self._plans.to_follow()
+
+    def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
+        """Measures while the module's parameters are whole, which outside of its forward they need not be."""
+        from fusedmoe.layers.measure import measure_layer, rounded
+        from fusedmoe.layers.schedule import undisturbed
+
+        sizes = x_SM.dtype.itemsize, self.topology.ep.size, self.topology.esp.size
+        with undisturbed():
+            self.costs = measure_layer(self._plans, x_SM)
+        self.workload = self.experts.workload(rounded(exchange.most_pairs), *sizes).sending(exchange.share)
+
+
+def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:
+    """Lists the exchanges of a model's modules, in the order of these."""
+    found = (getattr(module, EXCHANGE, None) for module in model.modules())
+    return [exchange for exchange in found if isinstance(exchange, ScheduledExchange)]
