@@ -10,6 +10,9 @@ model that there is already, and says what stands in its way. Nothing of transfo
 as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference. `Trainer(…, callbacks=[MetricsCallback()])`
 logs what the routing is like.
 
+With experts over ranks `apply(model, schedule="auto")`, or `ep_implementation="fusedmoe-auto"`, has what travels
+overlap what is computed; `Trainer(…, callbacks=[PlanTuningCallback()])` measures plans while a model trains.
+
 A forward of a model's experts, in the order of this file: `experts_forward` looks at the numbers, sorts tokens by
 expert and calls `compute`; with expert parallelism `ExpertParallel` sends the tokens in between.
 
@@ -34,10 +37,21 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
-from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import AutogradExperts, Collectives, InputChecks, Routed, not_finite
+from fusedmoe import Schedule, Topology, ops
+from fusedmoe.dispatchers import (
+    EXCHANGE,
+    AutogradExperts,
+    ChunkExperts,
+    ExternalExperts,
+    GroupedExperts,
+    InputChecks,
+    Routed,
+    ScheduledExchange,
+    not_finite,
+)
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
+from fusedmoe.plans import layer_policies
 
 __all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
 
@@ -161,20 +175,11 @@ def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
 
-    def parameter(name: str) -> Tensor | None:
-        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
-        return None if value is None else value.to(x_TH.dtype)
-
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
-    assert up is not None and down is not None
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
     activation = fused_activation(experts)
     if activation is not None:
-        halves = (2,) if experts.has_gate else ()
-        w1 = up.reshape(len(up), *halves, -1, up.shape[2])
-        b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
-        return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
+        return ops.experts(x_TH, layout, weight_N, fused_weights(experts, x_TH.dtype), activation)
+    up, up_bias, down, down_bias = _parameters(experts, x_TH.dtype)
     # `grouped_linear` takes [E, in, out], and calls [E, out, in] transposed.
     transposed = not experts.is_transposed
     rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
@@ -189,6 +194,28 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
     return ops.unpermute(rows_NH, layout)
+
+
+def _parameters(experts: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Returns both products' matrices and biases."""
+
+    def parameter(name: str) -> Tensor | None:
+        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
+        return None if value is None else value.to(dtype)
+
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
+    assert up is not None and down is not None
+    return up, up_bias, down, down_bias
+
+
+def fused_weights(experts: Any, dtype: torch.dtype) -> ops.Weights:
+    """Returns the parameters of experts with a `fused_activation`, as its operation takes them."""
+    up, up_bias, down, down_bias = _parameters(experts, dtype)
+    halves = (2,) if experts.has_gate else ()
+    w1 = up.reshape(len(up), *halves, -1, up.shape[2])
+    b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
+    return ops.Weights(w1, down, b1, down_bias)
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
@@ -263,17 +290,22 @@ def check_experts(experts: Any) -> None:
             )
 
 
-class _LocalExperts:
+class _LocalExperts(ExternalExperts):
     """The experts of this rank as dispatchers call them."""
 
-    def __init__(self, experts: nn.Module) -> None:
-        self._experts = experts
+    def __init__(self, experts: Any, ranks: int) -> None:
+        widths = experts.down_proj.shape[1:]
+        model_dim, hidden = reversed(widths) if experts.is_transposed else widths
+        super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
 
     def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-        return compute(self._experts, x_SM, layout, weight_N)
+        return compute(self.module, x_SM, layout, weight_N)
 
-    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
-        return AutogradExperts(self, list(self._experts.parameters()))
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        activation = fused_activation(self.module)
+        if activation is None:
+            return AutogradExperts(self, list(self.module.parameters()))
+        return GroupedExperts(fused_weights(self.module, x_SM.dtype), activation)
 
 
 class ExpertParallel(EPImplementation):
@@ -282,13 +314,20 @@ class ExpertParallel(EPImplementation):
     Ranks that share a batch (`tp_mesh`) send a chunk of its tokens each, and gather the results. Under autocast
     tokens travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
 
+    "fusedmoe" sends one thing after the other, since measuring would surprise whoever asks a model for one answer;
+    "fusedmoe-auto", and "fusedmoe-" before the name of a policy, send by this schedule, as `apply(model, schedule=…)`.
+
     Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
         Making one is collective over both.
+    Attributes:
+        schedule: that modules begin with.
     Raises:
         ConfigError: experts that cannot be computed (`check_experts`).
         RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
             that are NaN or infinite.
     """
+
+    schedule = "off"
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -296,10 +335,9 @@ class ExpertParallel(EPImplementation):
         self._experts: Any = experts
         self._topology = Topology.from_group(ep_mesh.get_group())
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
-        self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
-        all_to_all = ops.make_all_to_all("direct", self._topology)
-        # Layers are numbered, so that ranks that call different ones find out.
-        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf")
+        local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
+        self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
+        setattr(experts, EXCHANGE, self._exchange)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
@@ -308,38 +346,41 @@ class ExpertParallel(EPImplementation):
         """
         if not torch.compiler.is_compiling() or self._sharing.size > 1:
             return self._called(hidden_states, top_k_index, top_k_weights)
-        bad = self._checks.of_given(hidden_states, top_k_weights)
+        bad = self._exchange.checks.of_given(hidden_states, top_k_weights)
         x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
         layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
-        y_TH = self._exchange.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        y_TH = self._exchange.by_operators(Routed(x_TH, layout, top_k_weights), bad)
         return y_TH.to(hidden_states.dtype)
 
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
-        self._checks.tell_logits()
+        self._exchange.checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
-        refusal = self._checks.of_numbers(x_TH, weight_TK)
+        refusal = self._exchange.checks.of_numbers(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
-        routed = Routed(x_TH, layout, weight_TK, refusal)
-        y_TH = self._exchange.through_experts(routed, _LocalExperts(experts))
+        y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
 
-def apply(model: Any) -> Any:
+def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
     """Sets this library for the experts of a model of transformers, after a look at who else changed them; returns it.
 
     Args:
         model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
             accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps.
+        schedule: what travels overlaps what is computed by it where experts are over ranks, as `MoELayer(schedule=…)`
+            has it: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names the first
+            forward measures the machine, and keeps that on disk. None: as before. The same on all ranks; collective.
     Raises:
         ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
             has replaced, which is named; experts that this library cannot compute, named; experts outside of any
-            `PreTrainedModel`.
+            `PreTrainedModel`; an unknown schedule, or one for experts whose tokens transformers itself sends.
+        RankError: ranks with different schedules.
     """
     modules = registered_experts(model)
     who = type(model).__name__
@@ -367,7 +408,23 @@ def apply(model: Any) -> Any:
                 f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
                 f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
             )
+    if schedule is not None:
+        _set_schedule(modules, schedule)
     return model
+
+
+def _set_schedule(modules: dict[str, Any], schedule: str | Schedule) -> None:
+    if isinstance(schedule, str):
+        Schedule.named(schedule)  # a wrong name is refused where nothing travels, too
+    for name, module in modules.items():
+        exchange = getattr(module, EXCHANGE, None)
+        if exchange is not None:
+            exchange.set_schedule(schedule)
+        elif module._is_expert_parallel and schedule != "off":
+            raise ConfigError(
+                f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), and no "
+                f"schedule has an effect; load the model with DistributedConfig(…, ep_implementation={NAME!r})"
+            )
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -401,3 +458,7 @@ def _home(function: Any) -> str:
 
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)
+for _name in ("auto", *layer_policies()):
+    EPImplementationInterface.register(
+        f"{NAME}-{_name}", type("ExpertParallel", (ExpertParallel,), {"schedule": _name, "__module__": __name__})
+    )

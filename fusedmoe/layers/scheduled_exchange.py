@@ -22,7 +22,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
 from fusedmoe.layers.gates import Random
 from fusedmoe.layers.input_checks import InputChecks
-from fusedmoe.layers.layer_plans import LayerParts
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.orders import Dropless
 from fusedmoe.schedule.task import Task
 
@@ -68,6 +68,40 @@ class ExternalExperts:
         return Workload.of_rows(rows, *self.widths, self.num_experts, self.gated, itemsize, ep, esp)
 
 
+class TriedPlans:
+    """The plans of an exchange: of its schedule, or, while somebody tries plans, those that it is assigned.
+
+    Attributes:
+        plans: of the schedule, and assigned ones.
+        tries: somebody tries plans; the next forward then measures for them.
+        workload, costs: what was measured.
+    """
+
+    def __init__(self, plans: LayerPlans) -> None:
+        self.plans, self.tries = plans, False
+        self.workload: Workload | None = None
+        self.costs: CostModel | None = None
+
+    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+        """Finds the plans for these tokens, as `LayerPlans.find`."""
+        if not self.tries:
+            return self.plans.find(x_SM, exchange, experts)
+        if self.workload is None:
+            self._measure(x_SM, exchange)
+        return self.plans.to_follow()
+
+    def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
+        """Measures in a forward, where the module's parameters are whole, which elsewhere they need not be."""
+        from fusedmoe.layers.measure import measure_layer, rounded
+        from fusedmoe.layers.schedule import undisturbed
+
+        topology, experts = self.plans.topology, self.plans.parts.experts
+        with undisturbed():
+            self.costs = measure_layer(self.plans, x_SM)
+        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
+        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
+
+
 class ScheduledExchange:
     """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
 
@@ -82,11 +116,9 @@ class ScheduledExchange:
         name: who asks, for messages.
     Attributes:
         dispatcher: sends tokens; `Collectives` unless the topology is of one rank.
+        plans: that the dispatcher follows.
         number: which of a model's layers it is of, for plans of steps.
         placed: None, as of a layer whose experts stay.
-        tuned: somebody tries plans: the layer follows those that it is assigned, whatever its schedule, and the first
-            forward measures for them.
-        workload, costs: then what was measured for.
     Raises:
         ConfigError: an unknown schedule.
         RankError: from making one, or `set_schedule`: another one on another rank. Both are collective.
@@ -98,76 +130,61 @@ class ScheduledExchange:
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
-        self.tuned = False
-        self.workload: Workload | None = None
-        self.costs: CostModel | None = None
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: str | Schedule) -> None:
         """Has tokens travel by another schedule from now on. Collective."""
         # A stand-in for the other library's router, which nobody can ask for the choice of random tokens.
         parts = LayerParts(self.topology, Random(self.experts.num_experts), Dropless(), self.experts)
-        self._plans = make_plans(schedule, parts, moves=False, hooked=False)
+        plans = make_plans(schedule, parts, moves=False, hooked=False)
         if self.topology.size > 1:
             self.topology.agree({"schedule": repr(schedule)}, self._name)
-        self.dispatcher = make_dispatcher("direct", self._plans, (), None, self._name)
+        self.plans = TriedPlans(plans)
+        self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if isinstance(self.dispatcher, Collectives):
-            self.dispatcher.plans = self._find
+            self.dispatcher.plans = self.plans.find
 
     @property
     def plans_nothing(self) -> bool:
         """Tells whether one thing goes after the other in any case."""
-        return not self.tuned and self._plans.plans_nothing
+        return not self.plans.tries and self.plans.plans.plans_nothing
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Returns [S, M], the sum of each token's results. Collective.
 
+        Saves for backward by a plan: received tokens, and what experts keep of them (as `MoELayer` does).
+
         Args:
-            layout: of rows sorted by expert, of all experts.
+            x_SM: [S, M] in the dtype in which tokens travel, any number of tokens.
+            layout: of rows sorted by expert, of all experts.   weight_SK: [S, K] router weights.
         Raises:
-            ConfigError, RankError: with one rank, or several: tokens or weights that are NaN or infinite; waits that
-                ended, as for `MoELayer`.
+            ConfigError, RankError: with one rank, or several: tokens or weights that are NaN or infinite; a rank that
+                fails or does not come in time.
         """
         if torch.compiler.is_compiling() or self.plans_nothing:
-            bad = self.checks.of_given(x_SM, weight_SK)
-            routed = Routed(x_SM, layout, weight_SK)
-            if isinstance(self.dispatcher, Collectives):
-                return self.dispatcher.by_operators(routed, self.experts, bad)
-            return self.dispatcher.through_experts(routed, self.experts)
+            return self.by_operators(Routed(x_SM, layout, weight_SK), self.checks.of_given(x_SM, weight_SK))
         self.checks.tell_logits()
-        refusal = self.checks.of_numbers(x_SM, weight_SK)
-        if self.topology.ep.size == self.topology.esp.size == 1:
-            self.checks.refuse(refusal)
-        return self.by_plan(Routed(x_SM, layout, weight_SK, refusal))
+        return self.by_plan(Routed(x_SM, layout, weight_SK, self.checks.of_numbers(x_SM, weight_SK)))
+
+    def by_operators(self, routed: Routed, bad: Tensor | None) -> Tensor:
+        """Does the same for tokens of which `bad` are not finite, one thing after the other; a graph can hold it."""
+        if isinstance(self.dispatcher, Collectives):
+            return self.dispatcher.by_operators(routed, self.experts, bad)
+        return self.dispatcher.through_experts(routed, self.experts)
 
     def by_plan(self, routed: Routed) -> Tensor:
         """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
+        if self.topology.ep.size == self.topology.esp.size == 1:
+            self.checks.refuse(routed.refusal)  # no exchange would tell it
         with self.topology.guard(self._name):
-            self._plans.parts.gate.k = routed.layout.k
+            self.plans.plans.parts.gate.k = routed.layout.k
             return self.dispatcher.through_experts(routed, self.experts)
 
     def set_plan(
         self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
     ) -> None:
         """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
-        self._plans.assign(plans, gradients, beside)
-
-    def _find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
-        if not self.tuned:
-            return self._plans.find(x_SM, exchange, experts)
-        if self.workload is None:
-            self._measure(x_SM, exchange)
-        return self._plans.to_follow()
-
-    def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
-        """Measures while the module's parameters are whole, which outside of its forward they need not be."""
-        from fusedmoe.layers.measure import measure_layer, rounded
-        from fusedmoe.layers.schedule import undisturbed
-
-        sizes = x_SM.dtype.itemsize, self.topology.ep.size, self.topology.esp.size
-        with undisturbed():
-            self.costs = measure_layer(self._plans, x_SM)
-        self.workload = self.experts.workload(rounded(exchange.most_pairs), *sizes).sending(exchange.share)
+        self.plans.plans.assign(plans, gradients, beside)
 
 
 def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:
