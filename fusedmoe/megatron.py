@@ -200,8 +200,7 @@ class StagedDispatcher(MoETokenDispatcher):
 
     def by_schedule(self, hidden_states: Tensor) -> Tensor:
         """Returns [T, D] the sum of each token's results: dispatch, experts and combine, by the schedule."""
-        weight_TK, self._weight_TK = self._weight_TK, None
-        return self.exchange.through_experts(hidden_states, self._layout, weight_TK)
+        return self.exchange.through_experts(hidden_states, self._layout, self._weight_TK)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Returns the sum of each received token's results."""

@@ -4,8 +4,8 @@
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
-what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains. `selective_ac` has selective activation checkpointing run each
-exchange once. No code of torchtitan or of a model changes. Parameters, their names and how they are sharded stay as
+what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains. `selective_ac` has selective
+activation checkpointing run each exchange once. No code of torchtitan or of a model changes. Parameters, their names and how they are sharded stay as
 they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see no difference.
 
 Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden

@@ -31,7 +31,7 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
-from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, selects, weight_of_rows
+from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
@@ -229,7 +229,9 @@ class Collectives(Dispatcher):
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
         assigned = self.plans(x_SM, met.exchange, experts)
-        if assigned is None:
+        # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
+        in_graphs = assigned is not None and copies is None and packs() and not experts.in_chunks(x_SM).any_degree
+        if assigned is None or in_graphs:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
         # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.

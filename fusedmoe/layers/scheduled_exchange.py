@@ -138,7 +138,7 @@ class ScheduledExchange:
         parts = LayerParts(self.topology, Random(self.experts.num_experts), Dropless(), self.experts)
         plans = make_plans(schedule, parts, moves=False, hooked=False)
         if self.topology.size > 1:
-            self.topology.agree({"schedule": repr(schedule)}, self._name)
+            self.topology.agree({"schedule": schedule if isinstance(schedule, str) else repr(schedule)}, self._name)
         self.plans = TriedPlans(plans)
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if isinstance(self.dispatcher, Collectives):
