@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 import fusedmoe.hf
 from fusedmoe import Schedule
 from fusedmoe.dispatchers import exchanges_of
-from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
+from tests.integrations.plans_run import plans_run
 
 # Of the families whose experts run as one operation, and of those that autograd differentiates chunk by chunk.
 DEGREES = {"mixtral": (2, 3), "qwen3": (4, 1), "gpt-oss": (2, 2)}
@@ -88,20 +88,6 @@ CASES: dict[str, Callable[[Any, list[Tensor]], dict[str, Tensor]]] = {
 }
 
 
-@contextmanager
-def plans_run() -> Iterator[list[tuple[int, int]]]:
-    """The numbers of chunks of the runs by a plan inside the context."""
-    ran: list[tuple[int, int]] = []
-
-    def made(plans: Plans, *rest: Any) -> Run:
-        ran.append(plans.degrees)
-        return Run(plans, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.engine.collectives_dispatcher.Run", made)
-        yield ran
-
-
 def compare(rank: int, world: int, folder: str, sizes: dict[str, int], degrees: tuple[int, int]) -> None:
     model = load(rank, world, folder, sizes).train()
     replica = rank // sizes["tp_size"]
@@ -125,9 +111,7 @@ def compare(rank: int, world: int, folder: str, sizes: dict[str, int], degrees: 
                 assert float((values[key] - value).norm()) < 1e-2 * least, (name, key)
         else:
             for key, value in wanted.items():
-                torch.testing.assert_close(
-                    values[key], value, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name} {key} {m}"
-                )
+                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])

@@ -346,9 +346,11 @@ def split_over(world: int, rank: int, name: str) -> tuple[Any, Any]:
     return module, whole
 
 
-def definition_on_ranks(rank: int, world: int, name: str) -> float:
+def definition_on_ranks(rank: int, world: int, name: str, schedule: Any = "off") -> float:
     """The largest difference, of values and gradients: no tokens on a rank, no rows for another, all for one."""
     module, whole = split_over(world, rank, name)
+    if schedule != "off":
+        module.token_dispatcher.exchange.set_schedule(schedule)
     worst = 0.0
     for tokens, experts in (((5, 9), [0, 1, 2, 3]), ((0, 7), [0, 1, 2, 3]), ((6, 0), [2, 3]), ((0, 0), [0, 1])):
         batches = [inputs(count, experts, seed) for seed, count in enumerate(tokens)]
