@@ -21,9 +21,15 @@ from fusedmoe.engine.part_experts import PartExperts
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
-from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange, exchanges_of
+from fusedmoe.layers.scheduled_exchange import (
+    EXCHANGE,
+    ExternalExperts,
+    ScheduledExchange,
+    exchanges_of,
+    shared_topology,
+)
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
 __all__ += ["Assigned", "Plans", "no_plans"]
-__all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of"]
+__all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]

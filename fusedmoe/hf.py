@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
@@ -48,12 +48,14 @@ from fusedmoe.dispatchers import (
     Routed,
     ScheduledExchange,
     not_finite,
+    shared_topology,
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 from fusedmoe.plans import layer_policies
+from fusedmoe.training import StepTuning
 
-__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
+__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "PlanTuningCallback", "apply", "experts_forward"]
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -333,8 +335,8 @@ class ExpertParallel(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         check_experts(experts)
         self._experts: Any = experts
-        self._topology = Topology.from_group(ep_mesh.get_group())
-        self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._topology = shared_topology(ep_mesh.get_group())
+        self._sharing = shared_topology(tp_mesh.get_group()).world
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
         setattr(experts, EXCHANGE, self._exchange)
@@ -425,6 +427,40 @@ def _set_schedule(modules: dict[str, Any], schedule: str | Schedule) -> None:
                 f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), and no "
                 f"schedule has an effect; load the model with DistributedConfig(…, ep_implementation={NAME!r})"
             )
+
+
+class PlanTuningCallback(TrainerCallback):
+    """Measures plans while `Trainer` trains, and keeps to the fastest; see `fusedmoe.training.StepTuning`.
+
+        Trainer(model, …, callbacks=[PlanTuningCallback()])
+
+    Where experts are not over ranks nothing travels, and it does nothing. Where a model is trained again it begins with
+    what it has found.
+
+    Args: as for `StepTuning`.
+    Attributes:
+        tuning: what measures, while a model is trained over ranks and after.
+    Raises:
+        ConfigError: when training begins, a model without experts that transformers' registry serves, or whose tokens
+            transformers itself sends.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+        self.tuning: StepTuning | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        modules = registered_experts(model)
+        travels = any(module._is_expert_parallel for module in modules.values())
+        self.tuning = StepTuning(model, **self._given) if travels or not modules else None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__exit__(None)
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:

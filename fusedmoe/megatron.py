@@ -38,6 +38,7 @@ from fusedmoe.dispatchers import (
     LocalExperts,
     PartExperts,
     ScheduledExchange,
+    shared_topology,
 )
 from fusedmoe.errors import ConfigError
 
@@ -151,7 +152,7 @@ class StagedDispatcher(MoETokenDispatcher):
         topology = Topology()
         if self.ep_size * self.tp_size > 1:
             places = _places(pg_collection.tp_ep, pg_collection.ep, pg_collection.expt_tp)
-            topology = Topology.from_group(pg_collection.tp_ep, places, timeout_s=timeout_s)
+            topology = shared_topology(pg_collection.tp_ep, places, timeout_s)
         self.exchange = ScheduledExchange(topology, experts, schedule, "fusedmoe.megatron")
 
     @property

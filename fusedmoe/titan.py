@@ -5,8 +5,9 @@
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
 what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains. `selective_ac` has selective
-activation checkpointing run each exchange once. No code of torchtitan or of a model changes. Parameters, their names and how they are sharded stay as
-they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see no difference.
+activation checkpointing run each exchange once. No code of torchtitan or of a model changes. Parameters, their names
+and how they are sharded stay as they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see
+no difference.
 
 Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden
 width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sorted by expert, R tokens
@@ -47,6 +48,7 @@ from fusedmoe.dispatchers import (
     Local,
     PartExperts,
     ScheduledExchange,
+    shared_topology,
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import KEPT_OPERATORS
@@ -102,7 +104,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         """Makes the ranks' topology. Collective over the expert-parallel mesh, if there is one."""
         if self.ep_mesh is None:
             return
-        topology = Topology.from_group(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
+        topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
         self._checks = InputChecks(topology, _NAME)
         if self._experts is None:
             self._dispatcher = Collectives(topology, ops.make_all_to_all("direct", topology), name=_NAME)

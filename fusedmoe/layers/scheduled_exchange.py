@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedmoe.comm.exchange import Exchange
@@ -75,12 +76,14 @@ class TriedPlans:
         plans: of the schedule, and assigned ones.
         tries: somebody tries plans; the next forward then measures for them.
         workload, costs: what was measured.
+        any_degree: the experts take other numbers of chunks backward than forward; as far as was measured.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
         self.plans, self.tries = plans, False
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
+        self.any_degree = False
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
         """Finds the plans for these tokens, as `LayerPlans.find`."""
@@ -96,6 +99,7 @@ class TriedPlans:
         from fusedmoe.layers.schedule import undisturbed
 
         topology, experts = self.plans.topology, self.plans.parts.experts
+        self.any_degree = experts.in_chunks(x_SM).any_degree
         with undisturbed():
             self.costs = measure_layer(self.plans, x_SM)
         itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
@@ -185,6 +189,28 @@ class ScheduledExchange:
     ) -> None:
         """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
         self.plans.plans.assign(plans, gradients, beside)
+
+
+# By the world, as a process may end one and make another, and by group and places.
+_topologies: dict[tuple[object, ...], Topology] = {}
+
+
+def shared_topology(
+    handle: dist.ProcessGroup | None, experts: Tensor | None = None, timeout_s: float = 300.0
+) -> Topology:
+    """Returns `Topology.from_group`, one for all layers of a model: what was measured for one of them serves the next,
+    and so do the buffers of one-sided kernels. Collective on first use.
+    """
+    if handle is None or dist.get_world_size(handle) == 1:
+        return Topology()
+    # Topologies of an ended world hold dead process groups. No weak references: ranks would forget at different times,
+    # and one would wait for another that knows.
+    for old in [known for known in _topologies if known[0] is not dist.group.WORLD]:
+        del _topologies[old]
+    key = dist.group.WORLD, handle, None if experts is None else repr(experts.tolist()), timeout_s
+    if key not in _topologies:
+        _topologies[key] = Topology.from_group(handle, experts, timeout_s=timeout_s)
+    return _topologies[key]
 
 
 def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:
