@@ -139,7 +139,9 @@ class ScheduledExchange:
     def set_schedule(self, schedule: str | Schedule) -> None:
         """Has tokens travel by another schedule from now on. Collective."""
         # A stand-in for the other library's router, which nobody can ask for the choice of random tokens.
-        parts = LayerParts(self.topology, Random(self.experts.num_experts), Dropless(), self.experts)
+        gate = Random(self.experts.num_experts)
+        gate.setup(self.experts.widths[0])
+        parts = LayerParts(self.topology, gate, Dropless(), self.experts)
         plans = make_plans(schedule, parts, moves=False, hooked=False)
         if self.topology.size > 1:
             self.topology.agree({"schedule": schedule if isinstance(schedule, str) else repr(schedule)}, self._name)

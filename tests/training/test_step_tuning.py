@@ -15,7 +15,7 @@ from fusedmoe.dispatchers import EXCHANGE, AutogradExperts, ExternalExperts, Gro
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import CostModel, Line, Observed
 from fusedmoe.training import StepTuning, step_tuning
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
@@ -32,8 +32,12 @@ class TheirExperts(nn.Module):
         super().__init__()
         self.router = nn.Linear(M, E, bias=False, dtype=torch.float64)
         local = E // topology.ep.size
-        self.up = nn.Parameter(torch.randn(E, 2, H, M, dtype=torch.float64).chunk(topology.ep.size)[topology.rank])
-        self.down = nn.Parameter(torch.randn(E, M, H, dtype=torch.float64).chunk(topology.ep.size)[topology.rank])
+        self.up = nn.Parameter(
+            (0.2 * torch.randn(E, 2, H, M, dtype=torch.float64)).chunk(topology.ep.size)[topology.rank]
+        )
+        self.down = nn.Parameter(
+            (0.2 * torch.randn(E, M, H, dtype=torch.float64)).chunk(topology.ep.size)[topology.rank]
+        )
         assert len(self.up) == local
         self.grouped = grouped
         setattr(self, EXCHANGE, ScheduledExchange(topology, _Way(self), schedule, "theirs"))
@@ -83,6 +87,7 @@ def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
         for _ in range(2):
             model, plain = (model_of(topology, grouped) for _ in range(2))
             clock = Clock()
