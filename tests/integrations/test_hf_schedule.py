@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import fusedmoe.hf
 from fusedmoe import Schedule
 from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.hf import PlanTuningCallback
+from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.plans_run import plans_run
@@ -88,12 +90,20 @@ CASES: dict[str, Callable[[Any, list[Tensor]], dict[str, Tensor]]] = {
 }
 
 
-def compare(rank: int, world: int, folder: str, sizes: dict[str, int], degrees: tuple[int, int]) -> None:
+def compare(
+    rank: int,
+    world: int,
+    folder: str,
+    sizes: dict[str, int],
+    degrees: tuple[int, int],
+    cases: Sequence[str] = tuple(CASES),
+) -> None:
     model = load(rank, world, folder, sizes).train()
     replica = rank // sizes["tp_size"]
     tokens = [torch.randint(0, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(n + replica))
               for n in (9 + 4 * replica, 6)]  # fmt: skip
-    for name, case in CASES.items():
+    for name in cases:
+        case = CASES[name]
         fusedmoe.hf.apply(model, schedule="off")
         with plans_run() as ran:
             wanted = case(model, tokens)
@@ -114,11 +124,18 @@ def compare(rank: int, world: int, folder: str, sizes: dict[str, int], degrees: 
                 torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [
+        ("mixtral", tuple(CASES)),
+        ("gpt-oss", ("step", "checkpoints")),
+        pytest.param("gpt-oss", tuple(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, cases: Sequence[str]) -> None:
     make(family, "eager", torch.float64).save_pretrained(tmp_path)
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
-    cluster.run(2, compare, str(tmp_path), sizes, DEGREES[family])
+    cluster.run(2, compare, str(tmp_path), sizes, DEGREES[family], cases)
 
 
 @pytest.mark.slow
@@ -152,6 +169,47 @@ def by_names(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ConfigError, match="transformers itself sends.*ep_implementation='fusedmoe'"):
         fusedmoe.hf.apply(theirs, schedule="auto")
     fusedmoe.hf.apply(theirs, schedule="off")
+
+
+def tuned(rank: int, world: int, folder: str) -> None:
+    """Steps as `Trainer` calls for them, beside those of a model that nobody tunes."""
+    sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+    plain, model = (load(rank, world, folder, sizes).train() for _ in range(2))
+    tokens, told = [torch.arange(9 + rank)[None]], list[str]()
+    callback = PlanTuningCallback(limit=3, tell=told.append)
+    line = Line(1e-5, 1e-7)
+    costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-9), "all-reduce/dp": line})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDMOE_CACHE", folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        callback.on_train_begin(None, None, None, model=model)
+        wanted = found(plain, tokens)
+        with plans_run() as ran:
+            for _ in range(8):
+                callback.on_step_begin(None, None, None)
+                values = found(model, tokens)
+                callback.on_step_end(None, None, None)
+                for key, value in wanted.items():
+                    torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
+    assert callback.tuning is not None and callback.tuning.tuning is not None
+    # The first step goes without a plan, and of others at least one does not.
+    assert ran and callback.tuning.tuning.contest.tried > 2
+    theirs = load(rank, world, folder, sizes, "all_to_all")
+    with pytest.raises(ConfigError, match="StepTuning: the model has no experts"):
+        PlanTuningCallback().on_train_begin(None, None, None, model=theirs)
+
+
+def test_trainer_tries_plans(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager", torch.float64).save_pretrained(tmp_path)
+    cluster.run(2, tuned, str(tmp_path))
+    callback = PlanTuningCallback()
+    callback.on_train_begin(None, None, None, model=make("mixtral", "fusedmoe"))
+    callback.on_step_begin(None, None, None)
+    callback.on_step_end(None, None, None)
+    assert callback.tuning is None  # nothing travels
+    with pytest.raises(ConfigError, match="StepTuning: the model has no experts"):
+        callback.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
 
 
 def test_names(cluster: Cluster, tmp_path: Path) -> None:
