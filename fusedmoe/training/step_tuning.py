@@ -35,7 +35,7 @@ class StepTuning:
             they follow these plans. The same on every rank, as is the number of steps.
         limit: the most chunks.
         drift: by which share steps must get longer or shorter for all to begin anew; None: never.
-        tell: is told on the first rank what was chosen, in a line.
+        tell: is told on the first rank what was chosen, in a line, or that there is nothing to measure.
     Attributes:
         tuning: what chooses, after the first step; None: nothing travels, or graphs hold the exchanges.
     Raises:
@@ -63,7 +63,7 @@ class StepTuning:
             exchange.set_plan(None)
             exchange.plans.tries = True
         self.tuning: PlanTuning | None = None
-        self._began_s = 0.0
+        self._began_s, self._said = 0.0, False
 
     def __enter__(self) -> StepTuning:
         self._began_s = self._now()
@@ -87,8 +87,13 @@ class StepTuning:
     def _begin(self) -> None:
         first = self._exchanges[0]
         workload, costs = first.plans.workload, first.plans.costs
-        # Compiled, or under a selective checkpoint, or not a step at all; perhaps the next one is another.
-        if workload is None or costs is None:
+        if workload is None or costs is None:  # perhaps the next step is another one
+            if not self._said and first.topology.is_first:
+                self._tell(
+                    "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints go "
+                    "one thing after the other, and plans have no effect there"
+                )
+            self._said = True
             return
         # As they are for so many tokens, however many rows of these there may be by the workload.
         seen = next(iter(costs.observed.values()), None)

@@ -138,14 +138,17 @@ def a_step_that_failed(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
-        tuning = StepTuning(model_of(topology, True))
+        told: list[str] = []
+        tuning = StepTuning(model_of(topology, True), tell=told.append)
         with pytest.raises(ValueError, match="theirs"), tuning:
             raise ValueError("theirs")
         assert tuning.tuning is None
         # A context without a step, as of a loop that skips a batch: nothing is known yet.
-        with tuning:
-            pass
+        for _ in range(2):
+            with tuning:
+                pass
         assert tuning.tuning is None
+        assert len(told) == (rank == 0) and all("nothing to measure" in line for line in told)
 
 
 def test_a_step_that_failed_is_none(cluster: Cluster) -> None:
