@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,7 +31,13 @@ def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
             before = doors.make(setting)
         assert all(one.topology.ep.downward is None for one in exchanges_of(before.model))
         assert all(one.topology.ep.downward is not None for one in exchanges_of(doors.make(setting).model))
-        return doors.measure(setting, topology, 1)
+        try:
+            return doors.measure(setting, topology, 1)
+        finally:
+            # Other tests use this process.
+            mock.patch.stopall()
+            if setting.door == "megatron":
+                importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
 
 
 @pytest.mark.slow

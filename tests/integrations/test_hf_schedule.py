@@ -145,7 +145,7 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, cases: Sequenc
 def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int) -> None:
     make(family, "eager", torch.float64).save_pretrained(tmp_path)
     sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
-    cluster.run(4, compare, str(tmp_path), sizes, DEGREES[family])
+    cluster.run(4, compare, str(tmp_path), sizes, DEGREES[family], timeout_s=300)
 
 
 def by_names(rank: int, world: int, folder: str) -> None:

@@ -401,7 +401,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
     bad_numbers(0, 1, name)
 
 
-def tensor_parallel(rank: int, world: int, ep: int) -> float:
+def tensor_parallel(rank: int, world: int, ep: int, schedule: Any = "off") -> float:
     """The largest relative error of a layer on ranks that share a sequence: each has a part of every expert, or all of
     some experts and a part of the sequence."""
     set_spmd_backend("partial_dtensor")
@@ -410,7 +410,7 @@ def tensor_parallel(rank: int, world: int, ep: int) -> float:
     made = config()
     set_qwen3_sharding_config(made, enable_sp=True, enable_ep=ep > 1)
     cfg = made.layers[1].moe
-    cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts)
+    cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts, schedule=schedule)
     return error_on_ranks(cfg, rank, world, dims)
 
 
