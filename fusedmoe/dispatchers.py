@@ -7,8 +7,8 @@
     y_SM = exchange.by_operators(Routed(x_SM, layout, weight_SK), experts, bad)
 
 `Collectives` sends tokens by all-to-alls, once to each rank with experts for them; `Local` leaves them where they are.
-`GroupedExperts` and `AutogradExperts` are experts as a plan calls them, chunk by chunk. In a graph of `torch.compile`
-`through_experts_in_graph` is a `Collectives` with plans, as one operator.
+`GroupedExperts`, `PartExperts` and `AutogradExperts` are experts as a plan calls them, chunk by chunk. A
+`ScheduledExchange` is a `Collectives` whose tokens go by a schedule, of a module that `ExternalExperts` describes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from fusedmoe.autograd.experts import no_wider
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
+from fusedmoe.engine.part_experts import PartExperts
 from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
 from fusedmoe.engine.run import Assigned, Plans
-from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
+from fusedmoe.layers.scheduled_exchange import (
+    EXCHANGE,
+    ExternalExperts,
+    ScheduledExchange,
+    exchanges_of,
+    shared_topology,
+)
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
-__all__ += ["Assigned", "Plans", "no_plans", "through_experts_in_graph", "Remembered", "enclosing_checkpoints"]
+__all__ += ["Assigned", "Plans", "no_plans", "Remembered", "enclosing_checkpoints"]
+__all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]

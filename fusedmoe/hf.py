@@ -10,6 +10,9 @@ model that there is already, and says what stands in its way. Nothing of transfo
 as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference. `Trainer(…, callbacks=[MetricsCallback()])`
 logs what the routing is like.
 
+With experts over ranks `apply(model, schedule="auto")`, or `ep_implementation="fusedmoe-auto"`, has what travels
+overlap what is computed; `Trainer(…, callbacks=[PlanTuningCallback()])` measures plans while a model trains.
+
 A forward of a model's experts, in the order of this file: `experts_forward` looks at the numbers, sorts tokens by
 expert and calls `compute`; with expert parallelism `ExpertParallel` sends the tokens in between.
 
@@ -31,22 +34,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
-from fusedmoe import Topology, ops
+from fusedmoe import Schedule, Topology, ops
 from fusedmoe.dispatchers import (
+    EXCHANGE,
     AutogradExperts,
     ChunkExperts,
-    Collectives,
+    ExternalExperts,
     GroupedExperts,
     InputChecks,
     Routed,
-    no_plans,
+    ScheduledExchange,
     not_finite,
-    through_experts_in_graph,
+    shared_topology,
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf_adapters import (
@@ -61,8 +65,18 @@ from fusedmoe.hf_adapters import (
 from fusedmoe.hf_metrics import MetricsCallback, registered_experts
 from fusedmoe.hf_padding import mask_padding
 from fusedmoe.hf_quantised import QuantisedMatrices
+from fusedmoe.plans import layer_policies
+from fusedmoe.training import StepTuning
 
-__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward", "mask_padding"]
+__all__ = [
+    "NAME",
+    "ExpertParallel",
+    "MetricsCallback",
+    "PlanTuningCallback",
+    "apply",
+    "experts_forward",
+    "mask_padding",
+]
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -360,8 +374,31 @@ def check_experts(experts: Any) -> None:
             )
 
 
-class _LocalExperts(nn.Module):
+class _LocalExperts(ExternalExperts):
     """The experts of this rank as dispatchers call them."""
+
+    def __init__(self, experts: Any, ranks: int) -> None:
+        widths = stored(experts, "down_proj").shape[1:]
+        model_dim, hidden = reversed(widths) if experts.is_transposed else widths
+        super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return compute(self.module, x_SM, layout, weight_N)
+
+    def in_graphs(self) -> nn.Module:
+        return _Computed(self.module)
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        experts, activation, factors = self.module, fused_activation(self.module), factors_in_use(self.module)
+        (up, _), (down, _) = (_matrix(experts, name, x_SM.dtype) for name in _names(experts))
+        if activation is None or factors or any(isinstance(each, QuantisedMatrices) for each in (up, down)):
+            return AutogradExperts(self, [*experts.parameters(), *factors])
+        up_bias, down_bias = _biases(experts, x_SM.dtype)
+        return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
+
+
+class _Computed(nn.Module):
+    """A module of experts whose forward is `compute`."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -370,14 +407,6 @@ class _LocalExperts(nn.Module):
     def forward(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         return compute(self._experts, x_SM, layout, weight_N)
 
-    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        experts, activation, factors = self._experts, fused_activation(self._experts), factors_in_use(self._experts)
-        (up, _), (down, _) = (_matrix(experts, name, x_SM.dtype) for name in _names(experts))
-        if activation is None or factors or any(isinstance(each, QuantisedMatrices) for each in (up, down)):
-            return AutogradExperts(self, [*experts.parameters(), *factors])
-        up_bias, down_bias = _biases(experts, x_SM.dtype)
-        return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
-
 
 class ExpertParallel(EPImplementation):
     """Sends a token once to each rank with experts for it, and one sum back: `ep_implementation="fusedmoe"`.
@@ -385,14 +414,20 @@ class ExpertParallel(EPImplementation):
     Ranks that share a batch (`tp_mesh`) send a chunk of its tokens each, and gather the results. Under autocast
     tokens travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
 
+    "fusedmoe" sends one thing after the other, since measuring would surprise whoever asks a model for one answer;
+    "fusedmoe-auto", and "fusedmoe-" before the name of a policy, send by this schedule, as `apply(model, schedule=…)`.
+
     Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
         Making one is collective over both.
+    Attributes:
+        schedule: that modules begin with.
     Raises:
         ConfigError: experts that cannot be computed (`check_experts`).
         RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
             that are NaN or infinite; adapters of peft that `apply` has not seen.
     """
 
+    schedule = "off"
     # Layers that no pass with gradients has gone through: the first one asks whether adapters are shared, for all.
     _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
@@ -401,14 +436,12 @@ class ExpertParallel(EPImplementation):
         self._unasked.add(self)
         check_experts(experts)
         self._experts: Any = experts
-        self._local = _LocalExperts(experts)
-        self._topology = Topology.from_group(ep_mesh.get_group())
-        self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._topology = shared_topology(ep_mesh.get_group())
+        self._sharing = shared_topology(tp_mesh.get_group()).world
         ops.name_for_graphs(self._sharing)
-        self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
-        all_to_all = ops.make_all_to_all("direct", self._topology)
-        # Layers are numbered, so that ranks that call different ones find out.
-        self._exchange = Collectives(self._topology, all_to_all, name="fusedmoe.hf", local=self._local)
+        local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
+        self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
+        setattr(experts, EXCHANGE, self._exchange)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
@@ -417,18 +450,14 @@ class ExpertParallel(EPImplementation):
         """
         if not (torch.compiler.is_compiling() and ops.graph_takes_sizes()):
             return self._called(hidden_states, top_k_index, top_k_weights)
-        sharing = self._sharing
+        sharing, exchange = self._sharing, self._exchange
         counts = ops.split_counts(hidden_states.shape[0], sharing)
         given = (hidden_states, top_k_index, top_k_weights)
         x_TH, number_TK, weight_TK = (ops.split_rows(value, sharing, counts) for value in given)
-        bad = self._checks.of_given(x_TH, weight_TK)
+        bad = exchange.checks.of_given(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(self._experts, hidden_states))
         layout = ops.order(number_TK, self.num_local_experts * self._topology.ep.size)
-        routed = Routed(x_TH, layout, weight_TK)
-        if self._exchange.plans is no_plans:
-            y_TH = self._exchange.by_operators(routed, self._local, bad)
-        else:
-            y_TH, _ = through_experts_in_graph(self._exchange, routed, self._local, bad)
+        y_TH = exchange.in_graph(Routed(x_TH, layout, weight_TK), bad)
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
@@ -437,30 +466,33 @@ class ExpertParallel(EPImplementation):
         if self in self._unasked and torch.is_grad_enabled():
             require_shared(experts)
             self._unasked.clear()
-        self._checks.tell_logits()
+        self._exchange.checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
-        refusal = self._checks.for_exchange(x_TH, weight_TK)
+        refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
-        routed = Routed(x_TH, layout, weight_TK, refusal)
-        y_TH = self._exchange.through_experts(routed, self._local)
+        y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
 
-def apply(model: Any) -> Any:
+def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
     """Sets this library for the experts of a model of transformers, after a look at who else changed them; returns it.
 
     Args:
         model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
             accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps. With expert
             parallelism and adapters of peft it is collective: adapters are then the same on all ranks, gradients too.
+        schedule: what travels overlaps what is computed by it where experts are over ranks, as `MoELayer(schedule=…)`
+            has it: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names the first
+            forward measures the machine, and keeps that on disk. None: as before. The same on all ranks; collective.
     Raises:
         ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
             has replaced, which is named; experts that this library cannot compute, named; experts outside of any
-            `PreTrainedModel`.
+            `PreTrainedModel`; an unknown schedule, or one for experts whose tokens transformers itself sends.
+        RankError: ranks with different schedules.
     """
     modules = registered_experts(model)
     who = type(model).__name__
@@ -491,6 +523,8 @@ def apply(model: Any) -> Any:
                 f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
                 f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
             )
+    if schedule is not None:
+        _set_schedule(modules, schedule)
     return model
 
 
@@ -505,6 +539,54 @@ def _share_adapters(model: Any) -> None:
             "with which gradients of adapters are not the mean over all ranks; use fsdp_size and ep_size alone"
         )
     share_adapters(model, Topology.from_group(torch.distributed.group.WORLD).world)
+
+
+def _set_schedule(modules: dict[str, Any], schedule: str | Schedule) -> None:
+    if isinstance(schedule, str):
+        Schedule.named(schedule)  # a wrong name is refused where nothing travels, too
+    for name, module in modules.items():
+        exchange = getattr(module, EXCHANGE, None)
+        if exchange is not None:
+            exchange.set_schedule(schedule)
+        elif module._is_expert_parallel and schedule != "off":
+            raise ConfigError(
+                f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), and no "
+                f"schedule has an effect; load the model with DistributedConfig(…, ep_implementation={NAME!r})"
+            )
+
+
+class PlanTuningCallback(TrainerCallback):
+    """Measures plans while `Trainer` trains, and keeps to the fastest; see `fusedmoe.training.StepTuning`.
+
+        Trainer(model, …, callbacks=[PlanTuningCallback()])
+
+    Where experts are not over ranks nothing travels, and it does nothing. Where a model is trained again it begins with
+    what it has found.
+
+    Args: as for `StepTuning`.
+    Attributes:
+        tuning: what measures, while a model is trained over ranks and after.
+    Raises:
+        ConfigError: when training begins, a model without experts that transformers' registry serves, or whose tokens
+            transformers itself sends.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+        self.tuning: StepTuning | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        modules = registered_experts(model)
+        travels = any(module._is_expert_parallel for module in modules.values())
+        self.tuning = StepTuning(model, **self._given) if travels or not modules else None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__exit__(None)
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -543,3 +625,7 @@ def _home(function: Any) -> str:
 
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)
+for _name in ("auto", *layer_policies()):
+    EPImplementationInterface.register(
+        f"{NAME}-{_name}", type("ExpertParallel", (ExpertParallel,), {"schedule": _name, "__module__": __name__})
+    )

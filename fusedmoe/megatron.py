@@ -3,7 +3,9 @@
     spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=8))
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
-experts by this library's kernels. Router, losses, shared experts and the names in checkpoints stay Megatron's.
+experts by this library's kernels. Router, losses, shared experts and the names in checkpoints stay Megatron's. With
+`schedule="auto"` either has what travels overlap what is computed; `fusedmoe.training.StepTuning` measures plans while
+a loop trains.
 
 Shape suffixes: T tokens of this rank, D model, K choices, E experts, e experts of this rank, H an expert's hidden
 width, N rows sorted by expert, R tokens received, S either tokens or received tokens.
@@ -26,8 +28,18 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import Collectives, Handle, InputChecks, LocalExperts
+from fusedmoe import Schedule, Topology, ops
+from fusedmoe.dispatchers import (
+    AutogradExperts,
+    ChunkExperts,
+    Collectives,
+    ExternalExperts,
+    Handle,
+    LocalExperts,
+    PartExperts,
+    ScheduledExchange,
+    shared_topology,
+)
 from fusedmoe.errors import ConfigError
 
 __all__ = ["MegatronMoELayer", "StackedExperts", "StagedDispatcher", "routed_experts", "token_dispatcher"]
@@ -48,6 +60,9 @@ class MegatronMoELayer(MoELayer):
 
     Args: as for Megatron's `MoELayer`, and
         timeout_s: seconds that a rank waits for others.
+        schedule: as of `fusedmoe.MoELayer`.
+    Attributes:
+        fusedmoe_exchange: takes tokens to their experts by the schedule, and their results back.
     Raises:
         ConfigError: a setting of which this layer could keep only a part, named.
         RankError: from a step, or where it is made: a rank fails, or does not come within `timeout_s`.
@@ -60,20 +75,50 @@ class MegatronMoELayer(MoELayer):
         layer_number: int | None = None,
         pg_collection: Any = None,
         timeout_s: float = 300.0,
+        schedule: str | Schedule = "off",
     ) -> None:
         # Before Megatron makes its own dispatcher, whose refusals would speak of other things.
         _check(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups)
         # In place of the dispatcher that Megatron's constructor has just made.
-        self.token_dispatcher = StagedDispatcher(config, groups, timeout_s)
+        experts = _OwnExperts(self.experts, config)
+        self.token_dispatcher = StagedDispatcher(config, groups, timeout_s, experts, schedule)
+
+    @property
+    def fusedmoe_exchange(self) -> ScheduledExchange:
+        exchange: ScheduledExchange = self.token_dispatcher.exchange
+        return exchange
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Returns the sum of each received token's results."""
+        """Returns the sum of each received token's results; by a schedule that of each token's."""
+        if self.token_dispatcher.in_chunks:
+            return self.token_dispatcher.by_schedule(hidden_states), None
         if isinstance(self.experts, StackedExperts):
             return self.token_dispatcher.through_experts(self.experts, hidden_states), None
         output, bias = super().routed_experts_compute(hidden_states, probs)
         return output, bias
+
+
+class _OwnExperts(ExternalExperts):
+    """The experts of a layer, ours or Megatron's."""
+
+    def __init__(self, experts: Any, config: Any) -> None:
+        widths = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
+        super().__init__(experts, config.num_moe_experts, widths, bool(config.gated_linear_unit))
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        if isinstance(self.module, StackedExperts):
+            return super().__call__(x_SM, layout, weight_N)
+        layout = layout.exact()
+        rows, bias = self.module(ops.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
+        assert bias is None, "biases of Megatron's experts are added on the tokens' ranks, where nothing knows them"
+        return ops.unpermute(rows, layout)
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        if isinstance(self.module, StackedExperts):
+            return super().in_chunks(x_SM)
+        return AutogradExperts(self, list(self.module.parameters()))
 
 
 class StagedDispatcher(MoETokenDispatcher):
@@ -88,6 +133,11 @@ class StagedDispatcher(MoETokenDispatcher):
         pg_collection: Megatron's process groups `ep`, `expt_tp` and `tp_ep`. Making the dispatcher is collective over
             the last.
         timeout_s: seconds that a rank waits for others.
+        experts: of this rank.
+        schedule: with another one than "off" tokens, experts and results go by it in the stage of the experts, and the
+            two stages that would send do nothing.
+    Attributes:
+        exchange: makes the way by the schedule.
     Raises:
         ConfigError: groups that are no grid of ranks; with one rank, from a step, tokens or weights that are NaN or
             infinite (on CUDA from a later one).
@@ -95,34 +145,48 @@ class StagedDispatcher(MoETokenDispatcher):
             or weights; nothing is sent then.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, timeout_s: float) -> None:
+    def __init__(
+        self, config: Any, pg_collection: Any, timeout_s: float, experts: ExternalExperts, schedule: str | Schedule
+    ) -> None:
         super().__init__(config, pg_collection)
-        self._exchange: Collectives | None = None
-        self._checks = InputChecks(Topology(), "fusedmoe.megatron")
+        topology = Topology()
         if self.ep_size * self.tp_size > 1:
             places = _places(pg_collection.tp_ep, pg_collection.ep, pg_collection.expt_tp)
-            topology = Topology.from_group(pg_collection.tp_ep, places, timeout_s=timeout_s)
-            self._checks = InputChecks(topology, "fusedmoe.megatron")
-            self._exchange = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.megatron")
+            topology = shared_topology(pg_collection.tp_ep, places, timeout_s)
+        self.exchange = ScheduledExchange(topology, experts, schedule, "fusedmoe.megatron")
+
+    @property
+    def in_chunks(self) -> bool:
+        """Tells whether tokens go by a plan."""
+        return self._collectives is not None and not self.exchange.plans_nothing
+
+    @property
+    def _collectives(self) -> Collectives | None:
+        dispatcher = self.exchange.dispatcher
+        return dispatcher if isinstance(dispatcher, Collectives) else None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
-        self._bad = self._checks.of_given(x_TD, probs)
-        number_TK, weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
+        number_TK, self._weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
         self._layout = ops.order(number_TK, routing_map.shape[1])
-        if self._exchange is None:
+        if self.in_chunks:
+            return x_TD, probs
+        self._bad = self.exchange.checks.of_given(x_TD, probs)
+        if self._collectives is None:
             # On one rank nothing travels: the experts gather rows themselves, and want no padding.
             self._layout = self._layout.exact()
-        return x_TD, ops.take_pairs(weight_TK, self._layout)
+        return x_TD, ops.take_pairs(self._weight_TK, self._layout)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [R, D] the tokens of this rank's experts, and the weight of each of their sorted rows. Collective."""
-        if self._exchange is None:
+        if self.in_chunks:
+            return hidden_states, probs
+        if self._collectives is None:
             self._handle = Handle(self._layout, probs)
             return hidden_states, probs
-        x_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
+        x_RD, self._handle = self._collectives.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
         assert self._handle.weight_N is not None
         return x_RD, self._handle.weight_N
 
@@ -135,15 +199,19 @@ class StagedDispatcher(MoETokenDispatcher):
         """Runs experts that gather rows, apply weights and sum results themselves, between dispatch and combine."""
         return experts(hidden_states, self._handle.layout, self._handle.weight_N)
 
+    def by_schedule(self, hidden_states: Tensor) -> Tensor:
+        """Returns [T, D] the sum of each token's results: dispatch, experts and combine, by the schedule."""
+        return self.exchange.through_experts(hidden_states, self._layout, self._weight_TK)
+
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Returns the sum of each received token's results."""
         return ops.unpermute(hidden_states, self._handle.layout)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Returns [T, D] the sum of each token's results. Collective."""
-        if self._exchange is None:
+        if self.in_chunks or self._collectives is None:
             return hidden_states
-        return self._exchange.combine_by_operators(hidden_states, self._handle)
+        return self._collectives.combine_by_operators(hidden_states, self._handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Returns the results in the shape of the tokens."""
@@ -168,11 +236,16 @@ class StackedExperts(SequentialMLP):
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their weights."""
+        how = ops.WeightParts(self._join, _split)
+        return ops.experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
+
+    def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
+        """Returns the same experts for a schedule."""
+        return PartExperts(self._parts(), ops.WeightParts(self._join, _split), self._activation)
+
+    def _parts(self) -> list[Tensor]:
         # First products of all experts, then second ones, as `_join` splits them.
-        parts = [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
-        return ops.experts_in_parts(
-            x_SD, layout, weight_N, parts, ops.WeightParts(self._join, _split), self._activation
-        )
+        return [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
 
     def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Makes [e, (2,) H, D] and [e, D, H]."""
@@ -254,21 +327,26 @@ def _activation(config: Any) -> str:
     return known
 
 
-def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
+def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:
     """Returns a spec whose layers of experts send tokens by this library. The experts stay Megatron's.
 
     Args:
         spec: of a transformer layer, of a block of them (dense layers stay as they are), or of a layer of experts.
         timeout_s: seconds that a rank waits for others.
+        schedule: what travels overlaps what is computed by it where experts are over ranks, as of
+            `fusedmoe.MoELayer`: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names
+            the first step measures the machine, and keeps that on disk. Megatron's own experts run by autograd in each
+            chunk, with equal numbers of chunks in both passes.
     Returns:
         Another spec of the same kind; the given spec does not change.
     Raises:
-        ConfigError: a spec without a layer of experts of Megatron's; the modules in its place are named.
+        ConfigError: a spec without a layer of experts of Megatron's; the modules in its place are named; an unknown
+            schedule.
     """
-    return _replaced(spec, None, timeout_s)
+    return _replaced(spec, None, timeout_s, schedule)
 
 
-def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
+def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:
     """Returns a spec whose layers of experts send tokens, and compute experts, by this library.
 
     Their parameters are those of Megatron's `SequentialMLP`, whichever experts the spec has: `local_experts.0.…`. In
@@ -277,10 +355,12 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
     Args, Returns, Raises: as for `token_dispatcher`.
     """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return _replaced(spec, ModuleSpec(module=StackedExperts, submodules=linears), timeout_s)
+    return _replaced(spec, ModuleSpec(module=StackedExperts, submodules=linears), timeout_s, schedule)
 
 
-def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
+def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float, schedule: str | Schedule) -> Any:
+    if isinstance(schedule, str):
+        Schedule.named(schedule)  # refused here rather than when the model is built
     # Names of modules that are no layer of experts: an error names them.
     unlike: list[str] = []
 
@@ -291,7 +371,7 @@ def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
             unlike.append(getattr(module, "__name__", repr(module)))
             return mlp
         inside = mlp.submodules if experts is None else replace(mlp.submodules, experts=experts)
-        params = {**mlp.params, "timeout_s": timeout_s}
+        params = {**mlp.params, "timeout_s": timeout_s, "schedule": schedule}
         return replace(mlp, module=MegatronMoELayer, submodules=inside, params=params)
 
     def of_layer(layer: Any) -> Any:

@@ -3,9 +3,11 @@
     torchtitan … --override.imports fusedmoe.titan.routed_experts,fusedmoe.titan.selective_ac
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
-the experts by this library's kernels; take one of them. `selective_ac` has selective activation checkpointing run each
-exchange once. No code of torchtitan or of a model changes. Parameters, their names and how they are sharded stay as
-they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see no difference.
+the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
+what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains. `selective_ac` has selective
+activation checkpointing run each exchange once. No code of torchtitan or of a model changes. Parameters, their names
+and how they are sharded stay as they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see
+no difference.
 
 Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden
 width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sorted by expert, R tokens
@@ -16,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed import activation_checkpoint
@@ -32,25 +36,27 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from fusedmoe import Topology, dispatchers, ops
+from fusedmoe import Schedule, Topology, ops
 from fusedmoe.dispatchers import (
     AutogradExperts,
+    ChunkExperts,
     Collectives,
     Dispatcher,
+    ExternalExperts,
     Handle,
     InputChecks,
     Local,
-    LocalExperts,
-    Routed,
-    no_plans,
-    through_experts_in_graph,
+    PartExperts,
+    ScheduledExchange,
+    shared_topology,
 )
+from fusedmoe.dispatchers import GroupedExperts as GroupedChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import KEPT_OPERATORS
 
 __all__ = ["FusedRoutedExperts", "SelectiveAC", "TokenDispatcher", "routed_experts", "selective_ac", "token_dispatcher"]
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S, _NAME = 300.0, "fusedmoe.titan"
 
 
 class DispatchMetadata(NamedTuple):
@@ -79,24 +85,33 @@ class TokenDispatcher(BaseEPTokenDispatcher):
     class Config(BaseEPTokenDispatcher.Config):
         timeout_s: float = 300.0
         """Seconds that a rank waits for others (see `fusedmoe.Topology`)."""
+        schedule: Any = "off"
+        """When tokens travel and the experts that this serves compute; as of `fusedmoe.MoELayer`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._schedule = config.timeout_s, config.schedule
         self._dispatcher: Dispatcher = Local()
-        self.experts: torch.nn.Module | None = None
-        self._checks = InputChecks(Topology(), "fusedmoe.titan")
+        self._checks = InputChecks(Topology(), _NAME)
+        self._experts: ExternalExperts | None = None
+        self.exchange: ScheduledExchange | None = None
+
+    def serve(self, experts: ExternalExperts) -> None:
+        """Has `through_experts` take tokens to these experts."""
+        self._experts = experts
+        self.exchange = ScheduledExchange(Topology(), experts, self._schedule, _NAME)
 
     def init_buffer(self) -> None:
         """Makes the ranks' topology. Collective over the expert-parallel mesh, if there is one."""
-        if self.ep_mesh is not None:
-            topology = Topology.from_group(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
-            self._checks = InputChecks(topology, "fusedmoe.titan")
-            all_to_all, local = ops.make_all_to_all("direct", topology), self.experts
-            # Such experts share their biases by how their parameters lie, of which an operator sees nothing.
-            if isinstance(local, FusedGptOssExperts) and _tensor_parallel_ranks(local.mlp1_weight_EGD) > 1:
-                local = None
-            self._dispatcher = Collectives(topology, all_to_all, name="fusedmoe.titan", local=local)
+        if self.ep_mesh is None:
+            return
+        topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
+        self._checks = InputChecks(topology, _NAME)
+        if self._experts is None:
+            self._dispatcher = Collectives(topology, ops.make_all_to_all("direct", topology), name=_NAME)
+        else:
+            self.exchange = ScheduledExchange(topology, self._experts, self._schedule, _NAME)
+            self._dispatcher = self.exchange.dispatcher
 
     def dispatch(
         self,
@@ -134,24 +149,17 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             y_RD = self._dispatcher.combine_by_operators(y_RD, handle)
         return y_RD.to(x_TD.dtype)
 
-    def through_experts(
-        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, experts: LocalExperts
-    ) -> Tensor:
-        """Does dispatch, experts and combine as one, with experts that gather rows, apply scores and sum results.
+    def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
+        """Does dispatch, experts and combine as one, with the experts that this `serve`s, by the schedule.
 
         Scores travel with the tokens, so that no result has to be kept for their gradient.
 
         Returns:
             [T, D] the sum of each token's results.
         """
-        bad = self._checks.of_given(x_TD, topk_scores_TK)
+        assert self.exchange is not None
         layout = ops.order(topk_expert_ids_TK, self.num_experts)
-        routed = Routed(x_TD, layout, topk_scores_TK)
-        if isinstance(self._dispatcher, Collectives):
-            if self._dispatcher.plans is not no_plans and torch.compiler.is_compiling():
-                return through_experts_in_graph(self._dispatcher, routed, experts, bad)[0]
-            return self._dispatcher.by_operators(routed, experts, bad)
-        return self._dispatcher.through_experts(routed, experts)
+        return self.exchange.through_experts(x_TD, layout, topk_scores_TK)
 
 
 class FusedExperts(GroupedExperts):
@@ -165,10 +173,18 @@ class FusedExperts(GroupedExperts):
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
         return ops.experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
 
-    def in_chunks(self, x_SD: Tensor) -> dispatchers.GroupedExperts:
-        """Returns the same experts as plans call them."""
+    def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
+        """Returns the same experts for a schedule."""
+        _require_whole(self)
+        if not torch.compiler.is_compiling():
+            return PartExperts(self._parts(), _PARTS, "swiglu")
+        # A graph joins its parts itself, and splits their gradients.
         w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
-        return dispatchers.GroupedExperts(ops.Weights(w13, w2_EDF), "swiglu")
+        return GroupedChunks(ops.Weights(w13, w2_EDF), "swiglu")
+
+    def widths(self) -> tuple[int, int]:
+        """Returns D, and F over all ranks."""
+        return self.w2_EDF.shape[1], self.w2_EDF.shape[2]
 
     def _parts(self) -> list[Tensor]:
         return [_local(parameter) for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
@@ -186,22 +202,44 @@ class FusedGptOssExperts(GptOssGroupedExperts):
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
+        return self._compute(self._parameters_here(), x_SD, layout, score_N)
+
+    def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
+        """Returns the same experts for a schedule."""
+        _require_whole(self)
+        parameters = self._parameters_here()
+        return AutogradExperts(partial(self._compute, parameters), parameters)
+
+    def widths(self) -> tuple[int, int]:
+        """Returns D, and F over all ranks."""
+        return self.mlp2_weight_EDF.shape[1], self.mlp2_weight_EDF.shape[2]
+
+    def _parameters_here(self) -> list[Tensor]:
+        names = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
+        return [_local(parameter) for parameter in names]
+
+    def _compute(
+        self, parameters: Sequence[Tensor], x_SD: Tensor, layout: ops.Layout, score_N: Tensor | None
+    ) -> Tensor:
         shards = _tensor_parallel_ranks(self.mlp1_weight_EGD)
-        up_EGD, up_bias_EG, down_EDF, down_bias_ED = (
-            _local(parameter).to(x_SD.dtype)
-            for parameter in (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
-        )
+        up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
         h_NG = ops.grouped_linear(ops.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
         a_NF = ops.clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
             # Each rank adds its share of the bias, so that the sum has it once; the gradient is whole on every rank.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
         rows_ND = ops.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
+        assert score_N is not None
         return ops.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
 
-    def in_chunks(self, x_SD: Tensor) -> AutogradExperts:
-        """Returns the same experts as plans call them."""
-        return AutogradExperts(self, list(self.parameters()))
+
+class _InnerExperts(ExternalExperts):
+    """Torchtitan's inner experts."""
+
+    def in_graphs(self) -> torch.nn.Module | None:
+        # Gpt-oss's share their biases by how their parameters lie, of which an operator sees nothing.
+        shared = isinstance(self.module, FusedGptOssExperts) and _tensor_parallel_ranks(self.module.mlp1_weight_EGD) > 1
+        return None if shared else self.module
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -211,6 +249,9 @@ class FusedRoutedExperts(RoutedExperts):
     in its dtype. (Torchtitan's own experts always compute in bfloat16.) Scores are float32, and multiply the experts'
     results in float32. Where tensor parallelism splits each expert, a rank has a part of F, and returns a part of the
     sum, as in torchtitan.
+
+    Attributes:
+        fusedmoe_exchange: takes tokens to their experts by the schedule, and their results back.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -220,7 +261,13 @@ class FusedRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.token_dispatcher.experts = self.inner_experts
+        inner = self.inner_experts
+        self.token_dispatcher.serve(_InnerExperts(inner, self.token_dispatcher.num_experts, inner.widths(), gated=True))
+
+    @property
+    def fusedmoe_exchange(self) -> ScheduledExchange:
+        exchange: ScheduledExchange = self.token_dispatcher.exchange
+        return exchange
 
     def forward(
         self,
@@ -236,7 +283,7 @@ class FusedRoutedExperts(RoutedExperts):
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
-            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, self.inner_experts)
+            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK)
             return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
 
 
@@ -257,6 +304,15 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _require_whole(experts: nn.Module) -> None:
+    """Refuses experts whose parameters FSDP gathers for their own forward alone, which a schedule does not call."""
+    if isinstance(experts, FSDPModule):
+        raise ConfigError(
+            f"fusedmoe.titan: FSDP shards {type(experts).__name__} by itself, so that no schedule can run its experts "
+            "chunk by chunk; shard the block around them, as torchtitan does, or leave the schedule out"
+        )
 
 
 def _tensor_parallel_ranks(weight: Tensor) -> int:
@@ -304,14 +360,22 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = 
 
 
 @override(target=RoutedExperts.Config, description="Rows travel, and experts compute, by fusedmoe")
-def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) -> FusedRoutedExperts.Config:
+def routed_experts(
+    cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off"
+) -> FusedRoutedExperts.Config:
     """Replaces the routed experts' configuration: dispatcher and kernels are this library's.
 
     Args:
         timeout_s: seconds that a rank waits for others.
+        schedule: what travels overlaps what is computed by it where experts are over ranks, as of
+            `fusedmoe.MoELayer`: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names
+            the first step measures the machine, and keeps that on disk. Blocks that are compiled go as by "off".
     Raises:
-        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones and gpt-oss's, named.
+        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones and gpt-oss's, named; an
+            unknown schedule.
     """
+    if isinstance(schedule, str):
+        Schedule.named(schedule)  # refused here rather than when the model is built
     inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
     if type(cfg) is not RoutedExperts.Config or type(inner) not in _EXPERTS:
         raise ConfigError(
@@ -327,7 +391,7 @@ def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) 
         cfg,
         FusedRoutedExperts.Config,
         inner_experts=derive(inner, _EXPERTS[type(inner)]),
-        token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s),
+        token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s, schedule=schedule),
     )
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fusedmoe
+from bench.cluster import doors
 from bench.cluster.captured import make_step
 from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import SETTINGS, Setting
@@ -111,6 +112,8 @@ def main() -> None:
         if setting.captured:
             seconds = _slowest_s(make_step(setting, None)[0])
             sent_bytes = _IN_TURN * step_bytes(setting, 0)
+        elif setting.door is not None:
+            seconds, sent_bytes = _slowest_s(doors.make(setting, alone=True).step), doors.sent_bytes(setting)
         elif setting.alone:
             seconds, sent_bytes = layer_s(setting), step_bytes(setting, 0)
         else:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fusedmoe
-from bench.cluster import balance, blocks, captured, job, model, placed, price, stacks, tokens
+from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, stacks, tokens
 from bench.cluster import layer as layers
 from bench.cluster.profile import StackProfile, profile_stack
 from bench.cluster.setting import SETTINGS, Setting
@@ -70,6 +70,9 @@ class Parts:
 
     def tokens(self) -> dict[str, Any]:
         return tokens.measure(self._setting, self._topology, self._rounds)
+
+    def doors(self) -> dict[str, Any]:
+        return doors.measure(self._setting, self._topology, self._rounds)
 
     @cached_property
     def _stack(self) -> tuple[Step, StackProfile]:

@@ -27,6 +27,7 @@ class Setting:
         computation_s: of a step, as it was measured to choose the rate.
         k: experts that a token goes to.
         pairs: tokens that travel once are measured beside rows for pairs (`tokens.py`).
+        door: a small model of another framework, "hf", "titan" or "megatron" (`doors.py`).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Setting:
     computation_s: float | None = None
     k: int = 2
     pairs: bool = False
+    door: str | None = None
 
     @property
     def file(self) -> str:
@@ -57,6 +59,8 @@ class Setting:
             return "captured.json"
         if self.pairs:
             return "tokens.json"
+        if self.door is not None:
+            return "doors.json"
         return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
@@ -68,6 +72,8 @@ class Setting:
             return ("captured",)
         if self.pairs:
             return ("tokens",)
+        if self.door is not None:
+            return ("doors",)
         if self.alone:
             return ("layer",)
         real = ("job", "price") if self.emulated_flops is None and not self.blocks else ()
@@ -168,7 +174,12 @@ TOKENS = (
     *(replace(LAYER, name=f"tokens-{k}-computed", E=E, k=k, pairs=True) for E, k in _CHOICES),
 )
 
-_ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS)
+#: Small models of other frameworks, as many products as `COMPUTED` has in SwiGLU's three.
+DOORS = tuple(
+    replace(COMPUTED, name=f"door-{door}", H=7168, gradient_bytes=0, door=door) for door in ("hf", "titan", "megatron")
+)
+
+_ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS, *DOORS)
 SETTINGS = {setting.name: setting for setting in _ALL}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.

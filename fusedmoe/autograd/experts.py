@@ -146,8 +146,8 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
         x_SM if wanted.w1 else None,
         weight_N,
         # A cast copy of parameters, as autocast makes, is as large as these.
-        w1 if wanted.x_SM else _shape_of(w1),
-        w2 if wanted.da_NH else _shape_of(w2),
+        w1 if wanted.x_SM else shape_of(w1),
+        w2 if wanted.da_NH else shape_of(w2),
         b1,
         b2,
         *layout,
@@ -155,7 +155,7 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.recorder = None
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
+def shape_of(tensor: Tensor) -> Tensor:
     """Returns a tensor of this one's shape, without memory of its size, for what is never read."""
     return tensor.new_empty(()).expand(tensor.shape)
 
@@ -222,7 +222,7 @@ class _InParts(Function):
         w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
         y_SM, h = experts_operator(x_SM, weight_N, w1, w2, None, None, 0, layout.tensors, activation)
         x, weight, *_ = ctx.needs_input_grad
-        wanted = ctx.wanted = Wanted(x, weight, *_learn(how, w1, w2, ctx.needs_input_grad[5:]), False, False)
+        wanted = ctx.wanted = Wanted(x, weight, *learning_weights(how, w1, w2, ctx.needs_input_grad[5:]), False, False)
         ctx.save_for_backward(
             h if wanted.h_NH else None, x_SM if wanted.w1 else None, weight_N, *layout.tensors, *parts
         )
@@ -238,18 +238,18 @@ class _InParts(Function):
         dx_SM, dweight_N, dw1, dw2, *_ = experts_backward(*given)
         dparts: list[Tensor | None] = [None] * len(parts)
         if wanted.parameters:
-            dw1, dw2 = dw1 if wanted.w1 else _shape_of(w1), dw2 if wanted.w2 else _shape_of(w2)
+            dw1, dw2 = dw1 if wanted.w1 else shape_of(w1), dw2 if wanted.w2 else shape_of(w2)
             pairs = zip(ctx.how.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
             dparts = [grad.to(part.dtype) if asked else None for grad, part, asked in pairs]
         return dx_SM if wanted.x_SM else None, dweight_N if wanted.weight_N else None, None, None, None, *dparts
 
 
-def _learn(how: WeightParts, w1: Tensor, w2: Tensor, learns: Sequence[bool]) -> tuple[bool, bool]:
+def learning_weights(how: WeightParts, w1: Tensor, w2: Tensor, learns: Sequence[bool]) -> tuple[bool, bool]:
     """Tells of w1 and w2 whether a part of them learns."""
     if all(learns) or not any(learns) or torch.compiler.is_compiling():
         return any(learns), any(learns)
     # Each part of a split is in the memory of what it is a part of; one that is a copy may be of both.
-    marks = _shape_of(w1), _shape_of(w2)
+    marks = shape_of(w1), shape_of(w2)
     first, second = (mark.untyped_storage().data_ptr() for mark in marks)
     places = [part.untyped_storage().data_ptr() for part in how.split(*marks)]
     learnt = [place for place, learns_too in zip(places, learns, strict=True) if learns_too]

@@ -161,7 +161,8 @@ class Topology:
         """Makes a world of the ranks of one process group, for a layer that only some ranks of the job hold.
 
         Collective over that group only. Gradients of dense parts and of copies of an expert are not its business: it
-        has no meshes, `dp` is the whole group, and `edp` the axis of `experts` before the last two.
+        has no meshes, `dp` is the whole group, and `edp` the axis of `experts` before the last two. On CPUs it is
+        duplex, as `from_sizes` describes.
 
         Args:
             handle: the group; None for a world of one.
@@ -180,7 +181,8 @@ class Topology:
         per_node = _ranks_per_node(ranks_per_node)
         job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
-        topology._begin(job, len(ranks), per_node)
+        # Other libraries' layers, which it is for, have no argument to ask for a link's second direction with.
+        topology._begin(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
         topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):

@@ -33,7 +33,7 @@ from fusedmoe.comm.exchange import Bad, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
-from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, selects, weight_of_rows
+from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
@@ -265,7 +265,9 @@ class Collectives(Dispatcher):
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
         assigned = self.plans(x_SM, met.exchange, experts)
-        if assigned is None:
+        # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
+        in_graphs = assigned is not None and copies is None and packs() and not experts.in_chunks(x_SM).any_degree
+        if assigned is None or in_graphs:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
         # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
@@ -457,6 +459,8 @@ class _ByPlan(Function):
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
+        # Weights that experts join for a pass are this pass's own, and go with it.
+        batch = replace(batch, experts=batch.experts.for_backward())
         backward = TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, received, kept)
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.

@@ -160,6 +160,17 @@ def selects() -> bool:
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
+def unchanged(tensor: Tensor) -> Tensor:
+    """Returns the tensor: a hook of saved tensors that stands in for others, which then see nothing."""
+    return tensor
+
+
+def packs() -> bool:
+    """Tells whether hooks take what autograd saves here, as those of an activation checkpoint do."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0] is not unchanged
+
+
 def recomputing() -> bool:
     """Tells whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
     # A graph cannot ask, and is the same in both. Outside of autograd's engine the id is −1.

@@ -68,7 +68,7 @@ def through_experts_in_graph(
     own = [None if parameter is None else _local(parameter) for parameter in chunk_experts.parameters]
     if isinstance(chunk_experts, GroupedExperts):
         b2_start, activation = chunk_experts.weights.b2_start, chunk_experts.activation.name
-    elif dispatcher.local is None or len(own) > 4:
+    elif dispatcher.local is None or len(own) > 4 or len(own) != len([*dispatcher.local.parameters()]):
         return dispatcher.by_operators(routed, experts, bad), routed.x_SM.new_zeros(())
     else:
         own, b2_start, activation = own + [None] * (4 - len(own)), 0, ""

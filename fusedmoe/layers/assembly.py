@@ -139,6 +139,7 @@ def set_up_experts(
         ConfigError: experts that cannot be split, or do not say how they are; parts that do not go with a placement.
     """
     topology, gate, order, experts = parts
+    assert isinstance(experts, Experts)
     if moves:
         from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
 
@@ -162,13 +163,18 @@ def set_up_experts(
 
 
 def make_dispatcher(
-    dispatch: str | Dispatcher, plans: LayerPlans, hooks: Sequence[Hooks], placed: DynamicExperts | None
+    dispatch: str | Dispatcher,
+    plans: LayerPlans,
+    hooks: Sequence[Hooks],
+    placed: DynamicExperts | None,
+    name: str = "MoELayer",
 ) -> Dispatcher:
     """Chooses how tokens travel.
 
     Args:
         dispatch: the algorithm of all-to-alls, "auto", or a dispatcher of the user's.
         placed: the experts, where they move.
+        name: of who calls, for messages.
     """
     if isinstance(dispatch, Dispatcher):
         return dispatch
@@ -185,9 +191,9 @@ def make_dispatcher(
     elif plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
-        made = OneSided(plans.transport, topology, all_to_all, plans.find)
+        made = OneSided(plans.transport, topology, all_to_all, plans.find, name=name)
     else:
-        made = Collectives(topology, all_to_all, plans.find, hooks)
+        made = Collectives(topology, all_to_all, plans.find, hooks, name)
     if dispatch == "auto":
         from fusedmoe.layers.dispatch_choice import choose_all_to_all, has_choice
 

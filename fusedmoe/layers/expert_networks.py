@@ -392,15 +392,14 @@ class FeedForward(Experts):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         from fusedmoe.schedule.workload import Workload
 
-        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
-        expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
         assert self.place is not None
         experts = max(1, self.place.local) * ep  # under a placement a rank may own none
         # By names: weights that are made of parameters (parametrizations.w1.original) would be made to be looked at.
         learnt = {part for name, one in self.named_parameters() if one.requires_grad for part in name.split(".")}
         trained = tuple(name for name in ("w1", "w2") if name in learnt)
-        of_rank = Workload(1, rows * esp, self.model_dim, self.hidden, experts, 1, expert=expert, trained=trained)
-        return replace(of_rank, ep=ep, esp=esp, itemsize=itemsize)
+        gated = ACTIVATIONS[self.activation].gated
+        whole = Workload.of_rows(rows, self.model_dim, self.hidden, experts, gated, itemsize, ep, esp)
+        return replace(whole, trained=trained)
 
     def describe(self) -> str:
         return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"

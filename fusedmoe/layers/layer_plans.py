@@ -5,8 +5,8 @@ A layer with a schedule has `layers/schedule.py` in its place, which is loaded f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import LocalExperts, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
@@ -23,6 +22,26 @@ from fusedmoe.schedule.task import Task, TaskKind
 
 if TYPE_CHECKING:
     from fusedmoe.engine.one_sided_dispatcher import KernelTransport
+    from fusedmoe.schedule.workload import Workload
+
+
+class PlannedExperts(LocalExperts, Protocol):
+    """Experts for whose work plans can be made: `Experts`, and those of other libraries (`ExternalExperts`)."""
+
+    @property
+    def grouped(self) -> bool:
+        """Tells whether graphs can hold them."""
+        ...
+
+    def parameters(self) -> Iterable[Tensor]: ...
+
+    def describe(self) -> str:
+        """Returns what tells them from others of their class, for what is kept of measurements."""
+        ...
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """Returns the work for a rank that sends `rows` rows."""
+        ...
 
 
 class LayerParts(NamedTuple):
@@ -31,7 +50,7 @@ class LayerParts(NamedTuple):
     topology: Topology
     gate: Gate
     order: Order
-    experts: Experts
+    experts: PlannedExperts
 
 
 class LayerPlans:

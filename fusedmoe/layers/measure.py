@@ -22,10 +22,9 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
-from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.gates.base import Gate
-from fusedmoe.layers.layer_plans import LayerPlans
+from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
 from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
@@ -150,7 +149,7 @@ def observe_layer(
     topology: Topology,
     gate: Gate,
     order: Order,
-    experts: Experts,
+    experts: PlannedExperts,
     like: Tensor,
     costs: StepCosts,
     all_to_all: AllToAll | None = None,
@@ -218,7 +217,7 @@ def observe_fused(
     topology: Topology,
     gate: Gate,
     order: Order,
-    experts: Experts,
+    experts: PlannedExperts,
     like: Tensor,
     kind: str,
     through: Through,

@@ -30,6 +30,7 @@ from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only layers with a schedule load
     from fusedmoe.layers.schedule import Schedule
+    from fusedmoe.layers.scheduled_exchange import ScheduledExchange
     from fusedmoe.schedule.cost import CostModel
 
 Placements = Literal["ep", "fssdp"]
@@ -319,7 +320,7 @@ class MoELayer(nn.Module):
         )
 
 
-def number_layers(layers: Iterable[MoELayer]) -> None:
+def number_layers(layers: Iterable[MoELayer | ScheduledExchange]) -> None:
     """Gives the layers of a model their numbers for timelines and profiles, in this order."""
     for number, layer in enumerate(layers):
         layer.number = number

@@ -20,7 +20,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.dispatcher import LocalExperts
+from fusedmoe.engine.dispatcher import LocalExperts, unchanged
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
@@ -211,7 +211,7 @@ def undisturbed() -> Iterator[None]:
     hooks: AbstractContextManager[Any] = nullcontext()
     autograd: Any = torch._C._autograd
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
     with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
         yield

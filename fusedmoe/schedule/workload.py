@@ -73,6 +73,15 @@ class Workload:
         if self.trained not in ((), ("w1",), ("w2",), _MATRICES):
             raise ConfigError(f"workload: trained are w1 and w2, either or none, not {self.trained!r}")
 
+    @classmethod
+    def of_rows(
+        cls, rows: int, model_dim: int, hidden: int, experts: int, gated: bool, itemsize: int, ep: int, esp: int
+    ) -> Workload:
+        """Makes the workload of feed-forward experts for a rank that has `rows` (token, k) pairs."""
+        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
+        expert = "swiglu" if gated else "ffn"
+        return cls(1, rows * esp, model_dim, hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize)
+
     @property
     def tokens(self) -> int:
         """Tokens of the ranks that share an expert's shards: B·L."""

@@ -19,6 +19,7 @@ from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning
 from fusedmoe.training.sharded_experts import PLACEMENT_POLICIES, ShardedExperts
 from fusedmoe.training.step_plan import PlannedStep, plan_step
+from fusedmoe.training.step_tuning import StepTuning
 from fusedmoe.training.survival import NodeMemory, Survival
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PlanTuning",
     "PlannedStep",
     "ShardedExperts",
+    "StepTuning",
     "Survival",
     "broadcast_parameters",
     "bucketed_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer, number_layers
+from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_of
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import WorkBar
@@ -109,30 +111,37 @@ class PlannedStep:
             blocks = found[0]
         if blocks is not None and len(found) > 1:
             raise ConfigError("plan_step: the model has several pipelines; make one of all its blocks")
-        self._layers = moe_layers(model if blocks is None else blocks)
+        ours = moe_layers(model if blocks is None else blocks)
+        # Layers of other libraries, whose gradients are theirs to reduce.
+        exchanges = [] if ours else exchanges_of(model)
+        self._layers: Sequence[MoELayer | ScheduledExchange] = ours or exchanges
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
         number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
         self._model, self.topology, self._workload = model, topology, workload
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if costs is None:
-            costs = self._layers[0].measured_costs(max(1, workload.tokens // workload.esp))
+            if not ours:
+                raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.StepTuning")
+            costs = ours[0].measured_costs(max(1, workload.tokens // workload.esp))
             # As they are for so many tokens, however many rows of these there may be by the workload.
             seen = next(iter(costs.observed.values()), None)
             costs = replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
         dense = None if blocks is None else blocks.dense_parameters
-        self.buckets = GradientBuckets(
-            model, topology if blocks is None else blocks.topology, mp_loss=mp_loss, dense=dense
-        )
+        on = topology if blocks is None else blocks.topology
+        if ours:
+            self.buckets = GradientBuckets(model, on, mp_loss=mp_loss, dense=dense)
+        else:
+            self.buckets = GradientBuckets(nn.Module(), on, dense=[() for _ in exchanges])
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
         if isinstance(costs, StepCosts):
             self.costs = self.layer_costs = replace(costs, workload=costs.workload or workload)
         else:
-            self.costs = model_costs(model, blocks, costs, workload, self.buckets)
-            split = blocks is not None
-            self.layer_costs = model_costs(model, None, costs, workload, self.buckets) if split else self.costs
+            given = here, costs, workload, self.buckets
+            self.costs = model_costs(blocks, *given)
+            self.layer_costs = self.costs if blocks is None else model_costs(None, *given)
 
     def costs_of(self, whole: bool) -> StepCosts:
         """Returns the costs of a step by a plan of whole layers, or by one of their pipelines."""
@@ -260,17 +269,17 @@ def _passes(plan: Plan) -> Plans:
     return Plans(one_pass(plan, "forward"), one_pass(plan, "backward"))
 
 
-def _any_degree(layer: MoELayer) -> bool:
+def _any_degree(layer: MoELayer | ScheduledExchange) -> bool:
+    if isinstance(layer, ScheduledExchange):
+        return layer.plans.any_degree  # elsewhere than in a forward its parameters need not be whole
     return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0))).any_degree
 
 
 def model_costs(
-    model: nn.Module, blocks: PipelinedBlocks | None, costs: CostModel, workload: Workload, buckets: GradientBuckets
+    blocks: PipelinedBlocks | None, topology: Topology, costs: CostModel, workload: Workload, buckets: GradientBuckets
 ) -> StepCosts:
-    """Computes the costs of a step of a model's layers, or of its blocks, from the costs of a machine."""
-    layer = (moe_layers(model) if blocks is None else blocks.experts)[0]
-    assert isinstance(layer, MoELayer)
-    here = Capabilities(layer.topology.ep.size, layer.topology.esp.size)
+    """Computes the costs of a step of a model's layers, on this topology, or of its blocks, from those of a machine."""
+    here = Capabilities(topology.ep.size, topology.esp.size)
     kinds = runnable_kinds(here, "step" if blocks is None else "blocks")
     waits = blocks is not None and any(blocks.waits)
     return workload.step_costs(costs, buckets.layer_bytes, kinds, whole=blocks is not None, waits=waits)

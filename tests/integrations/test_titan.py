@@ -346,9 +346,11 @@ def split_over(world: int, rank: int, name: str) -> tuple[Any, Any]:
     return module, whole
 
 
-def definition_on_ranks(rank: int, world: int, name: str) -> float:
+def definition_on_ranks(rank: int, world: int, name: str, schedule: Any = "off") -> float:
     """The largest difference, of values and gradients: no tokens on a rank, no rows for another, all for one."""
     module, whole = split_over(world, rank, name)
+    if schedule != "off":
+        module.token_dispatcher.exchange.set_schedule(schedule)
     worst = 0.0
     for tokens, experts in (((5, 9), [0, 1, 2, 3]), ((0, 7), [0, 1, 2, 3]), ((6, 0), [2, 3]), ((0, 0), [0, 1])):
         batches = [inputs(count, experts, seed) for seed, count in enumerate(tokens)]
@@ -399,7 +401,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
     bad_numbers(0, 1, name)
 
 
-def tensor_parallel(rank: int, world: int, ep: int) -> float:
+def tensor_parallel(rank: int, world: int, ep: int, schedule: Any = "off") -> float:
     """The largest relative error of a layer on ranks that share a sequence: each has a part of every expert, or all of
     some experts and a part of the sequence."""
     set_spmd_backend("partial_dtensor")
@@ -408,7 +410,7 @@ def tensor_parallel(rank: int, world: int, ep: int) -> float:
     made = config()
     set_qwen3_sharding_config(made, enable_sp=True, enable_ep=ep > 1)
     cfg = made.layers[1].moe
-    cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts)
+    cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts, schedule=schedule)
     return error_on_ranks(cfg, rank, world, dims)
 
 

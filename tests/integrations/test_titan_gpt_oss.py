@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 from torchtitan.models.gpt_oss.sharding import _GPT_OSS_EXPERTS_PARAM_LAYOUT as LAYOUT
 
 import fusedmoe.titan
+from fusedmoe import Schedule
 from fusedmoe.kernels.activation import define_clamped_swiglu
 from tests.cluster import Cluster
 from tests.integrations.test_titan import DIM, EXPERTS, HIDDEN, K, error_on_ranks, inputs
@@ -99,7 +101,9 @@ def on_ranks(rank: int, world: int) -> None:
     module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
     for part in module.inner_experts.parameters():
         part.data = part.data.chunk(world)[rank].clone()
-    for tokens, experts in (((5, 9), [0, 1, 2, 3]), ((0, 7), [0, 1, 2, 3]), ((6, 0), [2, 3])):
+    batches_of = ((5, 9), [0, 1, 2, 3]), ((0, 7), [0, 1, 2, 3]), ((6, 0), [2, 3])
+    for schedule, (tokens, experts) in product(("off", Schedule("fsmoe", (2, 2))), batches_of):
+        module.token_dispatcher.exchange.set_schedule(schedule)
         batches = [inputs(count, experts, seed) for seed, count in enumerate(tokens)]
         y = module(*batches[rank], torch.zeros(EXPERTS))
         totals = [define(*(value[0] for value in found), whole.inner_experts)[None] for found in batches]

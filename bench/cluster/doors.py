@@ -1,0 +1,200 @@
+"""Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
+beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other.
+
+Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
+doors of Hugging Face, nothing else at the others.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.cluster.setting import Setting
+from bench.cluster.turns import beside, in_turns, row
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers import scheduled_exchange
+from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.schedule.workload import uniform_share
+
+# A token of a vocabulary that costs nothing.
+_VOCABULARY = 64
+
+
+class Door(NamedTuple):
+    """A model, and what does a forward and a backward pass of it."""
+
+    model: nn.Module
+    step: Callable[[], object]
+
+
+def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """Steps in turns; what "auto" hides of what can be hidden. Collective."""
+    with _one_direction():
+        doors = {"before": make(setting)}
+    doors |= {name: make(setting) for name in ("off", "auto")}
+    for exchange in exchanges_of(doors["auto"].model):
+        exchange.set_schedule("auto")
+    found = in_turns(topology, {name: door.step for name, door in doors.items()}, rounds)
+    rows = beside({name: row(seconds) for name, seconds in found.items()})
+    first = exchanges_of(doors["auto"].model)[0].plans.plans
+    for plans in getattr(first, "made", {}).values():
+        rows["auto"]["degrees"] = list(plans.degrees)
+    off_s, auto_s, computed_s = rows["off"]["median_s"], rows["auto"]["median_s"], setting.computation_s
+    result: dict[str, Any] = {"rows": rows, "over_before": rows["before"]["median_s"] / auto_s}
+    if computed_s is not None:
+        # What travels can hide behind what is computed, and no longer than that.
+        hideable_s = min(off_s - computed_s, computed_s)
+        result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
+    return result
+
+
+def sent_bytes(setting: Setting) -> int:
+    """Returns the bytes of tokens that a step sends from one node to the other."""
+    share = uniform_share(setting.E, setting.k, setting.ranks)
+    return round(setting.layers * 4 * share * setting.row_bytes / 2)
+
+
+def make(setting: Setting, alone: bool = False) -> Door:
+    """Makes the setting's model over the ranks, or `alone` with all experts, so that nothing travels."""
+    torch.manual_seed(0)
+    return {"hf": _hf, "titan": _titan, "megatron": _megatron}[str(setting.door)](setting, alone)
+
+
+def _hf(setting: Setting, alone: bool) -> Door:
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import fusedmoe.hf
+
+    sizes = dict(hidden_size=setting.M, intermediate_size=setting.H, num_hidden_layers=setting.layers)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=setting.sequence)
+    config = MixtralConfig(**sizes, **heads, num_local_experts=setting.E, vocab_size=_VOCABULARY)
+    if alone:
+        model: Any = fusedmoe.hf.apply(MixtralForCausalLM(config))
+    else:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": setting.ranks_per_node}
+        split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=fusedmoe.hf.NAME)
+        # Rank 0 writes the model that all read: transformers writes on no other rank.
+        with tempfile.TemporaryDirectory() as own, patch.dict(os.environ, {k: str(v) for k, v in names.items()}):
+            shared = [own]
+            dist.broadcast_object_list(shared)
+            MixtralForCausalLM(config).save_pretrained(shared[0])
+            dist.barrier()
+            model = AutoModelForCausalLM.from_pretrained(
+                shared[0], experts_implementation="fusedmoe", distributed_config=split
+            )
+            dist.barrier()
+    tokens = torch.randint(0, _VOCABULARY, (setting.S // setting.k // setting.sequence, setting.sequence))
+
+    def step() -> None:
+        model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return Door(model, step)
+
+
+class _Stack(nn.Module):
+    """Layers of experts one after the other, each beside a residual."""
+
+    def __init__(self, layers: list[Any], call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self._call = nn.ModuleList(layers), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self._call(layer, x)
+        return x
+
+
+def _stack(layers: list[Any], call: Callable[[Any, Tensor], Tensor], shape: tuple[int, ...]) -> Door:
+    model, x = _Stack(layers, call), torch.randn(shape)
+
+    def step() -> None:
+        model(x.requires_grad_()).square().mean().backward()
+        model.zero_grad()
+        x.grad = None
+
+    return Door(model, step)
+
+
+def _titan(setting: Setting, alone: bool) -> Door:
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.config_utils import (
+        make_moe_config,
+        make_routed_experts_config,
+        make_router_config,
+    )
+
+    draw: Any = partial(nn.init.normal_, std=0.05)
+    sizes = dict(dim=setting.M, num_experts=setting.E, top_k=setting.k)
+    layers = []
+    for _ in range(setting.layers):
+        init = {name: draw for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+        routed = make_routed_experts_config(**sizes, hidden_dim=setting.H, param_init=init, comm_backend="standard")
+        router = make_router_config(
+            **sizes, gate_param_init={"weight": draw}, score_func="softmax", route_norm=True, route_scale=1.0
+        )
+        config = make_moe_config(num_experts=setting.E, router=router, routed_experts=routed, shared_experts=None)
+        assert len(apply_overrides(OverrideConfig(imports=["fusedmoe.titan.routed_experts"]), config)) == 1
+        layer = config.build()
+        layer.init_states()
+        if not alone:
+            for part in layer.routed_experts.inner_experts.parameters():
+                part.data = part.data.chunk(setting.ranks)[dist.get_rank()].clone()
+            layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (setting.ranks,)))
+        layers.append(layer)
+    shape = (setting.S // setting.k // setting.sequence, setting.sequence, setting.M)
+    return _stack(layers, lambda layer, x: layer(x), shape)
+
+
+def _megatron(setting: Setting, alone: bool) -> Door:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import fusedmoe.megatron
+
+    # It takes a GPU and NVIDIA's Transformer Engine for granted.
+    patch("torch.cuda.current_device", lambda: "cpu").start()
+    patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True).start()
+    ep = 1 if alone else setting.ranks
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    config = TransformerConfig(
+        num_layers=setting.layers, num_attention_heads=4, hidden_size=setting.M, ffn_hidden_size=setting.H,
+        moe_ffn_hidden_size=setting.H, num_moe_experts=setting.E, moe_router_topk=setting.k, add_bias_linear=False,
+        moe_router_load_balancing_type="none", moe_token_dispatcher_type="allgather", gated_linear_unit=True,
+        activation_func=nn.functional.silu, bias_activation_fusion=False, use_cpu_initialization=True,
+        expert_model_parallel_size=ep, moe_router_dtype="fp64",
+    )  # fmt: skip
+    spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=setting.E).submodules.mlp)
+    layers = [build_module(spec, config=config) for _ in range(setting.layers)]
+    for number, layer in enumerate(layers, 1):
+        layer.set_layer_number(number)
+    return _stack(layers, lambda layer, x: layer(x)[0], (setting.S // setting.k, 1, setting.M))
+
+
+@contextmanager
+def _one_direction() -> Iterator[None]:
+    """Has topologies of doors begin without the second pair of connections."""
+    begin = Topology._begin
+
+    def simplex(self: Topology, job: Any, size: int, ranks_per_node: int = 1, duplex: bool = False) -> None:
+        begin(self, job, size, ranks_per_node)
+
+    # Layers of the other models must not share these.
+    with patch.object(Topology, "_begin", simplex), patch.dict(scheduled_exchange._topologies, clear=True):
+        yield

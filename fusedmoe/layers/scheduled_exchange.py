@@ -1,0 +1,233 @@
+"""Tokens of other libraries' layers on their way through experts over ranks, by a schedule as `MoELayer` has it.
+
+The router, the parameters and the losses are the other library's. It gives tokens that are routed already, and experts
+that say how wide they are (`ExternalExperts`); plans, costs and caches are those of `layers/schedule.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusedmoe.comm.exchange import Bad, Exchange
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import LocalExperts, Routed
+from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.assembly import make_dispatcher, make_plans
+from fusedmoe.layers.gates import Random
+from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.orders import Dropless
+from fusedmoe.schedule.task import Task
+
+if TYPE_CHECKING:  # what only exchanges with a schedule load
+    from fusedmoe.layers.schedule import Schedule
+    from fusedmoe.schedule.cost import CostModel
+    from fusedmoe.schedule.workload import Workload
+
+#: The attribute by which a module has its `ScheduledExchange`.
+EXCHANGE = "fusedmoe_exchange"
+
+
+class ExternalExperts:
+    """A rank's experts in a module of another library. The module's forward and `in_chunks` are `LocalExperts`, unless
+    a subclass says otherwise.
+
+    Args:
+        num_experts: over all ranks.
+        widths: M, and an expert's H over all of its shards.   gated: two up projections.
+    """
+
+    grouped = True  # to graphs, which compute those by autograd again
+
+    def __init__(self, module: nn.Module, num_experts: int, widths: tuple[int, int], gated: bool) -> None:
+        self.module, self.num_experts, self.widths, self.gated = module, num_experts, widths, gated
+
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        y_SM: Tensor = self.module(x_SM, layout, weight_N)
+        return y_SM
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        chunks: Any = self.module
+        of_rows: ChunkExperts = chunks.in_chunks(x_SM)
+        return of_rows
+
+    def in_graphs(self) -> nn.Module | None:
+        """Returns a module that computes the same, of whose parameters operators get what a graph has; None: there is
+        more to them than an operator sees."""
+        return self.module
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def describe(self) -> str:
+        return type(self.module).__qualname__
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        from fusedmoe.schedule.workload import Workload
+
+        return Workload.of_rows(rows, *self.widths, self.num_experts, self.gated, itemsize, ep, esp)
+
+
+class TriedPlans:
+    """The plans of an exchange: of its schedule, or, while somebody tries plans, those that it is assigned.
+
+    Attributes:
+        plans: of the schedule, and assigned ones.
+        tries: somebody tries plans; the next forward then measures for them.
+        workload, costs: what was measured.
+        any_degree: the experts take other numbers of chunks backward than forward; as far as was measured.
+    """
+
+    def __init__(self, plans: LayerPlans) -> None:
+        self.plans, self.tries = plans, False
+        self.workload: Workload | None = None
+        self.costs: CostModel | None = None
+        self.any_degree = False
+
+    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+        """Finds the plans for these tokens, as `LayerPlans.find`."""
+        if not self.tries:
+            return self.plans.find(x_SM, exchange, experts)
+        if self.workload is None:
+            self._measure(x_SM, exchange)
+        return self.plans.to_follow()
+
+    def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
+        """Measures in a forward, where the module's parameters are whole, which elsewhere they need not be."""
+        from fusedmoe.layers.measure import measure_layer, rounded
+        from fusedmoe.layers.schedule import undisturbed
+
+        topology, experts = self.plans.topology, self.plans.parts.experts
+        self.any_degree = experts.in_chunks(x_SM).any_degree
+        with undisturbed():
+            self.costs = measure_layer(self.plans, x_SM)
+        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
+        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
+
+
+class ScheduledExchange:
+    """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
+
+        exchange = ScheduledExchange(topology, experts, "auto", "my library")
+        y_SM = exchange.through_experts(x_SM, ops.order(number_SK, experts.num_experts), weight_SK)
+
+    With "auto" and names of policies the first forward, in each dtype, measures the machine, and keeps that on disk.
+    A graph of `torch.compile` holds it as one operator. Under selective activation checkpoints tokens travel as by
+    "off".
+
+    Args:
+        schedule: as for `MoELayer`.
+        name: who asks, for messages.
+    Attributes:
+        dispatcher: sends tokens; `Collectives` unless the topology is of one rank.
+        plans: that the dispatcher follows.
+        number: which of a model's layers it is of, for plans of steps.
+        placed: None, as of a layer whose experts stay.
+    Raises:
+        ConfigError: an unknown schedule.
+        RankError: from making one, or `set_schedule`: another one on another rank. Both are collective.
+    """
+
+    placed = None
+
+    def __init__(self, topology: Topology, experts: ExternalExperts, schedule: str | Schedule, name: str) -> None:
+        self.topology, self.experts, self._name = topology, experts, name
+        self.checks = InputChecks(topology, name)
+        self.number: int | None = None
+        self.set_schedule(schedule)
+
+    def set_schedule(self, schedule: str | Schedule) -> None:
+        """Has tokens travel by another schedule from now on. Collective."""
+        # A stand-in for the other library's router, which nobody can ask for the choice of random tokens.
+        gate = Random(self.experts.num_experts)
+        gate.setup(self.experts.widths[0])
+        parts = LayerParts(self.topology, gate, Dropless(), self.experts)
+        plans = make_plans(schedule, parts, moves=False, hooked=False)
+        if self.topology.size > 1:
+            self.topology.agree({"schedule": schedule if isinstance(schedule, str) else repr(schedule)}, self._name)
+        self.plans = TriedPlans(plans)
+        self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
+        if isinstance(self.dispatcher, Collectives):
+            self.dispatcher.plans, self.dispatcher.local = self.plans.find, self.experts.in_graphs()
+
+    @property
+    def plans_nothing(self) -> bool:
+        """Tells whether one thing goes after the other in any case."""
+        return not self.plans.tries and self.plans.plans.plans_nothing
+
+    def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
+        """Returns [S, M], the sum of each token's results. Collective.
+
+        Saves for backward by a plan: received tokens, and what experts keep of them (as `MoELayer` does).
+
+        Args:
+            x_SM: [S, M] in the dtype in which tokens travel, any number of tokens.
+            layout: of rows sorted by expert, of all experts.   weight_SK: [S, K] router weights.
+        Raises:
+            ConfigError, RankError: with one rank, or several: tokens or weights that are NaN or infinite; a rank that
+                fails or does not come in time.
+        """
+        if torch.compiler.is_compiling() or self.plans_nothing:
+            return self.in_graph(Routed(x_SM, layout, weight_SK), self.checks.of_given(x_SM, weight_SK))
+        self.checks.tell_logits()
+        return self.by_plan(Routed(x_SM, layout, weight_SK, self.checks.for_exchange(x_SM, weight_SK)))
+
+    def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
+        """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
+        if not isinstance(self.dispatcher, Collectives):
+            return self.dispatcher.through_experts(routed, self.experts)
+        if self.plans_nothing or not self.plans.plans.compiles:
+            return self.dispatcher.by_operators(routed, self.experts, bad)
+        return through_experts_in_graph(self.dispatcher, routed, self.experts, bad)[0]
+
+    def by_plan(self, routed: Routed) -> Tensor:
+        """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
+        if self.topology.ep.size == self.topology.esp.size == 1:
+            assert not isinstance(routed.refusal, Bad)
+            self.checks.refuse(routed.refusal)  # no exchange would tell it
+        with self.topology.guard(self._name):
+            self.plans.plans.parts.gate.k = routed.layout.k
+            return self.dispatcher.through_experts(routed, self.experts)
+
+    def set_plan(
+        self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
+    ) -> None:
+        """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
+        self.plans.plans.assign(plans, gradients, beside)
+
+
+# By the world, as a process may end one and make another, and by group and places.
+_topologies: dict[tuple[object, ...], Topology] = {}
+
+
+def shared_topology(
+    handle: dist.ProcessGroup | None, experts: Tensor | None = None, timeout_s: float = 300.0
+) -> Topology:
+    """Returns `Topology.from_group`, one for all layers of a model: what was measured for one of them serves the next,
+    and so do the buffers of one-sided kernels. Collective on first use.
+    """
+    if handle is None or dist.get_world_size(handle) == 1:
+        return Topology()
+    # Topologies of an ended world hold dead process groups. No weak references: ranks would forget at different times,
+    # and one would wait for another that knows.
+    for old in [known for known in _topologies if known[0] is not dist.group.WORLD]:
+        del _topologies[old]
+    key = dist.group.WORLD, handle, None if experts is None else repr(experts.tolist()), timeout_s
+    if key not in _topologies:
+        _topologies[key] = Topology.from_group(handle, experts, timeout_s=timeout_s)
+    return _topologies[key]
+
+
+def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:
+    """Lists the exchanges of a model's modules, in the order of these."""
+    found = (getattr(module, EXCHANGE, None) for module in model.modules())
+    return [exchange for exchange in found if isinstance(exchange, ScheduledExchange)]

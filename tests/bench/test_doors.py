@@ -1,0 +1,54 @@
+"""The doors' models of the cluster benchmark, small and on loopback: steps in turns, by costs that are made up."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bench.cluster import doors
+from bench.cluster.setting import DOORS, SETTINGS
+from fusedmoe.comm.topology import Topology
+from fusedmoe.dispatchers import exchanges_of
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from tests.cluster import Cluster
+
+NEEDS = {"hf": "transformers", "titan": "torchtitan", "megatron": "megatron"}
+
+
+def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
+    setting = replace(SETTINGS[name], layers=2, S=512, M=16, H=32, sequence=64, computation_s=0.01)
+    costs = CostModel({line: Line(1e-5, 1e-11 if line == "gemm" else 1e-8) for line in LINES})
+    topology = Topology.from_sizes(ep=world, timeout_s=60, duplex=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDMOE_CACHE", folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
+        with doors._one_direction():
+            before = doors.make(setting)
+        assert all(one.topology.ep.downward is None for one in exchanges_of(before.model))
+        assert all(one.topology.ep.downward is not None for one in exchanges_of(doors.make(setting).model))
+        try:
+            return doors.measure(setting, topology, 1)
+        finally:
+            # Other tests use this process.
+            mock.patch.stopall()
+            if setting.door == "megatron":
+                importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:CPU Autocast", "ignore:In CPU autocast")
+@pytest.mark.parametrize("setting", DOORS, ids=lambda setting: str(setting.door))
+def test_steps_in_turns(cluster: Cluster, tmp_path: Any, setting: Any) -> None:
+    if find_spec(NEEDS[setting.door]) is None:
+        pytest.skip(f"{NEEDS[setting.door]} is not installed")
+    found = cluster.run(2, measured, setting.name, str(tmp_path))[0]
+    assert found["rows"].keys() == {"before", "off", "auto"} and "degrees" in found["rows"]["auto"]
+    off_s, auto_s = (found["rows"][name]["median_s"] for name in ("off", "auto"))
+    assert found["hidden"] == pytest.approx((off_s - auto_s) / found["hideable_s"])
+    # Of a token's two of four experts on two ranks, five sixths of the tokens cross for each pair's half.
+    assert doors.sent_bytes(setting) == round(setting.layers * 4 * 5 / 6 * setting.row_bytes / 2)

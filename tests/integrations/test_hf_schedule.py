@@ -1,0 +1,222 @@
+"""Schedules at the door of Hugging Face: results and gradients are those without one, whatever else a trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
+
+import fusedmoe.hf
+from fusedmoe import Schedule
+from fusedmoe.dispatchers import exchanges_of
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.hf import PlanTuningCallback
+from fusedmoe.schedule.cost import CostModel, Line, Observed
+from tests.cluster import Cluster
+from tests.integrations.models import VOCABULARY, make
+from tests.integrations.plans_run import plans_run
+
+# Of the families whose experts run as one operation, and of those that autograd differentiates chunk by chunk.
+DEGREES = {"mixtral": (2, 3), "qwen3": (4, 1), "gpt-oss": (2, 2)}
+
+
+def load(rank: int, world: int, folder: str, sizes: dict[str, int], implementation: str = "fusedmoe") -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
+            patch.setenv(name, str(value))
+        config = DistributedConfig(**sizes, ep_implementation=implementation)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, experts_implementation="fusedmoe", distributed_config=config, dtype="auto"
+        )
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
+
+
+def found(model: Any, tokens: list[Tensor], *, autocast: bool = False, last_syncs: bool = False) -> dict[str, Tensor]:
+    """Losses of batches whose gradients add up, and the gradients; with `last_syncs` these are reduced at the end."""
+    losses = []
+    for number, batch in enumerate(tokens):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(not last_syncs or number == len(tokens) - 1)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.detach())
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grads[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    model.zero_grad()
+    return {"losses": torch.stack(losses), **grads}
+
+
+def evaluated(model: Any, tokens: list[Tensor]) -> dict[str, Tensor]:
+    model.eval()
+    with torch.no_grad():
+        values = {"logits": model(input_ids=tokens[0]).logits}
+    model.train()
+    return values
+
+
+def checkpointed(model: Any, tokens: list[Tensor], reentrant: bool) -> dict[str, Tensor]:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    values = found(model, tokens)
+    model.gradient_checkpointing_disable()
+    return values
+
+
+CASES: dict[str, Callable[[Any, list[Tensor]], dict[str, Tensor]]] = {
+    "step": lambda model, tokens: found(model, tokens[:1]),
+    "autocast": lambda model, tokens: found(model, tokens[:1], autocast=True),
+    "accumulated": lambda model, tokens: found(model, tokens),
+    "no sync": lambda model, tokens: found(model, tokens, last_syncs=True),
+    "evaluation": evaluated,
+    "checkpoints": lambda model, tokens: checkpointed(model, tokens, reentrant=False),
+    "reentrant checkpoints": lambda model, tokens: checkpointed(model, tokens, reentrant=True),
+}
+
+
+def compare(
+    rank: int,
+    world: int,
+    folder: str,
+    sizes: dict[str, int],
+    degrees: tuple[int, int],
+    cases: Sequence[str] = tuple(CASES),
+) -> None:
+    model = load(rank, world, folder, sizes).train()
+    replica = rank // sizes["tp_size"]
+    tokens = [torch.randint(0, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(n + replica))
+              for n in (9 + 4 * replica, 6)]  # fmt: skip
+    for name in cases:
+        case = CASES[name]
+        fusedmoe.hf.apply(model, schedule="off")
+        with plans_run() as ran:
+            wanted = case(model, tokens)
+        assert not ran
+        fusedmoe.hf.apply(model, schedule=Schedule("fsmoe", degrees))
+        with plans_run() as ran:
+            values = case(model, tokens)
+        # Where chunks have graphs of their own, checkpoints that pack what is saved have one go after the other.
+        by_plan = name != "checkpoints" or degrees[0] != degrees[1]
+        assert set(ran) == ({degrees} if by_plan else set()), name
+        assert values.keys() == wanted.keys() and len(wanted) > (1 if name != "evaluation" else 0)
+        if name == "autocast":
+            for key, value in wanted.items():
+                least = max(float(value.norm()), 1e-3)
+                assert float((values[key] - value).norm()) < 1e-2 * least, (name, key)
+        else:
+            for key, value in wanted.items():
+                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [
+        ("mixtral", tuple(CASES)),
+        ("gpt-oss", ("step", "checkpoints")),
+        pytest.param("gpt-oss", tuple(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, cases: Sequence[str]) -> None:
+    make(family, "eager", torch.float64).save_pretrained(tmp_path)
+    sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+    cluster.run(2, compare, str(tmp_path), sizes, DEGREES[family], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "fsdp", "ep", "tp"), [("mixtral", 4, 2, 1), ("gpt-oss", 2, 4, 2), ("qwen3", 1, 4, 4)]
+)
+def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int) -> None:
+    make(family, "eager", torch.float64).save_pretrained(tmp_path)
+    sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
+    cluster.run(4, compare, str(tmp_path), sizes, DEGREES[family], timeout_s=300)
+
+
+def by_names(rank: int, world: int, folder: str) -> None:
+    """The words of a configuration, what they refuse, and ranks that say different ones."""
+    sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+    model = load(rank, world, folder, sizes, "fusedmoe-auto")
+    exchanges = exchanges_of(model)
+    assert len(exchanges) == 2 and all(not one.plans_nothing for one in exchanges)
+    assert "fusedmoe-fsmoe" in EPImplementationInterface() and "fusedmoe-off" not in EPImplementationInterface()
+    assert all(one.topology.ep.downward is not None for one in exchanges)
+    fusedmoe.hf.apply(model, schedule="off")
+    assert all(one.plans_nothing for one in exchanges)
+    # What is said nothing of stays.
+    fusedmoe.hf.apply(fusedmoe.hf.apply(model, schedule="tutel"))
+    assert not any(one.plans_nothing for one in exchanges)
+    with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto"):
+        fusedmoe.hf.apply(model, schedule="fast")
+    with pytest.raises(RankError, match="schedule is 'off' on ranks .0. and 'tutel' on ranks .1."):
+        fusedmoe.hf.apply(model, schedule=("off", "tutel")[rank])
+    theirs = load(rank, world, folder, sizes, "all_to_all")
+    with pytest.raises(ConfigError, match="transformers itself sends.*ep_implementation='fusedmoe'"):
+        fusedmoe.hf.apply(theirs, schedule="auto")
+    fusedmoe.hf.apply(theirs, schedule="off")
+
+
+def tuned(rank: int, world: int, folder: str) -> None:
+    """Steps as `Trainer` calls for them, beside those of a model that nobody tunes."""
+    sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+    plain, model = (load(rank, world, folder, sizes).train() for _ in range(2))
+    tokens, told = [torch.arange(9 + rank)[None]], list[str]()
+    callback = PlanTuningCallback(limit=3, tell=told.append)
+    line = Line(1e-5, 1e-7)
+    costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-9), "all-reduce/dp": line})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDMOE_CACHE", folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        callback.on_train_begin(None, None, None, model=model)
+        wanted = found(plain, tokens)
+        with plans_run() as ran:
+            for _ in range(8):
+                callback.on_step_begin(None, None, None)
+                values = found(model, tokens)
+                callback.on_step_end(None, None, None)
+                for key, value in wanted.items():
+                    torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
+    assert callback.tuning is not None and callback.tuning.tuning is not None
+    # The first step goes without a plan, and of others at least one does not.
+    assert ran and callback.tuning.tuning.contest.tried > 2
+    theirs = load(rank, world, folder, sizes, "all_to_all")
+    with pytest.raises(ConfigError, match="StepTuning: the model has no experts"):
+        PlanTuningCallback().on_train_begin(None, None, None, model=theirs)
+
+
+def test_trainer_tries_plans(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager", torch.float64).save_pretrained(tmp_path)
+    cluster.run(2, tuned, str(tmp_path))
+    callback = PlanTuningCallback()
+    callback.on_train_begin(None, None, None, model=make("mixtral", "fusedmoe"))
+    callback.on_step_begin(None, None, None)
+    callback.on_step_end(None, None, None)
+    assert callback.tuning is None  # nothing travels
+    with pytest.raises(ConfigError, match="StepTuning: the model has no experts"):
+        callback.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
+
+
+def test_names(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    cluster.run(2, by_names, str(tmp_path))
+    # Where nothing travels there is nothing to choose, but a wrong word is one.
+    model = make("mixtral", "eager")
+    assert fusedmoe.hf.apply(model, schedule="auto") is model
+    with pytest.raises(ConfigError, match="unknown schedule"):
+        fusedmoe.hf.apply(model, schedule="fast")

@@ -1,0 +1,154 @@
+"""Schedules at Megatron's door: results and gradients are those of the definition, and those without a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron.core is not installed")
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fusedmoe import Schedule
+from fusedmoe.dispatchers import exchanges_of
+from fusedmoe.errors import ConfigError
+from tests.cluster import Cluster
+from tests.integrations.plans_run import plans_run
+from tests.integrations.test_megatron import DIM, EXPERTS, OURS, bad_numbers, config, definition, layer_of, megatron
+
+# Ours have other numbers of chunks backward; Megatron's own experts, by autograd, the same in both passes.
+SCHEDULES = dict(zip(OURS, (Schedule("fsmoe", (2, 2)), Schedule("fsmoe", (2, 3))), strict=True))
+
+
+class Stack(nn.Module):
+    """Two layers of experts, each after a checkpoint of its own, or none."""
+
+    def __init__(self, cfg: Any, ours: Any, schedule: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer_of(cfg, partial(ours, schedule=schedule)) for _ in range(2))
+        self.around: Callable[..., Tensor] = lambda layer, x: layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.around(lambda x, layer=layer: layer(x)[0], x)
+        return x
+
+
+def found(
+    model: Stack, batches: list[Tensor], *, autocast: bool = False, around: Any = None, train: bool = True
+) -> dict[str, Tensor]:
+    """Results of batches whose gradients add up, and the gradients."""
+    model.around = around or (lambda layer, x: layer(x))
+    model.train(train)
+    values: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        x = batch.clone().requires_grad_(train)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(), torch.set_grad_enabled(train):
+            y = model(x)
+        values[f"y{number}"] = y.detach()
+        if train:
+            y.square().sum().backward()
+            assert x.grad is not None
+            values[f"dx{number}"] = x.grad
+    values |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return values
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "steps": {},
+    "evaluation": {"train": False},
+    "checkpoints": {"around": partial(checkpoint, use_reentrant=False)},
+    "reentrant checkpoints": {"around": partial(checkpoint, use_reentrant=True)},
+    "autocast": {"autocast": True},
+}
+
+
+def compare(rank: int, ours: Any, cfg: Any) -> None:
+    schedule, batches = SCHEDULES[ours], []
+    for seed, count in ((rank, 9 - rank), (10 + rank, 4)):
+        chance = torch.Generator().manual_seed(seed)
+        batches.append(torch.randn(4 * count, 1, DIM, generator=chance, dtype=torch.float64))
+    plain, model = (Stack(cfg, ours, of) for of in ("off", schedule))
+    assert len(exchanges_of(model)) == 2
+    for name, case in CASES.items():
+        with plans_run() as ran:
+            wanted = found(plain, batches, **case)
+        assert not ran
+        with plans_run() as ran:
+            values = found(model, batches, **case)
+        # Where chunks have graphs of their own, checkpoints that pack what is saved have one go after the other.
+        by_plan = name != "checkpoints" or ours is not OURS[0]
+        assert set(ran) == ({schedule.degrees} if by_plan else set()), name
+        assert values.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if name == "autocast":
+                assert float((values[key] - value).norm()) < 1e-2 * max(float(value.norm()), 1e-3), (name, key)
+            else:
+                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
+
+
+def on_ranks(rank: int, counts: list[int], **sizes: int) -> None:
+    tp = sizes.get("tensor_model_parallel_size", 1)
+    cfg = config(sequence_parallel=tp > 1, **sizes)
+    dropping = config(sequence_parallel=tp > 1, moe_expert_capacity_factor=0.6, **sizes)
+    with megatron(**sizes):
+        for ours in OURS:
+            scheduled = partial(ours, schedule=SCHEDULES[ours])
+            with plans_run() as ran:
+                definition(rank, scheduled, counts, cfg)
+                definition(rank, scheduled, counts, cfg, wanted=(2, 3))
+                definition(rank, scheduled, counts, dropping)
+            assert set(ran) == {SCHEDULES[ours].degrees} and len(ran) == 3
+            bad_numbers(rank, layer_of(cfg, scheduled))
+            compare(rank, ours, cfg)
+        layer = layer_of(cfg, partial(OURS[1], schedule="auto"))
+        group = layer.fusedmoe_exchange.topology.ep
+        assert group.size == 1 or group.downward is not None
+
+
+def over_two(rank: int, world: int) -> None:
+    on_ranks(rank, [5, 9], expert_model_parallel_size=2)
+
+
+def test_experts_over_two_ranks(cluster: Cluster) -> None:
+    cluster.run(2, over_two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_expert_over_two_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, split_experts)
+
+
+def split_experts(rank: int, world: int) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    on_ranks(rank, [5, 9, 3, 1][:world], expert_model_parallel_size=world // 2, **sizes)
+
+
+def alone(rank: int, world: int) -> None:
+    """On one rank nothing travels, and a schedule changes nothing."""
+    with megatron():
+        for ours in OURS:
+            with plans_run() as ran:
+                definition(rank, partial(ours, schedule="auto"), [9], config())
+            assert not ran
+
+
+def test_one_rank(cluster: Cluster) -> None:
+    cluster.run(1, alone)
+
+
+def test_a_wrong_schedule_is_refused() -> None:
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
+    for ours in OURS:
+        with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto"):
+            ours(spec, schedule="fast")
+        assert ours(spec, schedule="auto").submodules.mlp.params["schedule"] == "auto"

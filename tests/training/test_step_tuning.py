@@ -1,0 +1,167 @@
+"""Plans that are measured in other people's loops: losses stay, and what was found is kept. Seconds are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedmoe import ops
+from fusedmoe.comm.topology import Topology
+from fusedmoe.dispatchers import EXCHANGE, AutogradExperts, ExternalExperts, GroupedExperts, ScheduledExchange
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule.cost import CostModel, Line, Observed
+from fusedmoe.training import StepTuning, step_tuning
+from tests.cluster import Cluster
+from tests.integrations.plans_run import plans_run
+
+E, K, M, H, TOKENS = 4, 2, 8, 6, 24
+# Links so slow that chunks are worth while, and measured as such.
+COSTS = CostModel({"all-to-all/ep": Line(1e-5, 1e-6), "gemm": Line(0.0, 1e-7), "all-reduce/dp": Line(0.0, 0.0)})
+
+
+class TheirExperts(nn.Module):
+    """Another library's layer: its router, its parameters, and its way through ours."""
+
+    def __init__(self, topology: Topology, grouped: bool, schedule: str = "off") -> None:
+        super().__init__()
+        self.router = nn.Linear(M, E, bias=False, dtype=torch.float64)
+        local = E // topology.ep.size
+        self.up = nn.Parameter(
+            (0.2 * torch.randn(E, 2, H, M, dtype=torch.float64)).chunk(topology.ep.size)[topology.rank]
+        )
+        self.down = nn.Parameter(
+            (0.2 * torch.randn(E, M, H, dtype=torch.float64)).chunk(topology.ep.size)[topology.rank]
+        )
+        assert len(self.up) == local
+        self.grouped = grouped
+        setattr(self, EXCHANGE, ScheduledExchange(topology, _Way(self), schedule, "theirs"))
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        weights = ops.Weights(self.up, self.down)
+        if self.grouped:
+            return GroupedExperts(weights, "swiglu")
+        return AutogradExperts(lambda *given: ops.experts(*given, weights, "swiglu"), [self.up, self.down])
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        weight_SK, number_SK = self.router(x_SM).softmax(-1).topk(K)
+        exchange: ScheduledExchange = getattr(self, EXCHANGE)
+        return x_SM + exchange.through_experts(x_SM, ops.order(number_SK, E), weight_SK)
+
+
+class _Way(ExternalExperts):
+    def __init__(self, module: TheirExperts) -> None:
+        super().__init__(module, E, (M, H), gated=True)
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return ops.experts(x_SM, layout, weight_N, ops.Weights(self.module.up, self.module.down), "swiglu")
+
+
+def model_of(topology: Topology, grouped: bool) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(TheirExperts(topology, grouped) for _ in range(2)))
+
+
+class Clock:
+    """Seconds of steps: those without a plan take longest, those in chunks of four the shortest."""
+
+    def __init__(self) -> None:
+        self.now_s, self.ran = 0.0, [(1, 1)]
+
+    def perf_counter(self) -> float:
+        there, back = self.ran[-1] if self.ran else (1, 1)
+        self.now_s += 1.0 + abs(there - 4) / 10 + abs(back - 4) / 10
+        return self.now_s
+
+
+def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str], list[str]]:
+    """What was chosen and told, by a job and by the next one."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    told: list[str] = []
+    chosen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        for _ in range(2):
+            model, plain = (model_of(topology, grouped) for _ in range(2))
+            clock = Clock()
+            patch.setattr(step_tuning, "time", clock)
+            tuning = StepTuning(model, limit=4, tell=told.append)
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, plain)]
+            steps, seen = 0, set()
+            while steps < 3 or not (tuning.tuning is not None and tuning.tuning.settled):
+                steps += 1
+                assert steps < 200
+                torch.manual_seed(10 * steps + rank)
+                x_SM, losses = torch.randn(TOKENS + rank, M, dtype=torch.float64), []
+                for one, optimizer, around in zip((model, plain), optimizers, (tuning, None), strict=True):
+                    with plans_run() as ran:
+                        if around is not None:
+                            around.__enter__()
+                        loss = one(x_SM).square().mean()
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        if around is not None:
+                            clock.ran = list(ran)
+                            seen |= set(ran)
+                            around.__exit__(None)
+                        else:
+                            assert not ran
+                    losses.append(loss.detach())
+                torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-10)
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            assert tuning.tuning is not None
+            chosen.append((tuning.tuning.now.name, steps, len(seen)))
+            assert grouped or all(there == back for there, back in seen)
+    return chosen, told
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_loop_follows_plans_and_keeps_the_fastest(cluster: Cluster, tmp_path: Path, grouped: bool) -> None:
+    (chosen, told), (others, silent) = cluster.run(2, trained, str(tmp_path), grouped)
+    assert chosen == others and not silent and len(told) == 2
+    (first, steps, plans), (again, fewer, _) = chosen
+    assert "4" in first and first == again and plans > 2, chosen
+    # The next job begins with it, and tries less.
+    assert fewer < steps and all(line.startswith(f"schedule: {first}: ") for line in told), told
+
+
+def a_step_that_failed(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
+        told: list[str] = []
+        tuning = StepTuning(model_of(topology, True), tell=told.append)
+        with pytest.raises(ValueError, match="theirs"), tuning:
+            raise ValueError("theirs")
+        assert tuning.tuning is None
+        # A context without a step, as of a loop that skips a batch: nothing is known yet.
+        for _ in range(2):
+            with tuning:
+                pass
+        assert tuning.tuning is None
+        assert len(told) == (rank == 0) and all("nothing to measure" in line for line in told)
+
+
+def test_a_step_that_failed_is_none(cluster: Cluster) -> None:
+    cluster.run(2, a_step_that_failed)
+
+
+def test_models_with_nothing_to_tune() -> None:
+    with pytest.raises(ConfigError, match="no experts whose tokens .* sends.*PlanTuning"):
+        StepTuning(nn.Linear(2, 2))
+    model = model_of(Topology(), True)
+    tuning: Any = StepTuning(model)
+    x_SM = torch.randn(5, M, dtype=torch.float64)
+    before = model(x_SM)
+    with tuning:
+        assert torch.equal(model(x_SM), before)
+    assert tuning.tuning is None
