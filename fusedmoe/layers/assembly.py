@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.autograd.hooks import Hooks, WireCast, WireFp8
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -77,7 +77,8 @@ def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype
         "experts": layer.experts.describe(),
         "shared": None if shared is None else shared.describe(),
         "order": str(layer.order),
-        "hooks": [type(hook).__name__ for hook in layer.hooks],
+        # By other dtypes on the wire rows would be read wrong. A user's own hooks may print as they like.
+        "hooks": [str(of) if isinstance(of, WireCast | WireFp8) else type(of).__name__ for of in layer.hooks],
         "dispatch": layer.dispatch,
         "mp_input": layer.mp_input,
         "schedule": schedule,

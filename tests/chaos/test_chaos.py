@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.__main__ import ROOT, run
-from tests.chaos.campaign import FAILURES, Campaign
+from tests.chaos.campaign import CLEAN_ERROR, FAILURES, Campaign
+from tests.chaos.faults import OF_MESSAGES
 
 SCENES = (("train", "ep 2"), ("train", "esp 2"), ("train", "chunks 2"))
 FAULTS = ("kill", "exit", "raise", "no memory", "interrupt", "nan", "empty", "skew", "seed")
+FAULTS += ("wrong codes", "wrong pairs", "wrong form")
 
 
 @pytest.mark.parametrize("cases", [2, pytest.param(12, marks=pytest.mark.slow)])
@@ -24,6 +26,20 @@ def test_a_few_faults(cases: int) -> None:
     bad = [f"{r.outcome}: seed {seed}, {r.case}\n{r.text}" for r in results if r.outcome in FAILURES]
     assert not bad, "\n".join(bad)
     assert sum(result.fired for result in results) > cases // 2
+
+
+@pytest.mark.slow
+def test_ranks_that_tell_what_is_not_so() -> None:
+    """Every one is caught, and named: a rank that was told has no right numbers to go on with."""
+    seed = random.SystemRandom().randrange(10**6)
+    results = run(Campaign(seed, faults=tuple(OF_MESSAGES), scenes=SCENES), 30, 100.0, teams=1)
+    bad = [
+        f"{r.outcome}, named {r.named}: seed {seed}, {r.case}\n{r.text}"
+        for r in results
+        if r.fired and (r.outcome != CLEAN_ERROR or not r.named)
+    ]
+    assert not bad, "\n".join(bad)
+    assert any(result.fired for result in results)
 
 
 @pytest.mark.slow

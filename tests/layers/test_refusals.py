@@ -196,6 +196,10 @@ def top_k_differs(rank: int, world: int) -> None:
     make(Topology.from_sizes(2, 2, 2), gate=fusedmoe.gates.TopK(experts=E, k=1 + (rank == 1)))
 
 
+def wire_differs(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4), hooks=[fusedmoe.hooks.WireCast(torch.float16 if rank == 1 else torch.bfloat16)])
+
+
 def dtype_differs(rank: int, world: int) -> None:
     make(Topology.from_sizes(4), dtype=torch.float64 if rank == 1 else torch.float32)
 
@@ -285,6 +289,7 @@ def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | N
         (replicas_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]"),
         (hidden_differs, r"experts is .*hidden=8.* on ranks \[0, 2, 3\] and .*hidden=12.* on ranks \[1\]"),
         (top_k_differs, r"gate is .* k=1.* on ranks \[0, 2, 3\] and .* k=2.* on ranks \[1\]"),
+        (wire_differs, r"hooks is .*bfloat16.* on ranks \[0, 2, 3\] and .*torch.float16.* on ranks \[1\]"),
         (dtype_differs, r"dtype is 'torch.float32' on ranks \[0, 2, 3\] and 'torch.float64' on ranks \[1\]"),
         (dtype_differs_later, "float32 on rank 0, .*float32 on rank 2, torch.bfloat16 on rank 3"),
     ],
