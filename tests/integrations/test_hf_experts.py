@@ -171,6 +171,8 @@ def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
                 module(inputs[0], number_TK, inputs[1])
         y_TH = module(x_TH.to(dtype).requires_grad_(), number_TK, weight_TK.to(dtype))
         y_TH.backward(torch.full_like(y_TH, torch.inf))  # gradients that overflow are a loss scaler's to see
+    # Finite numbers whose sum is not are no fault.
+    fusedmoe.hf.refuse_bad_numbers(module, torch.full((64, 8), 6e4, dtype=torch.float16))
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     compiled(x_TH, number_TK, weight_TK)
     x_TH[2, 2] = torch.nan
@@ -205,9 +207,13 @@ def test_decoding_where_experts_are_elsewhere() -> None:
         with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
             experts(x_TH[:2], number_TK[:2], weight_TK[:2])
         experts._is_expert_parallel = True
-        found = experts(x_TH[:2], number_TK[:2], weight_TK[:2])
-        wanted = experts(x_TH, number_TK, weight_TK)[:2]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+        wanted = experts(x_TH, number_TK, weight_TK)
+        for tokens in (1, 2):
+            found = experts(x_TH[:tokens], number_TK[:tokens], weight_TK[:tokens])
+            torch.testing.assert_close(found, wanted[:tokens], rtol=1e-12, atol=1e-14)
+        # All that one token has chosen is elsewhere.
+        nowhere = torch.full_like(number_TK[:1], experts.num_experts)
+        assert torch.equal(experts(x_TH[:1], nowhere, weight_TK[:1]), torch.zeros_like(x_TH[:1]))
 
 
 def test_autocast() -> None:
