@@ -68,7 +68,7 @@ def refused_by_one_replica(rank: int, world: int, culprit: int, timeout_s: float
     all_reduce(topology.dp, torch.ones(1))
 
 
-@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), (0.6, 1.8)])
+@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), *slowly((0.6, 1.8))])
 def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster, timeout_s: float, away_s: float) -> None:
     text = "rank 2 failed in the check of .*: 40 of 40 router logits are NaN"
     check(cluster, 2, text, refused_by_one_replica, timeout_s, away_s)
@@ -89,5 +89,6 @@ def skips_on_all(rank: int, world: int, culprit: int) -> None:
     assert topology.world.board.explain() is None
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_replica_that_all_skip_is_over(cluster: Cluster) -> None:
     cluster.run(4, skips_on_all, random.randrange(4))

@@ -235,6 +235,7 @@ def test_bytes_that_leave_a_rank(cluster: Cluster, W: int, E: int, K: int) -> No
             assert sum(of_pairs.of_width(width).values()) == pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "esp", "dispatch"),
     [(4, 1, "2dh"), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((4, 1, "1dh"), (4, 2, "direct")))],
