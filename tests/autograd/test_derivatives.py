@@ -370,6 +370,7 @@ def test_layers() -> None:
     require_right_or_named(of_layers(0, 1))
 
 
+@pytest.mark.slow
 def test_layers_over_ranks(cluster: Cluster) -> None:
     for found in cluster.run(2, of_layers):
         require_right_or_named(found)

@@ -51,6 +51,7 @@ def check(outcomes: dict[str, Outcome], straggler: float, ingress: float) -> Non
     assert ours.owned_I.max() == 48, "24 layers of 32 experts on 16 ranks"
 
 
+@pytest.mark.slow
 def test_ahead_of_the_others():
     outcomes = follow(10, 0, 2)
     assert 5.5 < outcomes["ep"].straggler < 6.7, "as skewed as the paper's"

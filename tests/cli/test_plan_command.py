@@ -203,6 +203,7 @@ def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(size or 0 for size in reduced) <= 4 * 3 * model["model_dim"] * (2 + model["experts"])
 
 
+@pytest.mark.slow
 def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
     """Measured under ranks by `profile`, found there by `plan`, and read from a file by one process."""
     layout = ["--ranks-per-node", "2"]

@@ -75,7 +75,7 @@ def refused_by_one_replica(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), (0.6, 1.8)])
+@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), *slowly((0.6, 1.8))])
 def test_what_some_have_not_heard_is_told_to_them(
     cluster: Cluster, timeout_s: float, away_s: float, on_device: bool
 ) -> None:
@@ -98,5 +98,6 @@ def skips_on_all(rank: int, world: int, culprit: int) -> None:
     assert topology.world.board.explain() is None
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_replica_that_all_skip_is_over(cluster: Cluster) -> None:
     cluster.run(4, skips_on_all, random.randrange(4))

@@ -107,6 +107,7 @@ def never_comes(rank: int, world: int, told: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_waits_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
     text, _ = cluster.run(2, never_comes, tmp_path / "told", timeout_s=30.0)
     assert "not all ranks came within 2 s" in text and "rank 1" in text

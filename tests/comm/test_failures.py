@@ -147,6 +147,7 @@ def test_experts_that_raise_in_backward(cluster: Cluster) -> None:
     assert texts[2] == "this expert cannot go back"
 
 
+@pytest.mark.slow
 def test_guarded_code_that_raises(cluster: Cluster) -> None:
     check(cluster, 3, "rank 3 failed in loading data: FileNotFoundError: no such shard: 17", in_guarded_code)
 
@@ -231,6 +232,7 @@ def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
             os.kill(pids[culprit], signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_while_it_waits(cluster: Cluster) -> None:
     culprit = random.randrange(4)
     text = rf"not all ranks came within 2 s: .*rank {culprit} was stopped while it waited for adding over the world"

@@ -168,6 +168,7 @@ def without_a_peer(rank: int, world: int, told: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(cluster: Cluster, tmp_path: Path):
     """The error names who is missing and what was to be done."""
     message = cluster.run(2, without_a_peer, tmp_path / "told", timeout_s=30.0)[0]

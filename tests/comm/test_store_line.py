@@ -61,6 +61,7 @@ def test_a_store_without_a_second_connection(monkeypatch: pytest.MonkeyPatch) ->
     assert line.broke == "the connection to it broke: MemoryError: for a socket"
 
 
+@pytest.mark.slow
 def test_its_host_is_named(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     board = Board(store, 3)

@@ -135,6 +135,7 @@ WAITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait",
     [pytest.param(of, id=name, marks=[] if of is looked_at else [pytest.mark.slow]) for name, of in WAITS.items()],

@@ -72,6 +72,7 @@ def trained(rank: int, world: int, k: int, chunks: int, blocks: int, factor: flo
     return worst, backend.irregular.rows, backend.irregular.sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "k", "chunks", "blocks", "factor"),
     [

@@ -227,6 +227,7 @@ def on_two_ranks(rank: int, world: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_together_and_go_on_together(cluster: Cluster) -> None:
     for refused, right in cluster.run(2, on_two_ranks):
         assert refused.startswith("RankError: captured graph, the first run with own_places=True: rank 1: ")

@@ -97,6 +97,7 @@ def test_tokens_of_several_sizes_and_none() -> None:
     compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41, 57, 1, 0))
 
 
+@pytest.mark.slow
 def test_the_load_between_updates_counts_every_step() -> None:
     layer = fusedmoe.MoELayer(M, make("deepseek_v3", 6, 2), fusedmoe.experts.SwiGLU(24))
     twin = fusedmoe.MoELayer(M, make("deepseek_v3", 6, 2), fusedmoe.experts.SwiGLU(24))

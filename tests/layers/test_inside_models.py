@@ -246,6 +246,7 @@ def test_recomputed_activations_are_let_go() -> None:
     assert not [ref for ref in seen if ref() is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 )

@@ -115,6 +115,7 @@ def test_activations_that_are_computed_again_count_once(reentrant: bool) -> None
     check(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_counts_in_one_graph() -> None:
     torch._dynamo.reset()
     layer = make()

@@ -255,6 +255,7 @@ def test_tokens_in_common(
     cluster.run(2, partial(compare, **how), *given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -314,6 +315,7 @@ def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[st
     compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [pytest.param({"ep": 2, "esp": 2}, marks=pytest.mark.slow), {"ep": 2, "mp": 2}], ids=str
 )

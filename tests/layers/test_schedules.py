@@ -102,7 +102,7 @@ def compare(
     [
         (2, 2, 1),
         *slowly((2, 1, 2), (4, 4, 1)),
-        (4, 2, 2),
+        pytest.param(4, 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) -> None:
@@ -134,6 +134,7 @@ def test_dispatch(cluster: Cluster, dispatch: str) -> None:
     cluster.run(4, compare, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)])
 
 
+@pytest.mark.slow
 def test_modules_and_products(cluster: Cluster) -> None:
     cluster.run(4, compare, 2, 2, "topk", "sparse", "custom", "direct", "fsmoe", [(1, 1), (4, 4)])
     cluster.run(4, compare, 2, 2, "topk", "einsum", "swiglu", "direct", "fsmoe", [(1, 1), (4, 2)])
@@ -400,6 +401,7 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
     return len(measured)
 
 
+@pytest.mark.slow
 def test_a_first_forward_inside_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
     """A selective one goes by operators, which have no plans."""
     assert cluster.run(2, checkpointed, str(tmp_path)) == [2, 2]
@@ -523,6 +525,7 @@ def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: 
                 assert torch.equal(found[1][name], right), name
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_does_not_notice() -> None:
     layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, schedule="auto")
     x = torch.randn(5, M, dtype=torch.float64)

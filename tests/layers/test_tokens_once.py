@@ -237,6 +237,7 @@ def test_bytes_that_leave_a_rank(cluster: Cluster, W: int, E: int, K: int) -> No
             assert sum(of_pairs.of_width(width).values()) == pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "dispatch"),
     [(4, "2dh"), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((4, "1dh"), (8, "2dh"), (8, "1dh")))],

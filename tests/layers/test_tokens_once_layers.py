@@ -186,7 +186,7 @@ def close(got: Tensor, right: Tensor) -> None:
     ("name", "world", "esp"),
     [
         pytest.param(name, *way, marks=() if way == (2, 1) and name in quick else pytest.mark.slow)
-        for quick in [("schedules", "placed", "blocks", "placed blocks")]
+        for quick in [("schedules", "placed blocks")]
         for name in CALLS
         for way in [(2, 1), (4, 1), (4, 2)]
     ],

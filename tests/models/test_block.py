@@ -109,6 +109,7 @@ def test_along_positions(positions: str, moe_every: int) -> None:
     compare(0, 1, {**GPT, "positions": positions, "layers": 4, "moe_every": moe_every}, {}, False, "positions")
 
 
+@pytest.mark.slow
 def test_along_positions_on_ranks(cluster: Cluster) -> None:
     cluster.run(2, compare, {**GPT, "k": 1, "bias": True}, dict(ep=2), True, "positions")
 

@@ -78,6 +78,7 @@ def test_where_it_is_known() -> None:
     assert bound_s(costs) == pytest.approx(8.0 + 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "testbed", [pytest.param(TESTBEDS[name], id=name, marks=[pytest.mark.slow] * (name == "B")) for name in TESTBEDS]
 )

@@ -25,9 +25,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 OTHERS = [
     ONE,
-    Sizes(2, esp=2),
     Sizes(4, ep=4, mp=4),
-    *map(slow, (Sizes(2, ep=2), Sizes(2, mp=2), Sizes(4))),
+    *map(slow, (Sizes(2, esp=2), Sizes(2, ep=2), Sizes(2, mp=2), Sizes(4))),
 ]
 
 

@@ -162,7 +162,8 @@ def full() -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("full", marks=slow)])
+@slow
+@pytest.mark.parametrize("how", ["killed", "full"])
 def test_a_save_that_ends_before_any_of_its_steps(tmp_path: Path, how: str) -> None:
     """Killed, or refused by the disk, before each step in turn."""
     path, number = tmp_path / "checkpoint", 0
@@ -210,6 +211,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path, share: f
     assert whole(path) == 1 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@slow
 def test_two_jobs_do_not_save_to_one_place_at_once(tmp_path: Path) -> None:
     """What they leave is one of theirs, whole; who is not let in says so."""
     path = tmp_path / "checkpoint"

@@ -97,6 +97,7 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
     assert copies(placed) == 0 and any(rank["owners"][0] != rank["owners"][-1] for rank in placed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS})], ids=["before", "after the gate"]
 )
@@ -112,6 +113,7 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
         torch.testing.assert_close(ours["dense"], theirs["dense"], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +224,7 @@ def memory_of(rank: int, world: int, rematerialises: bool, m: int) -> tuple[Any,
     return found, most, one_layer
 
 
+@pytest.mark.slow
 def test_memory(cluster: Cluster):
     """Parameters, gradients and AdamW's two moments of what a rank owns, as with expert parallelism (4 parts); and m
     copies of parameters a layer, which the re-materialising mode has of one layer at a time."""

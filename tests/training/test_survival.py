@@ -94,6 +94,7 @@ def _flip(chance: random.Random, path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:survival")
 def test_no_flipped_bit_restores_other_numbers(tmp_path: Path) -> None:
     """One bit anywhere: the state before is taken, and where there is none, it is an error."""
@@ -360,7 +361,7 @@ def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
     return sorted(header["step"] for header in memory.headers().values())
 
 
-@pytest.mark.parametrize("when", ["sending", "the end"])
+@pytest.mark.parametrize("when", ["sending", pytest.param("the end", marks=pytest.mark.slow)])
 def test_a_refresh_that_is_cut_short_leaves_the_one_before(cluster: Cluster, tmp_path: Path, when: str) -> None:
     steps = cluster.run(4, _torn, str(tmp_path), when)
     assert steps[2] == ([2, 2] if when == "sending" else [2, 2, 3])
@@ -482,6 +483,7 @@ def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) ->
             return layer(x_SM)
 
 
+@pytest.mark.slow
 def test_experts_that_move_are_kept_where_they_are(cluster: Cluster, tmp_path: Path) -> None:
     expected = cluster.run(4, _moved, str(tmp_path), [0, 0, 1, 1], True)
     for found in cluster.run(2, _moved, str(tmp_path), [1, 1], False):

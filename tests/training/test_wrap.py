@@ -252,6 +252,7 @@ def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
     _loads_on_one_rank(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
