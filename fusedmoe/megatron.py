@@ -13,6 +13,11 @@ width, N rows sorted by expert, R tokens received, S either tokens or received t
 
 from __future__ import annotations
 
+from fusedmoe.versions import refused
+
+if (error := refused("megatron-core", "0.16", "0.17", "fusedmoe.megatron")) is not None:
+    raise error
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -16,6 +16,11 @@ received, S either tokens or received tokens.
 
 from __future__ import annotations
 
+from fusedmoe.versions import refused
+
+if (error := refused("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
+    raise error
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

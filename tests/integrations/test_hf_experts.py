@@ -22,7 +22,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf import NAME, experts_forward, fused_activation, is_clamped_swiglu
+from fusedmoe.hf import NAME, experts_forward
+from fusedmoe.hf.module_experts import fused_activation, is_clamped_swiglu, refuse_bad_numbers
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
 
@@ -172,7 +173,7 @@ def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
         y_TH = module(x_TH.to(dtype).requires_grad_(), number_TK, weight_TK.to(dtype))
         y_TH.backward(torch.full_like(y_TH, torch.inf))  # gradients that overflow are a loss scaler's to see
     # Finite numbers whose sum is not are no fault.
-    fusedmoe.hf.refuse_bad_numbers(module, torch.full((64, 8), 6e4, dtype=torch.float16))
+    refuse_bad_numbers(module, torch.full((64, 8), 6e4, dtype=torch.float16))
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     compiled(x_TH, number_TK, weight_TK)
     x_TH[2, 2] = torch.nan

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import fusedmoe.hf
 from fusedmoe import ConfigError, MoELayer, experts, gates
-from fusedmoe.hf_metrics import RouterMetrics
+from fusedmoe.hf.callbacks import RouterMetrics
 from fusedmoe.metrics import JsonLines
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf_metrics import RouterMetrics
+from fusedmoe.hf.callbacks import RouterMetrics
 from tests.cluster import Cluster
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 from tests.integrations.test_hf_parallel import load

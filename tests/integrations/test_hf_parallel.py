@@ -15,8 +15,9 @@ from transformers.distributed import DistributedConfig
 
 import fusedmoe.hf
 from fusedmoe.errors import RankError
-from fusedmoe.hf import ExpertParallel, compute
-from fusedmoe.hf_metrics import RouterMetrics
+from fusedmoe.hf import ExpertParallel
+from fusedmoe.hf.callbacks import RouterMetrics
+from fusedmoe.hf.module_experts import compute
 from fusedmoe.layers import input_checks
 from fusedmoe.training import clip_grad_norm
 from fusedmoe.training.copies import local_part
@@ -49,7 +50,7 @@ def step(
         return compute(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.hf.compute", counted)
+        patch.setattr("fusedmoe.hf.expert_parallel.compute", counted)
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
     told = metrics.collect()["moe/rank_rows"]

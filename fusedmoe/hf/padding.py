@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fusedmoe.dispatchers import Remembered, enclosing_checkpoints
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf_metrics import registered_experts
+from fusedmoe.hf.callbacks import registered_experts
 
 
 def mask_padding(model: Any) -> Any:

@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf_quantised import quantised
+from fusedmoe.hf.quantised import quantised
 from fusedmoe.ops import LowRank
 from fusedmoe.ranks import Group, all_reduce
 

@@ -16,6 +16,7 @@ from fusedmoe import MoELayer, Topology
 from fusedmoe.dispatchers import expert_load, recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
+from fusedmoe.training import StepTuning
 
 
 class MetricsCallback(TrainerCallback):
@@ -161,3 +162,37 @@ def _expert_parallel(parameter: Tensor) -> int:
         return 1
     mesh = parameter.device_mesh
     return mesh["ep"].size() if "ep" in (mesh.mesh_dim_names or ()) else 1
+
+
+class PlanTuningCallback(TrainerCallback):
+    """Measures plans while `Trainer` trains, and keeps to the fastest; see `fusedmoe.training.StepTuning`.
+
+        Trainer(model, …, callbacks=[PlanTuningCallback()])
+
+    Where experts are not over ranks nothing travels, and it does nothing. Where a model is trained again it begins with
+    what it has found.
+
+    Args: as for `StepTuning`.
+    Attributes:
+        tuning: what measures, while a model is trained over ranks and after.
+    Raises:
+        ConfigError: when training begins, a model without experts that transformers' registry serves, or whose tokens
+            transformers itself sends.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+        self.tuning: StepTuning | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        modules = registered_experts(model)
+        travels = any(module._is_expert_parallel for module in modules.values())
+        self.tuning = StepTuning(model, **self._given) if travels or not modules else None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tuning is not None:
+            self.tuning.__exit__(None)

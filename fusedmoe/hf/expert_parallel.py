@@ -1,0 +1,139 @@
+"""Expert parallelism of transformers' models by this library's exchange."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.expert_parallel import EPImplementation
+
+from fusedmoe import ops
+from fusedmoe.dispatchers import (
+    EXCHANGE,
+    AutogradExperts,
+    ChunkExperts,
+    ExternalExperts,
+    GroupedExperts,
+    Routed,
+    ScheduledExchange,
+    shared_topology,
+)
+from fusedmoe.hf.module_experts import (
+    check_experts,
+    compute,
+    fused_activation,
+    fused_weights,
+    matrix_names,
+    product_biases,
+    product_matrix,
+    row_dtype,
+)
+from fusedmoe.hf.peft_adapters import factors_in_use, require_shared, stored
+from fusedmoe.hf.quantised import QuantisedMatrices
+
+
+class _LocalExperts(ExternalExperts):
+    """The experts of this rank as dispatchers call them."""
+
+    def __init__(self, experts: Any, ranks: int) -> None:
+        widths = stored(experts, "down_proj").shape[1:]
+        model_dim, hidden = reversed(widths) if experts.is_transposed else widths
+        super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
+
+    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return compute(self.module, x_SM, layout, weight_N)
+
+    def in_graphs(self) -> nn.Module:
+        return _Computed(self.module)
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        experts, activation, factors = self.module, fused_activation(self.module), factors_in_use(self.module)
+        (up, _), (down, _) = (product_matrix(experts, name, x_SM.dtype) for name in matrix_names(experts))
+        if activation is None or factors or any(isinstance(each, QuantisedMatrices) for each in (up, down)):
+            return AutogradExperts(self, [*experts.parameters(), *factors])
+        up_bias, down_bias = product_biases(experts, x_SM.dtype)
+        return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
+
+
+class _Computed(nn.Module):
+    """A module of experts whose forward is `compute`."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+        return compute(self._experts, x_SM, layout, weight_N)
+
+
+class ExpertParallel(EPImplementation):
+    """Sends a token once to each rank with experts for it, and one sum back: `ep_implementation="fusedmoe"`.
+
+    Ranks that share a batch (`tp_mesh`) send a chunk of its tokens each, and gather the results. Under autocast
+    tokens travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+
+    "fusedmoe" sends one thing after the other, since measuring would surprise whoever asks a model for one answer;
+    "fusedmoe-auto", and "fusedmoe-" before the name of a policy, send by this schedule, as `apply(model, schedule=…)`.
+
+    Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
+        Making one is collective over both.
+    Attributes:
+        schedule: that modules begin with.
+    Raises:
+        ConfigError: experts that cannot be computed (`check_experts`).
+        RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
+            that are NaN or infinite; adapters of peft that `apply` has not seen.
+    """
+
+    schedule = "off"
+    # Layers that no pass with gradients has gone through: the first one asks whether adapters are shared, for all.
+    _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._unasked.add(self)
+        check_experts(experts)
+        self._experts: Any = experts
+        self._topology = shared_topology(ep_mesh.get_group())
+        self._sharing = shared_topology(tp_mesh.get_group()).world
+        ops.name_for_graphs(self._sharing)
+        local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
+        self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
+        setattr(experts, EXCHANGE, self._exchange)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
+
+        Compiled models take it into their graphs, with `fullgraph=True`; without, they call it as it is.
+        """
+        if not (torch.compiler.is_compiling() and ops.graph_takes_sizes()):
+            return self._called(hidden_states, top_k_index, top_k_weights)
+        sharing, exchange = self._sharing, self._exchange
+        counts = ops.split_counts(hidden_states.shape[0], sharing)
+        given = (hidden_states, top_k_index, top_k_weights)
+        x_TH, number_TK, weight_TK = (ops.split_rows(value, sharing, counts) for value in given)
+        bad = exchange.checks.of_given(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(self._experts, hidden_states))
+        layout = ops.order(number_TK, self.num_local_experts * self._topology.ep.size)
+        y_TH = exchange.in_graph(Routed(x_TH, layout, weight_TK), bad)
+        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+
+    @torch.compiler.disable
+    def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts, topology, sharing = self._experts, self._topology, self._sharing
+        if self in self._unasked and torch.is_grad_enabled():
+            require_shared(experts)
+            self._unasked.clear()
+        self._exchange.checks.tell_logits()
+        counts = ops.split_counts(len(hidden_states), sharing)
+        # Ranks that share a batch route the same tokens: each sends its chunk of them only.
+        start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
+        x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
+        refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(experts, hidden_states))
+        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
+        y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
+        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)

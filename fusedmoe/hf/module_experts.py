@@ -1,0 +1,318 @@
+"""The forward of a module of experts of transformers: numbers looked at, tokens sorted by expert, products, sums.
+
+What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
+shapes. Plain experts (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
+operation; others (transposed weights, gates and norms of their own) are grouped products, and between them gpt-oss's
+activation by a kernel of ours or the module's own functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from fusedmoe import Topology, ops
+from fusedmoe.dispatchers import InputChecks, not_finite
+from fusedmoe.errors import ConfigError
+from fusedmoe.hf.owner import computes
+from fusedmoe.hf.peft_adapters import folded, matrix, replace_activation, stored
+from fusedmoe.hf.quantised import QuantisedMatrices
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Pairs of a token and an expert up to which products wait for weights, and no order is worth while.
+_FEW = 128
+# Products with two or three rows wait for the weight alone; BLAS reads one that is [out, in] faster from the left.
+_SKINNY = 3
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the weighted sum of each token's experts: the function in transformers' registry.
+
+    Args:
+        self: the experts' module.
+        hidden_states: [T, H].
+        top_k_index: [T, K] integers; −1 stands for no expert, and the number of experts, or more, for one of another
+            rank: no row is computed for it.
+        top_k_weights: [T, K].
+    Returns:
+        [T, H] in the dtype of `hidden_states`; products run in that of the parameters, under autocast in its own.
+    Saves for backward:
+        Where the experts are one operation, tokens and pre-activations (see `fusedmoe.ops.experts`).
+    Raises:
+        ConfigError: a module that is none of these, named; shapes that do not fit; tokens or weights that are NaN or
+            infinite (on CUDA from a later call).
+    """
+    check_experts(self)
+    refuse_bad_numbers(self, hidden_states, top_k_weights)
+    if _is_few(self, hidden_states, top_k_index):
+        return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+    # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
+    number_TK = (
+        top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
+    )
+    layout = ops.order(number_TK, self.num_experts)
+    x_TH = hidden_states.to(row_dtype(self, hidden_states))
+    y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
+    return y_TH.to(hidden_states.dtype)
+
+
+def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
+    """Looks for NaN and infinity in what a module of experts was given, as `MoELayer` does in router logits."""
+    checks, name = experts.__dict__.get("_fusedmoe_checks"), f"fusedmoe.hf: {type(experts).__name__}"
+    if not torch.compiler.is_compiling():
+        if checks is None:
+            checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
+    # In a graph nobody could ask later, so the numbers are asserted on the device.
+    elif checks is None:
+        ops.require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
+        return
+    checks.of_given(*tensors)
+
+
+def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
+    """Returns whether calls cost more than rows do, as where a model decodes on a CPU."""
+    # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
+        return False
+    given = (hidden_states, top_k_index, stored(experts, "down_proj"))
+    if isinstance(given[2], QuantisedMatrices):
+        return False
+    return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` for some tokens on a CPU, without gradients: a product for each expert that was chosen."""
+    dtype, K = row_dtype(experts, hidden_states), top_k_index.shape[1]
+    number_P = top_k_index.flatten().tolist()
+    if not experts._is_expert_parallel and max(number_P, default=0) >= experts.num_experts:
+        raise ConfigError(
+            f"fusedmoe.hf: chosen experts must be numbers from 0 to {experts.num_experts - 1}, got {max(number_P)}"
+        )
+    pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
+    x_TH, first = hidden_states.to(dtype), "gate_up_proj" if experts.has_gate else "up_proj"
+    if len(x_TH) == 1:
+        # Between products that read all of a cache each call costs many times what it does alone: one token is not
+        # sorted, looked up or added up row by row.
+        numbers, sizes, token_N = [number_P[pair] for pair in pairs], [1] * len(pairs), None
+        rows = [x_TH] * len(pairs)
+    else:
+        # By expert, so that each matrix is read once.
+        pairs.sort(key=number_P.__getitem__)
+        counts = Counter(number_P[pair] for pair in pairs)
+        numbers, sizes = list(counts), list(counts.values())
+        token_N = torch.tensor([pair // K for pair in pairs], dtype=torch.long)
+        rows = [*x_TH[token_N].split_with_sizes(sizes)]
+    if not pairs:
+        return torch.zeros_like(hidden_states)
+    rows_NI = _product(experts, rows, first, numbers, sizes)
+    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NH = _product(experts, rows_NI.to(dtype).split_with_sizes(sizes), "down_proj", numbers, sizes)
+    if experts.has_post_expert_norm:
+        rows_NH = experts.post_expert_norm(rows_NH)
+    # Weights and sums in float32 at least, as in the library's own kernels.
+    total = torch.promote_types(dtype, torch.float32)
+    rows_NH, weight_1P = rows_NH.to(total), top_k_weights.reshape(1, -1).to(total)
+    weight_1N = weight_1P if token_N is None and len(pairs) == K else weight_1P[:, pairs]
+    if token_N is None:
+        return torch.mm(weight_1N, rows_NH).to(hidden_states.dtype)
+    rows_NH = rows_NH * weight_1N.t()
+    return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
+
+
+def _product(experts: Any, rows: Sequence[Tensor], name: str, numbers: list[int], sizes: list[int]) -> Tensor:
+    """Returns [N, O]: the rows [n, I] of each of some experts times its matrix, plus its bias.
+
+    Args:
+        numbers, sizes: of the experts, and how many rows each has.
+    """
+    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows[0].dtype
+    weight_EIO = weight if transposed else weight.transpose(1, 2)
+    skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
+    parts = []
+    for number, rows_nI, size in zip(numbers, rows, sizes, strict=True):
+        matrix_IO = weight_EIO.select(0, number).to(dtype)
+        # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
+        if 1 < size <= skinny:
+            parts.append(torch.mm(matrix_IO.t(), rows_nI.t()).t())
+        else:
+            parts.append(torch.mm(rows_nI, matrix_IO))
+        if adapter is not None:
+            low = rows_nI @ adapter.a_ErI[number].t().to(dtype)
+            parts[-1] = torch.addmm(parts[-1], low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
+    out_NO = torch.cat(parts)
+    if experts.has_bias:
+        bias_EO = getattr(experts, f"{name}_bias")
+        out_NO += bias_EO[[number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]].to(dtype)
+    return out_NO
+
+
+def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
+    """Returns the dtype in which rows are computed and sent."""
+    kind = hidden_states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored(experts, "down_proj").dtype
+
+
+def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+    (up, up_adapter), (down, down_adapter) = (
+        product_matrix(experts, name, x_TH.dtype) for name in matrix_names(experts)
+    )
+    up_bias, down_bias = product_biases(experts, x_TH.dtype)
+    adapters = ops.Adapters(up_adapter, down_adapter)
+    bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
+    # Products beside frozen ones know no gradient of these.
+    if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
+        if bits:
+            raise ConfigError(f"fusedmoe.hf: {type(experts).__name__} is quantised in part: freeze all its parameters")
+        up, down = (folded(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
+        adapters = ops.Adapters(None, None)
+    # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
+    activation = fused_activation(experts)
+    if bits:
+        assert activation is not None  # else refused
+        matrices: tuple[Any, Any] = up, down
+        stored_weights = ops.StoredWeights(*matrices, up_bias, down_bias)
+        return ops.low_rank_experts(x_TH, layout, weight_N, stored_weights, adapters, activation)
+    if activation is not None:
+        weights = fused_weights(experts, up, up_bias, down, down_bias)
+        if any(each is not None for each in adapters):
+            return ops.low_rank_experts(x_TH, layout, weight_N, weights, adapters, activation)
+        return ops.experts(x_TH, layout, weight_N, weights, activation)
+    rows_NI = _linear(experts, ops.permute(x_TH, layout), layout, up, up_bias, adapters.up)
+    if experts.has_gate and is_clamped_swiglu(experts):
+        rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
+    else:
+        rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NH = _linear(experts, rows_NI.to(x_TH.dtype), layout, down, down_bias, adapters.down)
+    if experts.has_post_expert_norm:
+        # Before the weights, as in the module's own forward.
+        rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
+    if weight_N is not None:
+        rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
+    return ops.unpermute(rows_NH, layout)
+
+
+def matrix_names(experts: Any) -> tuple[str, str]:
+    """Returns the names of the matrices of both products."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def product_matrix(experts: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, ops.LowRank | None]:
+    """Returns a product's matrix and the adapter on it, in a dtype."""
+    weight, adapter = matrix(experts, name)
+    return weight.to(dtype), None if adapter is None else adapter.to(dtype)
+
+
+def product_biases(experts: Any, dtype: torch.dtype) -> list[Tensor | None]:
+    """Returns the biases of both products, in a dtype."""
+    biases = (getattr(experts, f"{name}_bias", None) if experts.has_bias else None for name in matrix_names(experts))
+    return [None if bias is None else bias.to(dtype) for bias in biases]
+
+
+def fused_weights(
+    experts: Any, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+) -> ops.Weights:
+    """Returns both products' parameters as the operation of experts with a `fused_activation` takes them."""
+    w1 = up.reshape(len(up), *((2,) if experts.has_gate else ()), -1, up.shape[2])
+    b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
+    return ops.Weights(w1, down, b1, down_bias)
+
+
+def _linear(
+    experts: Any, rows_NI: Tensor, layout: ops.Layout, weight: Tensor, bias: Tensor | None, adapter: ops.LowRank | None
+) -> Tensor:
+    # They take [E, in, out], and call [E, out, in] transposed.
+    transposed = not experts.is_transposed
+    if adapter is None:
+        return ops.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+    return ops.low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
+
+
+def is_clamped_swiglu(experts: Any) -> bool:
+    """Returns whether a module's own gate is gpt-oss's, tried out once: another version's may be another function.
+
+    A graph that is compiled before any such call has the module's own function.
+    """
+    known: bool | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
+    if known is None and not torch.compiler.is_compiling():
+        known = experts._fusedmoe_clamped_swiglu = _computes_clamped_swiglu(experts)
+    return bool(known)
+
+
+def _computes_clamped_swiglu(experts: Any) -> bool:
+    alpha, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
+    if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
+        return False
+    # Beyond the limit on both sides, so that the clamps are seen, in every combination of both halves.
+    side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64)
+    # Eight columns: halves side by side, instead of interleaved, are another function of them.
+    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
+    try:
+        with torch.no_grad():
+            gated: Tensor = experts._apply_gate(tried_NH)
+    # It needs rows of the module's own width or dtype: then it is not this function.
+    except Exception:
+        return False
+    wanted = ops.clamped_swiglu(tried_NH, alpha, limit)
+    return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """Returns the activation of a network that is one operation of ours; None for others."""
+    if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
+        return None
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        return None
+    plain = _activation(experts.act_fn)
+    return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
+
+
+def _activation(act: Any) -> str:
+    """Returns our name of an activation of theirs; "" for one that we do not have."""
+    # By class, not by isinstance: a subclass may compute something else.
+    kind = type(act)
+    if kind in (SiLUActivation, nn.SiLU):
+        return "silu"
+    if (kind is GELUActivation and act.act is nn.functional.gelu) or (kind is nn.GELU and act.approximate == "none"):
+        return "gelu"
+    return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
+
+
+def check_experts(experts: Any) -> None:
+    """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
+    who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
+    lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
+    if lacks:
+        raise ConfigError(
+            f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation gives them to modules of "
+            "experts. Choose another experts_implementation for this model"
+        )
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names] if experts.has_bias else []
+    # Found here, at the first forward with adapters, or by `apply`.
+    if parametrize.is_parametrized(experts):
+        replace_activation(computes)
+    for name in names:
+        tensor = stored(experts, name)
+        dims = 2 if name.endswith("bias") else 3
+        stores = isinstance(tensor, (Tensor, QuantisedMatrices))
+        if not stores or tensor.dim() != dims or tensor.dtype not in _DTYPES:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if stores else type(tensor).__name__
+            raise ConfigError(
+                f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
+                f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
+                "expert, or choose another experts_implementation"
+            )
+        if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
+            raise ConfigError(
+                f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
+                "the model without quantisation, or choose another experts_implementation"
+            )
