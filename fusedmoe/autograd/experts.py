@@ -115,9 +115,8 @@ def experts_backward(
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
     # A schema knows no optional results, and no two may be the same tensor.
-    dx, dweight, dw1, dw2, db1, db2 = (
-        dy_SM.new_empty(0) if grad is None else grad for grad in (grads.x_SM, dweight_N, *grads.parameters)
-    )
+    found = (grads.x_SM, dweight_N, *grads.parameters)
+    dx, dweight, dw1, dw2, db1, db2 = [dy_SM.new_empty(0) if grad is None else grad for grad in found]
     return dx, dweight, dw1, dw2, db1, db2
 
 
@@ -141,13 +140,15 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     wanted = ctx.wanted = Wanted(*ctx.needs_input_grad[:6])
     x_SM, weight_N, w1, w2, b1, b2 = tensors
+    # W2 is read for the activations' gradient, and H for that and for A.
+    needs_da = wanted.x_SM or wanted.weight_N or wanted.w1 or wanted.b1
     ctx.save_for_backward(
-        h_NH if wanted.h_NH else None,
+        h_NH if needs_da or wanted.w2 else None,
         x_SM if wanted.w1 else None,
         weight_N,
         # A cast copy of parameters, as autocast makes, is as large as these.
         w1 if wanted.x_SM else shape_of(w1),
-        w2 if wanted.da_NH else shape_of(w2),
+        w2 if needs_da else shape_of(w2),
         b1,
         b2,
         *layout,
@@ -167,8 +168,7 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     tensors, layout = saved[:6], saved[6:]
     with span(ctx.recorder, "experts", kind="expert", phase="backward"):
         grads = experts_backward(dy_SM, h_NH, *tensors, ctx.b2_start, layout, ctx.activation, ctx.wanted)
-    given = (grad if asked else None for grad, asked in zip(grads, ctx.wanted, strict=True))
-    return *given, None, None, None
+    return *[grad if asked else None for grad, asked in zip(grads, ctx.wanted, strict=True)], None, None, None
 
 
 register_gradient(experts_operator, _gradients, _keep)

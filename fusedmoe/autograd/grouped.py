@@ -116,8 +116,7 @@ def _linear_gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows_NK, weight, *layout = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:3]
     grads = grouped_linear_backward(dout_NO, rows_NK, weight, wanted[2], ctx.transposed, layout)
-    given = (grad if asked else None for grad, asked in zip(grads, wanted, strict=True))
-    return *given, None, None
+    return *[grad if asked else None for grad, asked in zip(grads, wanted, strict=True)], None, None
 
 
 register_gradient(grouped_linear_operator, _linear_gradients, _keep_rows)

@@ -9,24 +9,32 @@ Contract: tensors in, tensors out; no autograd; the caller owns every buffer tha
 gradients are `Wanted`, and neither computes nor reads what serves others alone: with frozen parameters it takes half of
 the time, and x is not read.
 
-In plain torch rows are worked through in blocks (`row_blocks.py`), so that no tensor of the size of H besides H itself
-is ever made. Definition: `define_experts`.
+In plain torch rows are worked through in blocks, so that no tensor of the size of H besides H itself is ever made, and
+activations are applied in slices of these that stay in the cache. A block has rows of one expert, or of several whose
+rows fit into the cache together: then all but the products is done for all of them at once. On CUDA that waits for the
+device once, to learn the counts. Definition: `define_experts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation, define_activation
+from fusedmoe.kernels.activation import Activation, cached_rows, define_activation
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.row_blocks import RowBlock, row_blocks
+from fusedmoe.kernels.wanted import ALL, Wanted
+
+# Rows of an expert in a block: enough for full speed in the products, and sums of weight gradients are rarely read
+# again.
+_BLOCK_ROWS = 2048
+# Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
+_SLICE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,52 +68,6 @@ class Weights:
         """Returns the columns of the results that the output bias is added to."""
         assert self.b2 is not None
         return slice(self.b2_start, self.b2_start + self.b2.shape[1])
-
-
-class Wanted(NamedTuple):
-    """The inputs of `experts_forward` whose gradients are asked for.
-
-    Worked example, W1 and W2 frozen: of dA' = dy·W2 and dx = dH·W1, dW1 = dH'ᵀ·x and dW2 = dyᵀ·A only the first two are
-    made. With W1 alone frozen the third is left out, and x may be forgotten after the forward.
-    """
-
-    x_SM: bool = True
-    weight_N: bool = True
-    w1: bool = True
-    w2: bool = True
-    b1: bool = True
-    b2: bool = True
-
-    def of(self, weight_N: Tensor | None, weights: Weights) -> Wanted:
-        """Returns these without inputs that are not there."""
-        return self._replace(
-            weight_N=self.weight_N and weight_N is not None,
-            b1=self.b1 and weights.b1 is not None,
-            b2=self.b2 and weights.b2 is not None,
-        )
-
-    @property
-    def parameters(self) -> bool:
-        """Tells whether any parameter has a gradient."""
-        return self.w1 or self.w2 or self.b1 or self.b2
-
-    @property
-    def dh_NH(self) -> bool:
-        """Tells whether the pre-activations' gradient is needed."""
-        return self.x_SM or self.w1 or self.b1
-
-    @property
-    def da_NH(self) -> bool:
-        """Tells whether the activations' gradient, a product with W2, is needed."""
-        return self.dh_NH or self.weight_N
-
-    @property
-    def h_NH(self) -> bool:
-        """Tells whether pre-activations are needed: for all gradients but the output bias's."""
-        return self.da_NH or self.w2
-
-
-ALL = Wanted()
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +129,7 @@ def experts_forward(
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
-    blocks, most, step = row_blocks(layout, x_SM, hidden)
+    blocks, most, step = _blocks(layout, x_SM, hidden)
     # Nothing of the size of all rows is made but H and the results; buffers of a block are used again by each.
     h_NH, out_NM = x_SM.new_empty((layout.rows, activation.halves * hidden)), x_SM.new_empty((layout.rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
@@ -211,7 +173,6 @@ def experts_backward(
         into: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
         wanted: what is computed; each has the same bits whatever else is.
     """
-    wanted = wanted.of(weight_N, weights)
     if has_kernels(dy_SM):  # whose halves share nothing but what the first one leaves
         dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
         grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into, wanted)
@@ -220,9 +181,11 @@ def experts_backward(
     rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, rows.most)
     a_buffer = dy_SM.new_empty((rows.most, weights.w2.shape[2])) if wanted.w2 else None
-    dh_buffer = dy_SM.new_empty((rows.most, rows.width)) if wanted.dh_NH else None
+    needs_dh = wanted.x_SM or wanted.w1 or wanted.b1
+    dh_buffer = dy_SM.new_empty((rows.most, rows.width)) if needs_dh else None
     for block in rows.blocks:
-        a, dh = (None if buffer is None else buffer[: block.rows] for buffer in (a_buffer, dh_buffer))
+        a = None if a_buffer is None else a_buffer[: block.rows]
+        dh = None if dh_buffer is None else dh_buffer[: block.rows]
         parameters.add(block, a, dh, rows.add(block, a, dh))
     return parameters.gradients(rows.dx_SM(), rows.dweight_N)
 
@@ -237,7 +200,6 @@ def experts_backward_rows(
     wanted: Wanted = ALL,
 ) -> tuple[Tensor | None, Tensor | None, Hidden]:
     """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs."""
-    wanted = wanted.of(weight_N, weights)
     # What waits for rows need not wait for products that only parameters need (Lancet §4).
     if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
@@ -268,7 +230,6 @@ def experts_backward_weights(
 
     `into`: gradients of other rows, in at least float32, to which these are added in place.
     """
-    wanted = wanted.of(weight_N, weights)
     if not wanted.parameters:
         return Gradients(None, None, None, None, None, None)
     if has_kernels(dy_SM):
@@ -276,7 +237,7 @@ def experts_backward_weights(
 
         return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, wanted).added_to(into)
     dy_SM = dy_SM.contiguous()
-    blocks, most, _ = row_blocks(layout, dy_SM, weights.w2.shape[2])
+    blocks, most, _ = _blocks(layout, dy_SM, weights.w2.shape[2])
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, most)
     dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
     for block in blocks:
@@ -306,35 +267,33 @@ class _RowGradients:
     ) -> None:
         _, dim, hidden = weights.w2.shape
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
-        self._wanted = wanted
-        self.blocks, self.most, step = row_blocks(layout, dy_SM, hidden)
+        self.blocks, self.most, step = _blocks(layout, dy_SM, hidden)
         self.width = activation.halves * hidden
         self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
         self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
-        self._dy = dy_SM.new_empty((self.most, dim))
-        self._da = dy_SM.new_empty((self.most if wanted.da_NH else 0, hidden))
+        self._dy, self._da = dy_SM.new_empty((self.most, dim)), dy_SM.new_empty((self.most, hidden))
         # Slices that stay in the cache; the second one for activations that no parameter needs.
         self._step = step
         self._act, self._a = (dy_SM.new_empty((min(self.most, step), hidden)) for _ in range(2))
         self._dx_NM = dy_SM.new_empty((layout.rows, weights.w1.shape[-1])) if wanted.x_SM else None
-        self.dweight_N = dy_SM.new_zeros(layout.rows) if wanted.weight_N else None
+        self.dweight_N = dy_SM.new_zeros(layout.rows) if weight_N is not None and wanted.weight_N else None
 
-    def add(self, block: RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
+    def add(self, block: _RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
         """Computes a block's gradients; puts its activations into `a` and the gradients of their inputs into `dh`, as
         far as these are given.
 
         Returns:
             The block's rows of dy.
         """
-        wanted, activation, hidden, step = self._wanted, self._activation, self._act.shape[1], self._step
+        activation, hidden, step = self._activation, self._act.shape[1], self._step
         dy = block.gather(self._dy_SM, self._layout, self._dy)
-        if self._h_NH is None or not wanted.h_NH:
+        ds = None if self.dweight_N is None else block.of(self.dweight_N)
+        if self._h_NH is None or (a is dh is ds is None):
             return dy
         h, da = block.of(self._h_NH), self._da[: block.rows]
-        if wanted.da_NH:
+        if dh is not None or ds is not None:
             for expert, dy_e, da_e in block.by_expert(dy, da):
                 torch.mm(dy_e, self._w2_E[expert], out=da_e)
-        ds = None if self.dweight_N is None else block.of(self.dweight_N)
         for first in range(0, block.rows, step):
             part = slice(first, first + step)
             h_part, da_part = h[part], da[part]
@@ -390,18 +349,14 @@ class _ParameterGradients:
     ) -> None:
         self._wanted = wanted
         # Products add to what is there; sums in another dtype, float32 beside half precision, are added to at the end.
-        others = () if into is None else (total for total in into.parameters if total is not None)
-        self._later = into if any(total.dtype != dy_SM.dtype for total in others) else None
+        total = None if into is None else next(filter(torch.is_tensor, into.parameters), None)
+        self._later = into if total is not None and total.dtype != dy_SM.dtype else None
         self._adds, self._last = into is not None and self._later is None, -1
         if into is None or self._later is not None:
-            w1, w2 = (
-                matrix.new_empty(matrix.shape) if asked else None
-                for matrix, asked in ((weights.w1, wanted.w1), (weights.w2, wanted.w2))
-            )
-            b1, b2 = (
-                bias.new_zeros(bias.shape) if bias is not None and asked else None
-                for bias, asked in ((weights.b1, wanted.b1), (weights.b2, wanted.b2))
-            )
+            w1 = weights.w1.new_empty(weights.w1.shape) if wanted.w1 else None
+            w2 = weights.w2.new_empty(weights.w2.shape) if wanted.w2 else None
+            b1 = torch.zeros_like(weights.b1) if weights.b1 is not None and wanted.b1 else None
+            b2 = torch.zeros_like(weights.b2) if weights.b2 is not None and wanted.b2 else None
             into = Gradients(None, None, w1, w2, b1, b2)
             for expert, count in enumerate(layout.counts):
                 for matrix in (w1, w2) if count == 0 else ():
@@ -417,7 +372,7 @@ class _ParameterGradients:
         self._x = dy_SM.new_empty((x_rows, weights.w1.shape[-1]))
         self._dy = dy_SM.new_empty((most if scaled and (wanted.w2 or wanted.b2) else 0, weights.w2.shape[1]))
 
-    def add(self, block: RowBlock, a: Tensor | None, dh: Tensor | None, dy: Tensor) -> None:
+    def add(self, block: _RowBlock, a: Tensor | None, dh: Tensor | None, dy: Tensor) -> None:
         """Adds a block's gradients, from its activations, the gradients of their inputs, and those of its results."""
         factor = None if self._factor_N1 is None else block.of(self._factor_N1)
         wanted, db1, db2 = self._wanted, self._sums.b1, self._sums.b2
@@ -441,7 +396,7 @@ class _ParameterGradients:
             for expert, dy_e in block.by_expert(dy[:, self._weights.b2_columns()]):
                 db2[expert].add_(dy_e.sum(0))
 
-    def _add_products(self, block: RowBlock, out_E: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+    def _add_products(self, block: _RowBlock, out_E: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         """Adds leftᵀ·right of each expert's rows of a block."""
         last = self._last
         columns = left.t().split(block.sizes, 1)
@@ -456,6 +411,63 @@ class _ParameterGradients:
     def gradients(self, dx_SM: Tensor | None, dweight_N: Tensor | None) -> Gradients:
         """Returns all gradients, by those of the rows."""
         return replace(self._sums, x_SM=dx_SM, weight_N=dweight_N).added_to(self._later)
+
+
+@dataclass
+class _RowBlock:
+    """Sorted rows from `start` on that are worked through together: `sizes[i]` rows of expert `experts[i]`, in turn."""
+
+    start: int
+    experts: list[int]
+    sizes: list[int]
+    rows: int
+
+    def of(self, value_N: Tensor) -> Tensor:
+        """Returns this block's part of what all sorted rows have."""
+        return value_N[self.start : self.start + self.rows]
+
+    def gather(self, x_SM: Tensor, layout: Layout, buffer: Tensor) -> Tensor:
+        """Returns the tokens that the rows copy: a view where they lie in order already, else in the buffer."""
+        if layout.source_N is None:
+            return self.of(x_SM)
+        return torch.index_select(x_SM, 0, self.of(layout.source_N), out=buffer[: self.rows])
+
+    def by_expert(self, *values: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields each expert, and its rows of the block's values.
+
+        One call makes the views of all experts: where these have few rows, a view costs as much as a product.
+        """
+        return zip(self.experts, *(value.split(self.sizes) for value in values), strict=True)
+
+
+def _blocks(layout: Layout, like: Tensor, hidden: int) -> tuple[list[_RowBlock], int, int]:
+    """Cuts sorted rows into blocks, experts in order.
+
+    Args:
+        like: tokens, [S, M].
+    Returns:
+        the blocks, the most rows of one, and how many rows of width H stay in the cache.
+    """
+    step = cached_rows(hidden * like.itemsize, _SLICE_BYTES)
+    together = min(step, cached_rows(like.shape[1] * like.itemsize, _SLICE_BYTES))
+    most = max(layout.counts, default=0)
+    # In half precision a weight gradient must be one product: adding blocks would round after each.
+    if like.dtype in (torch.float32, torch.float64):
+        most = min(most, _BLOCK_ROWS)
+    blocks: list[_RowBlock] = []
+    start = 0
+    for expert, count in enumerate(layout.counts):
+        parts = -(-count // most) if count else 0
+        for i in range(parts):
+            rows = count * (i + 1) // parts - count * i // parts
+            if blocks and blocks[-1].rows + rows <= together:
+                blocks[-1].experts.append(expert)
+                blocks[-1].sizes.append(rows)
+                blocks[-1].rows += rows
+            else:
+                blocks.append(_RowBlock(start, [expert], [rows], rows))
+            start += rows
+    return blocks, max((block.rows for block in blocks), default=0), step
 
 
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusedmoe.kernels import row_blocks
+from fusedmoe.kernels import experts
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
@@ -140,8 +140,8 @@ def test_several_blocks_in_low_precision_and_non_contiguous_input(
     # More rows on one expert than a block holds, so that weight gradients are sums over blocks.
     expert_SK = torch.stack([torch.randperm(3)[:2] for _ in range(1000)])
     layout = build_layout(expert_SK, 3)
-    monkeypatch.setattr(row_blocks, "_BLOCK_ROWS", 300)
-    assert max(layout.counts) > 2 * row_blocks._BLOCK_ROWS
+    monkeypatch.setattr(experts, "_BLOCK_ROWS", 300)
+    assert max(layout.counts) > 2 * experts._BLOCK_ROWS
     x_SM = torch.randn(16, 1000).to(dtype).t()
     dy_SM = torch.randn(2000, 16).to(dtype)[::2]
     weight_N = torch.rand(layout.rows)
@@ -151,27 +151,30 @@ def test_several_blocks_in_low_precision_and_non_contiguous_input(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "bias", "weighted"), [("swiglu", "slice", True), ("gelu", "full", False)])
+@pytest.mark.parametrize(
+    ("name", "bias", "weighted"), [("swiglu", "slice", True), ("gelu", "full", False), ("relu", "", True)]
+)
 def test_gradients_that_are_wanted_have_the_bits_of_all(
     name: str, bias: str, weighted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_blocks, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(experts, "_BLOCK_ROWS", 4)
     layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(14)]), 5)
     weights = make_weights(5, 10, 6, ACTIVATIONS[name].halves, bias, dtype)
     x_SM, dy_SM = torch.randn(28, 10).to(dtype)[::2], torch.randn(10, 14).to(dtype).t()
     weight_N, activation = torch.rand(layout.rows) if weighted else None, ACTIVATIONS[name]
     _, h_NH = experts_forward(x_SM, layout, weight_N, weights, activation)
     whole = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    totals = replace(whole, **{key: torch.rand_like(getattr(whole, key)) for key in ("w1", "w2", "b1", "b2")})
+    parameters = [key for key in ("w1", "w2", "b1", "b2") if getattr(weights, key) is not None]
+    totals = replace(whole, **{key: torch.rand_like(getattr(whole, key)) for key in parameters})
     for asked in itertools.product([False, True], repeat=6):
         wanted = Wanted(*asked)
         # What is not read need not be there.
-        x, h = x_SM if wanted.w1 else None, h_NH if wanted.of(weight_N, weights).h_NH else None
+        x, h = x_SM if wanted.w1 else None, h_NH if wanted.h_NH else None
         grads = experts_backward(dy_SM, x, h, layout, weight_N, weights, activation, wanted=wanted)
         given = (layout, weight_N, weights)
         dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h, *given, activation, wanted)
         later = experts_backward_weights(dy_SM, x, left, *given, None, wanted)
-        into = replace(totals, **{key: getattr(totals, key).clone() for key in ("w1", "w2", "b1", "b2")})
+        into = replace(totals, **{key: getattr(totals, key).clone() for key in parameters})
         added = experts_backward_weights(dy_SM, x, left, *given, into, wanted)
         for key, is_wanted in zip(Wanted._fields, wanted, strict=True):
             one, right = getattr(grads, key), getattr(whole, key)
@@ -180,7 +183,7 @@ def test_gradients_that_are_wanted_have_the_bits_of_all(
                 assert one is None and other is None, key
                 continue
             assert torch.equal(one, right) and torch.equal(other, right), key
-            if key in ("w1", "w2", "b1", "b2"):
+            if key in parameters:
                 torch.testing.assert_close(getattr(added, key), getattr(totals, key) + right, rtol=1e-2, atol=1e-2)
 
 

@@ -100,7 +100,7 @@ def experts_backward_weights(
     one_N1 = dy_SM.new_ones((layout.rows, 1)) if wanted.b1 or wanted.b2 else None
     if weights.b1 is not None and wanted.b1 and one_N1 is not None and dh is not None:
         db1 = dweight(call, "dw1", one_N1, dh, None).view_as(weights.b1)
-    if wanted.b2 and one_N1 is not None:
+    if weights.b2 is not None and wanted.b2 and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
         db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
     return Gradients(None, None, dw1, dw2, db1, db2)

@@ -138,7 +138,7 @@ def test_no_rows_of_some_tokens(
         layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
         with no_sync():
             y_SM, h = triton_experts.experts_forward(x_SM[:0], layout, None, weights, activation)
-            given, wanted = (layout, None, weights), ALL.of(None, weights)
+            given, wanted = (layout, None, weights), ALL
             dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], h, *given, activation, wanted)
             grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given, wanted)
         assert y_SM.shape == dx_SM.shape == (0, dim)
