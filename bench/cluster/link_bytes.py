@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="two nodes of half as many")
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 8], help=f"of {EXPERTS} experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(TOKENS), choices=list(TOKENS), help="bytes of each")
-    parser.add_argument("--dispatch", nargs="+", default=["direct"], choices=["direct", "2dh"])
+    parser.add_argument("--dispatch", nargs="+", default=["direct", "2dh"], choices=["direct", "2dh"])
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help=f"where {FILE} is written")
     given = parser.parse_args()
     if lacking := missing():

@@ -47,7 +47,7 @@ def test_expected_rows_are_those_of_random_choices() -> None:
 def test_bytes_on_links_are_those_of_rows_and_pairs(ranks: int) -> None:
     if lacking := missing():
         pytest.skip(lacking)
-    for found in count(ranks, [(256, 8, "direct"), (1024, 4, "direct")]):
+    for found in count(ranks, [(256, 8, "direct"), (1024, 4, "direct"), (1024, 4, "2dh")]):
         for where in ("links", "across"):
             of = found[where]
             assert of["plain_without_headers"] == pytest.approx(1, abs=0.01), found  # else bytes went twice
