@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
@@ -530,3 +531,31 @@ def test_a_compiled_layer_does_not_notice() -> None:
     layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, schedule="auto")
     x = torch.randn(5, M, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+
+
+def modules_in_a_checkpoint(rank: int, world: int) -> None:
+    """A checkpoint that packs what is saved sends all once more, and not again for each chunk."""
+    topology = Topology.from_sizes(2)
+    met: list[str] = []
+
+    def meet(*given: Any, **named: Any) -> Exchange:
+        met.append("met")
+        return Exchange(*given, **named)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.engine.collectives_dispatcher.Exchange", meet)
+        for schedule in ("off", Schedule("fsmoe", (4, 4))):
+            layer = build("topk", "sparse", "custom", topology, torch.float64, schedule=schedule)
+            torch.manual_seed(100 + rank)
+            x = torch.randn(TOKENS[rank], M, dtype=torch.float64).requires_grad_()
+            checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+            found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+            assert len(met) == 2, (schedule, met)
+            met.clear()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_modules_in_a_checkpoint(cluster: Cluster) -> None:
+    cluster.run(2, modules_in_a_checkpoint)
