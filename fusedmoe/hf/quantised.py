@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedmoe.errors import ConfigError
@@ -122,6 +122,9 @@ def quantised(experts: Any, name: str) -> QuantisedMatrices | None:
     who = f"{type(experts).__name__}.{name}"
     if not parametrize.is_parametrized(experts, name):
         tensor: Any = getattr(experts, name, None)
+        # First, for compilers know these kinds, and no names of modules.
+        if type(tensor) is nn.Parameter or type(tensor) is Tensor or tensor is None:
+            return None
         return _Sliced(who, tensor) if type(tensor).__module__.startswith("torchao.") else None
     parametrisations = experts.parametrizations[name]
     if type(parametrisations[0]).__name__ != _PACKED:
