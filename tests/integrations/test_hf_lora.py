@@ -16,7 +16,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch import Tensor
 
 import fusedmoe.hf
-from fusedmoe import hf_adapters
+from fusedmoe.hf import module_experts, peft_adapters
 from tests.integrations.models import VOCABULARY, make
 
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -28,7 +28,7 @@ def never_folded() -> Iterator[None]:
     """Refuses a fold of an adapter into its parameter."""
     proxies = (peft_layer._LoraFactorsProxy, peft_layer._LoraParameterProxy)
     refusals = [patch.object(proxy, "forward", side_effect=AssertionError("folded")) for proxy in proxies]
-    with refusals[0], refusals[1], patch.object(hf_adapters, "folded", side_effect=AssertionError("folded")):
+    with refusals[0], refusals[1], patch.object(module_experts, "folded", side_effect=AssertionError("folded")):
         yield
 
 
@@ -133,7 +133,7 @@ def test_parameters_that_are_trained_too() -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("experts.base_layer.base_layer.gate_up_proj", "experts.base_layer.base_layer.down_proj")):
                 parameter.requires_grad_("layers.1" in name)
-    with warnings.catch_warnings(record=True) as seen, patch.object(hf_adapters, "_warned", set()):
+    with warnings.catch_warnings(record=True) as seen, patch.object(peft_adapters, "_warned", set()):
         warnings.simplefilter("always")
         wanted, got = ({n: p.grad for n, p in trained(model)} for model in models)
         trained(models[1])
@@ -160,7 +160,7 @@ def test_unknown_versions_fold_to_compare_shapes_only() -> None:
     folds, fold = [], proxy.forward
     with (
         patch.object(wrapper, "_activate_lora", replaced.original),
-        patch.object(hf_adapters, "_KNOWN", ()),
+        patch.object(peft_adapters, "_KNOWN", ()),
         patch.object(proxy, "forward", lambda self, w: folds.append(w) or fold(self, w)),
     ):
         wanted = numbers(models[0])

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils import parametrize
 
 import fusedmoe.hf
-from fusedmoe import hf_quantised
 from fusedmoe.errors import ConfigError
+from fusedmoe.hf import quantised as hf_quantised
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.test_hf_lora import NAMES
 
