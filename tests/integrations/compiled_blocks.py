@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedmoe import Schedule
-from fusedmoe.dispatchers import Assigned
+from fusedmoe.dispatchers import ScheduledExchange
 
 #: Experts, and those of a token.
 E, K = 4, 2
 
 
-def planned(dispatcher: Any) -> None:
-    """Has a door's dispatcher work by plans, with other numbers of chunks backward."""
-    plans = Schedule("fsmoe", (3, 2)).plans(("dispatch", "expert", "combine"), None)
-    dispatcher.plans = lambda x_SM, exchange, experts: Assigned(plans)
+def planned(exchange: ScheduledExchange) -> None:
+    """Has a door's exchange work by plans, with other numbers of chunks backward."""
+    exchange.set_schedule(Schedule("fsmoe", (3, 2)))
 
 
 def split_experts(experts: nn.Module, rank: int, world: int) -> None:
@@ -30,7 +29,7 @@ def split_experts(experts: nn.Module, rank: int, world: int) -> None:
 
 
 def compare(
-    blocks: list[nn.Module], dispatcher_of: Callable[[Any], Any], width: int, sizes: list[int]
+    blocks: list[nn.Module], exchange_of: Callable[[Any], ScheduledExchange], width: int, sizes: list[int]
 ) -> tuple[int, float]:
     """How many graphs blocks with a schedule need, and how far off they are from blocks without, gradients included.
 
@@ -41,7 +40,7 @@ def compare(
     model = nn.Sequential(*blocks)
     off, counter, worst = copy.deepcopy(model), CompileCounterWithBackend("aot_eager"), 0.0
     for block in model:
-        planned(dispatcher_of(block))
+        planned(exchange_of(block))
         block.compile(backend=counter, fullgraph=True)
     for size in sizes:
         x_TD = torch.randn(size, width, dtype=torch.float64)

@@ -42,7 +42,7 @@ def compiled(rank: int, world: int, family: str, count: int, sizes: list[int]) -
     mesh = init_device_mesh("cpu", (world,))
     blocks: list[nn.Module] = [TitanBlock(family, mesh) for _ in range(count)]
     own_sizes = [size + 3 * rank for size in sizes]
-    return compare(blocks, lambda block: block.experts.token_dispatcher._dispatcher, test_titan.DIM, own_sizes)
+    return compare(blocks, lambda block: block.experts.token_dispatcher.exchange, test_titan.DIM, own_sizes)
 
 
 def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
@@ -70,7 +70,7 @@ def compiled_by_torchtitan(rank: int, world: int, backend: str) -> tuple[int, fl
     def wired(self: Any) -> None:
         wire(self)
         if self.ep_mesh is not None:
-            planned(self._dispatcher)
+            planned(self.exchange)
 
     by_blocks = CompileConfig(enable=True, components=["model"], backend="aot_eager")
     with pytest.MonkeyPatch.context() as patch:
