@@ -15,23 +15,28 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 from bench.bench_hf import DECODING, OURS, Shape, implementations, make
 from bench.provenance import provenance
+from fusedmoe.hf import module_experts, owner, peft_adapters
 
 #: Where results are written.
 RESULTS = Path(__file__).parent / "results" / "finetune.json"
 #: The code that the numbers are of.
-MEASURED = ("fusedmoe/kernels", "fusedmoe/autograd", "fusedmoe/hf.py", "bench/finetune.py")
+MEASURED = ("fusedmoe/kernels", "fusedmoe/autograd", "fusedmoe/hf", "bench/finetune.py")
 
 #: Of frozen experts.
 FROZEN = (Shape(2048, 512, 1024, 16, 4), Shape(2048, 256, 1024, 8, 2), Shape(1024, 512, 256, 64, 4))
@@ -117,6 +122,72 @@ def decoding_row(shape: Shape, family: str, mode: str, rounds: int) -> dict[str,
     }
 
 
+#: Of adapters: M 512, H 256, 64 experts, 4 of them chosen.
+ADAPTED = (Shape(1024, 512, 256, 64, 4), Shape(4096, 512, 256, 64, 4))
+_RANK = 16
+
+
+class Adapted(torch.nn.Module):
+    """A model of experts alone, whose parameters have names for peft."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x_TH: Tensor, number_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        y_TH: Tensor = self.experts(x_TH, number_TK, weight_TK)
+        return y_TH
+
+
+def adapted(shape: Shape, implementation: str) -> Any:
+    """Makes experts with adapters of peft on both of their parameters."""
+    torch.manual_seed(0)
+    model = Adapted(implementations(make(shape), (implementation,))[implementation])
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=_RANK, target_parameters=names, init_lora_weights=False))
+
+
+def step_s(model: Any, ways: Sequence[Any], x_TH: Tensor, number_TK: Tensor, weight_TK: Tensor) -> float:
+    """Returns the seconds of a forward and a backward, of tokens, router weights and adapters, in these patches."""
+    x_TH, weight_TK = x_TH.detach().requires_grad_(), weight_TK.detach().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    with ExitStack() as stack:
+        for way in ways:
+            stack.enter_context(way())
+        start = time.perf_counter()
+        y_TH = model(x_TH, number_TK, weight_TK)
+        y_TH.backward(torch.ones_like(y_TH))
+        return time.perf_counter() - start
+
+
+def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
+    """Measures adapters as products beside the frozen ones, beside peft's way: added to the parameter, over
+    transformers' `grouped_mm` and over our own products ("folded")."""
+    original = getattr(ParamWrapper._activate_lora, "original", ParamWrapper._activate_lora)
+    peft_way = partial(patch.object, ParamWrapper, "_activate_lora", original)
+    ours = adapted(shape, OURS)
+    peft_adapters.replace_activation(owner.computes)
+    whole = partial(patch.object, module_experts, "matrix", lambda experts, name: (getattr(experts, name), None))
+    of = {
+        "ours": (ours, ()),
+        "folded": (ours, (peft_way, whole)),
+        "grouped_mm": (adapted(shape, "grouped_mm"), (peft_way,)),
+    }
+    given = routed(shape)
+    times = by_turns({name: partial(step_s, model, ways, *given) for name, (model, ways) in of.items()}, rounds)
+    return {
+        "shape": asdict(shape),
+        "rank": _RANK,
+        "step_s": {name: statistics.median(seconds) for name, seconds in times.items()},
+        "ratios": {name: ratio(times, name, "ours") for name in ("grouped_mm", "folded")},
+    }
+
+
+def adapters(rounds: int) -> list[dict[str, Any]]:
+    return [adapted_row(shape, rounds) for shape in ADAPTED]
+
+
 def frozen(rounds: int) -> list[dict[str, Any]]:
     return [frozen_row(shape, rounds) for shape in FROZEN]
 
@@ -131,7 +202,11 @@ def decoding(rounds: int) -> list[dict[str, Any]]:
 
 
 #: What makes the rows of each section, by the number of rounds.
-SECTIONS: dict[str, Callable[[int], list[dict[str, Any]]]] = {"frozen": frozen, "decoding": decoding}
+SECTIONS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "frozen": frozen,
+    "adapters": adapters,
+    "decoding": decoding,
+}
 
 
 def write(path: Path, name: str, rows: list[dict[str, Any]], run: Mapping[str, Any]) -> None:

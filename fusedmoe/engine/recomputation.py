@@ -14,7 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 Value = TypeVar("Value")
@@ -50,7 +49,7 @@ def enclosing_checkpoints() -> Checkpoints:
             return Checkpoints(forward, frame.f_locals["frame"])
         elif code.co_name in ("forward", "backward") and "ctx" in code.co_varnames[: code.co_argcount]:
             ctx = frame.f_locals["ctx"]
-            if not isinstance(ctx, BackwardCFunction):
+            if not isinstance(ctx, torch.autograd.function.BackwardCFunction):
                 pass
             elif code.co_name == "backward":
                 return Checkpoints(forward, ctx)
