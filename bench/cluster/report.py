@@ -151,6 +151,9 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
         console.print(
             f"times as fast with tokens: {faster}; bytes sent: {sent['pairs'] / sent['tokens']:.2f} times fewer"
         )
+        if "levels" in found:
+            levels = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found["levels"]["ratios"].items())
+            console.print(f"experts over all ranks, times as fast as direct: {levels}", highlight=False)
     if part == "doors":
         console.print(f"times as fast as the door as it was: {found['over_before']:.2f}", highlight=False)
     if "hideable_s" in found:

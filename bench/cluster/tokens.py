@@ -16,6 +16,7 @@ from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import Setting
 from bench.cluster.turns import in_turns, row
 from fusedmoe.comm import collectives
+from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import collectives_dispatcher
 from fusedmoe.kernels.deduplicate import Sending, sending
@@ -75,7 +76,26 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         found = rows[f"auto, {what}"]
         found["predicted_s"], found["error"] = seconds, seconds / found["median_s"] - 1
     ratios = {of: rows[f"{of}, pairs"]["median_s"] / rows[f"{of}, tokens"]["median_s"] for of in ("off", "auto")}
-    return {"rows": rows, "ratios": ratios, "bytes": sent}
+    found: dict[str, Any] = {"rows": rows, "ratios": ratios, "bytes": sent}
+    return found | ({"levels": _levels(setting, rounds)} if setting.ranks_per_node > 1 else {})
+
+
+def _levels(setting: Setting, rounds: int) -> dict[str, Any]:
+    """Both passes of a layer with experts over all ranks, which compute next to nothing, by each dispatch algorithm;
+    and which of these "auto" has chosen. Collective."""
+    topology = Topology.from_sizes(setting.ranks, ranks_per_node=setting.ranks_per_node)
+    x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
+    dy_SM, layers = torch.randn(setting.S // setting.k, setting.M), {}
+    for dispatch in (*ALGORITHMS, "auto"):
+        torch.manual_seed(0)
+        gate, experts = fusedmoe.gates.Random(setting.E, k=setting.k), fusedmoe.experts.FeedForward(8)
+        layers[dispatch] = fusedmoe.MoELayer(setting.M, gate, experts, topology=topology, dispatch=dispatch)
+    runs = {name: partial(run, layer, x_SM, dy_SM) for name, layer in layers.items()}
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
+    ratios = {name: rows["direct"]["median_s"] / rows[name]["median_s"] for name in rows}
+    chosen = layers["auto"].dispatcher
+    assert isinstance(chosen, collectives_dispatcher.Collectives)
+    return {"rows": rows, "ratios": ratios, "auto": chosen.all_to_all.identity.split()[0]}
 
 
 def _bytes_sent(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> int:
