@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel, share
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel
 from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
 from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
@@ -211,8 +211,8 @@ class Sized(Part):
         return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
 
     def cut(self, degree: int) -> Cut:
-        """Splits the exchange into `degree` parts, each with its share (`share`) of the tokens of every rank for every
-        rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
+        """Splits the exchange into `degree` parts, each with its share (`all_to_all.share`) of the tokens of every rank
+        for every rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
 
         Collective for two-level algorithms.
         """
@@ -225,10 +225,12 @@ class Sized(Part):
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
         if self.by_pairs:
             send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        sends, comes = ([share(of, i, degree) for i in range(degree)] for of in (send_Pp, come_QPp))
-        parts = [self.part(send.sum(1), come.sum(2)) for send, come in zip(sends, comes, strict=True)]
-        sent_Gi, come_Gi = (np.stack(of, -1).reshape(-1, degree) for of in (sends, comes))
-        return Cut(parts, sent_Gi, come_Gi)
+        # As `share` has it, for all chunks at once.
+        ends = np.arange(degree + 1)
+        sent_PpI, come_QPpI = (np.diff(of[..., None] * ends // degree) for of in (send_Pp, come_QPp))
+        send_PI, come_QPI = sent_PpI.sum(1), come_QPpI.sum(2)
+        parts = [self.part(send_PI[:, i], come_QPI[..., i]) for i in range(degree)]
+        return Cut(parts, sent_PpI.reshape(-1, degree), come_QPpI.reshape(-1, degree))
 
     def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
@@ -392,7 +394,9 @@ class Exchange(Sized):
                 all_WPC = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
                 received_PC = torch.from_numpy(all_WPC[:, ep.index].copy())
         # The shards of an expert get the same tokens, so each needs the counts of all its sharding peers.
-        gathered_QPC = all_gather_rows(sizes or esp, received_PC[None], [1] * esp.size, operation)
+        gathered_QPC = received_PC[None]
+        if esp.size > 1:
+            gathered_QPC = all_gather_rows(sizes or esp, gathered_QPC, [1] * esp.size, operation)
         told_PC, all_QPC = _on_host(sent_PC, gathered_QPC)
         E, p = counts_PE.shape[1], tokens_Pp.shape[1]
         # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.

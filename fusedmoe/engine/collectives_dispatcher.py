@@ -265,13 +265,15 @@ class Collectives(Dispatcher):
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
         assigned = self.plans(x_SM, met.exchange, experts)
+        chunk_experts = None if assigned is None else experts.in_chunks(x_SM)
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
-        in_graphs = assigned is not None and copies is None and packs() and not experts.in_chunks(x_SM).any_degree
-        if assigned is None or in_graphs:
+        if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
+            assigned = None
+        if assigned is None or chunk_experts is None:
             rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
             return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
         # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
-        (there, back), chunk_experts = assigned.plans.degrees, experts.in_chunks(x_SM)
+        there, back = assigned.plans.degrees
         if there != back and not chunk_experts.any_degree:
             raise ConfigError(
                 f"experts that are modules of their own need one degree for both passes, not {there} forward and "

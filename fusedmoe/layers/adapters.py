@@ -105,8 +105,6 @@ def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters]
 
     None: there are no adapters, or weights that are trained, too, or parametrised otherwise; then their sums are read.
     """
-    if not parametrize.is_parametrized(experts):
-        return None
     updates, frozen = [_update(experts, name) for name in _MATRICES], []
     for name, update in zip(_MATRICES, updates, strict=True):
         if update is None and parametrize.is_parametrized(experts, name):

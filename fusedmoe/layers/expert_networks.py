@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.experts import experts as grouped_experts
@@ -379,13 +380,13 @@ class FeedForward(Experts):
         x_SM = x_SM.to(self.row_dtype(x_SM))
         # Without autocast the parameters keep their dtype, and `grouped_experts` refuses rows of another one.
         cast = torch.is_autocast_enabled(x_SM.device.type)
-        if (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
+        if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
             return low_rank_experts(x_SM, layout, weight_N, *low_rank, self.activation)
         weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        if (low_rank := adapted(self, x_SM.dtype)) is not None:
+        if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype)) is not None:
             return LowRankChunks(*low_rank, self.activation)
         return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 

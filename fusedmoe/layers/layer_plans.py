@@ -121,6 +121,8 @@ class LayerPlans:
 
     def to_follow(self) -> Assigned | None:
         """Returns the plans that the layer was assigned."""
+        if self.assigned is None and self._followed is None:
+            return None
         # Where activations are computed again, those that the forward pass followed: a checkpoint compares what is
         # saved.
         if not recomputing():

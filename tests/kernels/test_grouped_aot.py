@@ -153,7 +153,7 @@ def run(
         else:
             weight_N = empty(ROWS, dtype=torch.float32) if variant.extra else None
             h = empty(ROWS, activation.halves * columns)
-            dhidden.dhidden(call, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait)
+            dhidden.dhidden(call, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait=wait)
     elif operation in ("down", "dinput"):
         transposed = operation == "down"
         b = empty(EXPERTS, columns, depth) if transposed else empty(EXPERTS, depth, columns)

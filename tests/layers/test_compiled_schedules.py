@@ -246,7 +246,7 @@ def check_the_operator(rank: int, world: int) -> None:
         number = layer.dispatcher.number
         weights = random(2, 8, M), random(2, M, 8), *((random(2, 8), random(2, M)) if bias else (None, None))
         given = random(3, M), random(layout.rows) if weighted else None
-        same = *weights, 0, "gelu", layout.tensors
+        same = *weights, 0, "gelu", [weight is not None for weight in weights], layout.tensors
         operators = torch.ops.fusedmoe
         torch.library.opcheck(
             operators.scheduled_experts.default, (*given, *same, torch.tensor(0), True, 2, 1, number), test_utils=tests
@@ -266,7 +266,7 @@ def test_the_operator(cluster: Cluster) -> None:
 
 def test_a_layer_that_is_gone() -> None:
     layout = fusedmoe.ops.order(torch.tensor([[0]]), 1)
-    weights = torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, None, 0, "gelu"
+    weights = torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, None, 0, "gelu", [True, True, False, False]
     with pytest.raises(fusedmoe.ConfigError, match="scheduled_experts: the layer is gone"):
         scheduled_operator.scheduled_experts(
             torch.ones(1, 1), None, *weights, layout.tensors, None, True, 1, 1, torch.tensor(-1)

@@ -126,7 +126,7 @@ def places_of_waits(rank: int, world: int, esp: int, schedule: Any) -> list[list
     ("world", "esp", "schedule"), [(2, 1, None), (2, 1, CHUNKS), pytest.param(4, 2, None, marks=pytest.mark.slow)]
 )
 def test_a_forward_waits_once(cluster: Cluster, world: int, esp: int, schedule: Any) -> None:
-    chunks = ["engine/chunks.py"] * (schedule is not None)
+    chunks = ["kernels/deduplicate.py"] * (schedule is not None)
     for places in cluster.run(world, places_of_waits, esp, schedule):
         files = [[place.split("/fusedmoe/")[1].split(":")[0] for place in of] for of in places]
         assert files[0] == ["comm/exchange.py", *chunks], places[0]

@@ -20,7 +20,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
-from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
+from fusedmoe.layers.gates.choosing import OF_THREAD, Choosing, RouterTap, choosing
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
 # Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
@@ -363,10 +363,10 @@ class RouterGate(Gate):
         """Returns whether there are kernels for such operands, tokens and matrix or logits."""
         # Kernels choose by themselves: where experts are given, or noted, plain torch does.
         return (
-            choosing() is None
-            and uses_triton(tensors[0])
+            uses_triton(tensors[0])
             and fits_kernels(self.experts, self.k)
             and has_kernels(*tensors)
+            and choosing() is None
         )
 
     def make_rule(self, score: str, *, normalize: bool, scale: float = 1.0, sequence: int | None = None) -> GateRule:
@@ -454,7 +454,8 @@ def top_experts(score_SE: Tensor, k: int) -> Tensor:
     Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
     """
     score_SE = score_SE.detach()
-    if (choice := choosing()) is not None and choice.takes(score_SE):
+    choice = None if torch.compiler.is_compiling() else OF_THREAD.choosing
+    if choice is not None and choice.takes(score_SE):
         return choice.top(score_SE, k, lambda: _top(score_SE, k))
     return _top(score_SE, k)
 

@@ -20,7 +20,15 @@ from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
 from fusedmoe.errors import ConfigError
 
 _TOP_K = (torch.topk, Tensor.topk)
-_OF_THREAD = threading.local()
+
+
+class _OfThread(threading.local):
+    """What is chosen by in a thread; None: routers choose by themselves."""
+
+    choosing: Choosing | None = None
+
+
+OF_THREAD = _OfThread()
 
 
 class GivenExperts(NamedTuple):
@@ -57,12 +65,12 @@ class Choosing(TorchFunctionMode):
         self.chosen_TK: Tensor | None = None
 
     def __enter__(self) -> Choosing:
-        self._before, _OF_THREAD.choosing = choosing(), self
+        self._before, OF_THREAD.choosing = choosing(), self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _OF_THREAD.choosing = self._before
+        OF_THREAD.choosing = self._before
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +119,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 def choosing() -> Choosing | None:
     """Returns the innermost `Choosing` that this thread is in. A compiled graph is in none."""
-    return None if torch.compiler.is_compiling() else getattr(_OF_THREAD, "choosing", None)
+    return None if torch.compiler.is_compiling() else OF_THREAD.choosing
 
 
 class RouterTap:
