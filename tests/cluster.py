@@ -63,13 +63,20 @@ class Cluster:
         self._store: Any = None  # one for all runs: every new one costs connections
         self._runs = 0
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:
+    def run(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = RUN_TIMEOUT_S,
+        most_threads: int = MOST_THREADS,
+    ) -> list[Any]:
         """Returns the functions' results in rank order.
 
         `function` must live at the top of a module. Raises RankFailed with every rank's error, and where a rank is left
-        with more than MOST_THREADS: each process group that is never freed keeps three.
+        with more than so many threads: each process group that is never freed keeps three.
         """
-        outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
+        outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s, most_threads=most_threads)
         errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
         if errors:
             self.close()
@@ -77,7 +84,12 @@ class Cluster:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = RUN_TIMEOUT_S,
+        most_threads: int = MOST_THREADS,
     ) -> list[Outcome]:
         """The same, for tests of failures: tells how each rank ended, and replaces only those that are gone."""
         from torch.distributed import TCPStore
@@ -100,8 +112,8 @@ class Cluster:
                 continue
             try:
                 ok, value, threads = pickle.loads(pipe.recv_bytes())
-                if ok and threads > MOST_THREADS:
-                    text = f"rank {rank} is left with {threads} threads, more than {MOST_THREADS}"
+                if ok and threads > most_threads:
+                    text = f"rank {rank} is left with {threads} threads, more than {most_threads}"
                     ok, value = False, ("TooManyThreads", text, text)
                 outcomes.append(Outcome(value, None) if ok else Outcome(None, value))
                 if threads > MOST_THREADS // 2:

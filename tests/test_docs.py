@@ -64,7 +64,8 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_python_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    printed = cluster.run(2, run_pages, str(tmp_path))
+    # The doors' topologies live as long as the world of ranks does, and all pages are in one.
+    printed = cluster.run(2, run_pages, str(tmp_path), timeout_s=180, most_threads=100)
     refused = printed[0][[page.name for page in RUNNABLE].index("failures.md")]
     assert "rank 1" in refused and "finite" in refused
 

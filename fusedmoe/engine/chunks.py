@@ -57,7 +57,8 @@ class RowChunks:
             self._token_R = block_order(cut.come_Gi, (1, 0), device)
             self._pair_P, chunks = pairs.in_chunks(self._token_R, [part.rows for part in self.parts])
         rows = [part.rows for part in self.parts]
-        sorted_chunks = [chunk.sort(count, exchange.experts, k) for chunk, count in zip(chunks, rows, strict=True)]
+        experts = exchange.experts
+        sorted_chunks = [chunk.sort(count, experts, k) for chunk, count in zip(chunks, rows, strict=True)]
         self.received = [layout for layout, _ in sorted_chunks]
         self._orders = [order_N for _, order_N in sorted_chunks]
 

@@ -131,7 +131,8 @@ def experts_forward(
     _, dim, hidden = weights.w2.shape
     blocks, most, step = _blocks(layout, x_SM, hidden)
     # Nothing of the size of all rows is made but H and the results; buffers of a block are used again by each.
-    h_NH, out_NM = x_SM.new_empty((layout.rows, activation.halves * hidden)), x_SM.new_empty((layout.rows, dim))
+    width, rows = activation.halves * hidden, layout.rows
+    h_NH, out_NM = x_SM.new_empty((rows, width)), x_SM.new_empty((rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
     # One call for the views of all experts: where these have few rows, a view costs as much as a product.
     w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
