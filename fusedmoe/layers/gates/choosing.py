@@ -23,7 +23,7 @@ _TOP_K = (torch.topk, Tensor.topk)
 
 
 class _OfThread(threading.local):
-    """What is chosen by in a thread; None: routers choose by themselves."""
+    """Holds, for each thread, who chooses in its routers' place; None: nobody does."""
 
     choosing: Choosing | None = None
 
