@@ -174,6 +174,24 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         sizes = ", ".join(str(of["shape"][key]) for key in "THIEK")
         yield f"| {kind}, {sizes} |{' {} |' * len(ways)}", tuple(f"{of['ratios'][way]:.2f}" for way in ways)
 
+    finetune = load("finetune")
+    for name, ways in (("frozen", ("of_trained", "of_grouped_mm")), ("adapters", ("grouped_mm", "folded"))):
+        for of in finetune[name]["rows"]:
+            sizes, ratios = ", ".join(str(of["shape"][key]) for key in "THIEK"), of.get("ratios", of)
+            yield f"| {name}, {sizes} | {{}} | {{}} |", tuple(f"{ratios[way]:.2f}" for way in ways)
+    for of in finetune["decoding"]["rows"]:
+        if of["mode"] == "inference_mode":
+            sizes = ", ".join(str(of["shape"][key]) for key in "THIEK")
+            ratios = tuple(f"{of['ratios'][way]:.2f}" for way in ("grouped_mm", "eager", "batched_mm"))
+            yield f"| {of['family']}, {sizes} | {{}} | {{}} | {{}} |", ratios
+
+    for name, label in (("tokens-8", "8 of 16"), ("tokens-4", "4 of 16")):
+        of = load("tokens")["settings"][name]["tokens"]
+        levels, sent = of["levels"]["ratios"], of["bytes"]
+        found = (of["ratios"]["off"], of["ratios"]["auto"], sent["pairs"] / sent["tokens"])
+        found += tuple(levels[way] for way in ("2dh", "1dh", "auto"))
+        yield f"| {label} |{' {} |' * 6}", tuple(f"{one:.2f}" for one in found)
+
     gpu = load(GPU)
     limit = gpu["limit"]
     yield (
