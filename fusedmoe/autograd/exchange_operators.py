@@ -110,6 +110,22 @@ def _way(name: str, operation: str) -> Way:
     return next((way for way in ways if way.is_open), ways[0])  # a closed one says so itself
 
 
+def exchange_of_sizes(
+    topology: Topology,
+    all_to_all: AllToAll,
+    send_PC: Tensor,
+    come_QPC: Tensor,
+    device: torch.device,
+    by_pairs: bool,
+    call: str,
+) -> Sized:
+    """Makes the collectives of an exchange again, of the sizes that a graph has carried (`ExchangeSizes`)."""
+    grid = topology.expert_grid
+    ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
+    sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
+    return Sized(all_to_all, topology.esp, sizes, device, by_pairs, call, ranks_QP)
+
+
 class _Traffic:
     """The collectives of one operator, as a context: errors inside are told to the other ranks.
 
@@ -123,12 +139,9 @@ class _Traffic:
         if crossing is None:  # in a graph
             layers = _way(way, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
-                sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
-                grid, edp = layers.topology.expert_grid, layers.topology.edp
-                ranks_QP = None if grid is None else grid[edp.index].t().numpy()
-                whose = by_pairs, "a layer's graph", ranks_QP
                 # A graph has carried sizes alone: collectives for them are made again, here and in the backward.
-                part = Sized(layers.all_to_all, layers.topology.esp, sizes, device, *whose)
+                given = layers.all_to_all, send_PC, come_QPC, device, by_pairs
+                part = exchange_of_sizes(layers.topology, *given, "a layer's graph")
             crossing = Crossing(layers.topology, part)
         backward = operation.endswith("_backward")
         # A backward pass begins with that of combine; where a graph has none, with that of dispatch.

@@ -178,7 +178,7 @@ class AutogradExperts:
         dweight_R = others.pop(0) if own_weight_R is not None else None
         found = iter(others)
         grads = (next(found) if p.requires_grad else None for p in self.parameters)
-        totals = _add_all(totals, tuple(grads))
+        totals = add_all(totals, tuple(grads))
         return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, totals
 
     def backward_rows(
@@ -187,7 +187,7 @@ class AutogradExperts:
         """Gives all gradients, and what adds them up."""
         # Autograd makes all gradients at once: nothing is left for later but the sum.
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
-        return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
+        return dx_RM, dweight_R, lambda totals: add_all(totals, grads)
 
 
 def _gradients(totals: Totals) -> Gradients | None:
@@ -196,7 +196,7 @@ def _gradients(totals: Totals) -> Gradients | None:
     return Gradients(None, None, *(None if total is None else _at_least_float32(total) for total in totals))
 
 
-def _add_all(totals: Totals, grads: Totals) -> Totals:
+def add_all(totals: Totals, grads: Totals) -> Totals:
     if totals is None or grads is None:
         return grads if totals is None else totals
     return tuple(_add(total, grad) for total, grad in zip(totals, grads, strict=True))

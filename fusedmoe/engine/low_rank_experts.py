@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from fusedmoe.engine.chunk_experts import Rest, Totals, _add_all
+from fusedmoe.engine.chunk_experts import Rest, Totals, add_all
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
@@ -38,11 +38,11 @@ class LowRankChunks:
         dx_RM, dweight_R, factors = low_rank_backward(*given, trained)
         # In the order of `parameters`, which has none where there is no adapter.
         grads = [grad for grad in factors if grad is not None] if trained else [None] * len(self.parameters)
-        return dx_RM, dweight_R, _add_all(totals, grads)
+        return dx_RM, dweight_R, add_all(totals, grads)
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
         """Gives all gradients: those of the factors are too small to wait for."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
-        return dx_RM, dweight_R, partial(_add_all, grads=grads)
+        return dx_RM, dweight_R, partial(add_all, grads=grads)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.exchange_operators import BAD_NUMBERS
-from fusedmoe.comm.exchange import Bad, ExchangeSizes, Sized
+from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
+from fusedmoe.comm.exchange import Bad
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
 from fusedmoe.engine.collectives_dispatcher import (
@@ -294,11 +294,8 @@ def scheduled_experts_backward(
     dispatcher = _dispatcher(number)
     topology = dispatcher.topology
     with topology.guard("fusedmoe::scheduled_experts_backward"):
-        sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
-        grid, by_pairs = topology.expert_grid, layout[2] is None
-        ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
-        call = f"a graph with {dispatcher.name}"
-        exchange: Any = Sized(dispatcher.all_to_all, topology.esp, sizes, x_RM.device, by_pairs, call, ranks_QP)
+        given = dispatcher.all_to_all, send_PC, come_QPC, x_RM.device, layout[2] is None
+        exchange: Any = exchange_of_sizes(topology, *given, f"a graph with {dispatcher.name}")
         exchange.most_pairs, exchange.share = int(known[1]), float(known[2])
         sent = sending(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
         own = w1, w2, b1, b2

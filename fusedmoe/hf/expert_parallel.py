@@ -51,9 +51,10 @@ class _LocalExperts(ExternalExperts):
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         experts, activation, factors = self.module, fused_activation(self.module), factors_in_use(self.module)
-        (up, _), (down, _) = (product_matrix(experts, name, x_SM.dtype) for name in matrix_names(experts))
-        if activation is None or factors or any(isinstance(each, QuantisedMatrices) for each in (up, down)):
+        quantised = any(isinstance(stored(experts, name), QuantisedMatrices) for name in matrix_names(experts))
+        if activation is None or factors or quantised:
             return AutogradExperts(self, [*experts.parameters(), *factors])
+        (up, _), (down, _) = (product_matrix(experts, name, x_SM.dtype) for name in matrix_names(experts))
         up_bias, down_bias = product_biases(experts, x_SM.dtype)
         return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
 

@@ -129,7 +129,7 @@ def experts_forward(
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
-    blocks, most, step = _blocks(layout, x_SM, hidden)
+    blocks, most, step = row_blocks(layout, x_SM, hidden)
     # Nothing of the size of all rows is made but H and the results; buffers of a block are used again by each.
     width, rows = activation.halves * hidden, layout.rows
     h_NH, out_NM = x_SM.new_empty((rows, width)), x_SM.new_empty((rows, dim))
@@ -238,7 +238,7 @@ def experts_backward_weights(
 
         return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, wanted).added_to(into)
     dy_SM = dy_SM.contiguous()
-    blocks, most, _ = _blocks(layout, dy_SM, weights.w2.shape[2])
+    blocks, most, _ = row_blocks(layout, dy_SM, weights.w2.shape[2])
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, most)
     dy_buffer = dy_SM.new_empty((most, dy_SM.shape[1]))
     for block in blocks:
@@ -268,7 +268,7 @@ class _RowGradients:
     ) -> None:
         _, dim, hidden = weights.w2.shape
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
-        self.blocks, self.most, step = _blocks(layout, dy_SM, hidden)
+        self.blocks, self.most, step = row_blocks(layout, dy_SM, hidden)
         self.width = activation.halves * hidden
         self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
         self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
@@ -441,7 +441,7 @@ class _RowBlock:
         return zip(self.experts, *(value.split(self.sizes) for value in values), strict=True)
 
 
-def _blocks(layout: Layout, like: Tensor, hidden: int) -> tuple[list[_RowBlock], int, int]:
+def row_blocks(layout: Layout, like: Tensor, hidden: int) -> tuple[list[_RowBlock], int, int]:
     """Cuts sorted rows into blocks, experts in order.
 
     Args:

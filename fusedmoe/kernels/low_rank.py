@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import has_kernels
-from fusedmoe.kernels.experts import Weights, _blocks, define_experts
+from fusedmoe.kernels.experts import Weights, define_experts, row_blocks
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
 from fusedmoe.kernels.layout import Layout
@@ -133,7 +133,7 @@ def low_rank_forward(
         return _forward_by_products(x_SM, layout, weight_N, weights, adapters, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, most, step = _blocks(layout, x_SM, hidden)
+    blocks, most, step = row_blocks(layout, x_SM, hidden)
     hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     out_NM = x_SM.new_empty((layout.rows, dim))
@@ -173,7 +173,7 @@ def low_rank_backward(
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, most, step = _blocks(layout, x_SM, hidden)
+    blocks, most, step = row_blocks(layout, x_SM, hidden)
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
     dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
