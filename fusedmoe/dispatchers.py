@@ -8,12 +8,14 @@
 
 `Collectives` sends tokens by all-to-alls, once to each rank with experts for them; `Local` leaves them where they are.
 `GroupedExperts`, `PartExperts` and `AutogradExperts` are experts as a plan calls them, chunk by chunk. A
-`ScheduledExchange` is a `Collectives` whose tokens go by a schedule, of a module that `ExternalExperts` describes.
+`ScheduledExchange` is a `Collectives` whose tokens go by a schedule, of a module that `ExternalExperts` describes;
+`pipeline_external` has whole decoder blocks with such experts go in micro-batches, as a `DecoderDoor` knows them.
 """
 
 from __future__ import annotations
 
 from fusedmoe.autograd.experts import no_wider
+from fusedmoe.blocks.external_blocks import DecoderDoor, ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
@@ -34,3 +36,4 @@ __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputCheck
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
 __all__ += ["Assigned", "Plans", "no_plans", "Remembered", "enclosing_checkpoints"]
 __all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]
+__all__ += ["DecoderDoor", "ExpertsInput", "ExternalBlock", "pipeline_external"]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -180,6 +180,14 @@ class MicroBatch:
             return own_S.new_full((tokens, *own_S.shape[1:]), fill).index_copy(0, at, own_S)
         before, after = (own_S.new_full((n, *own_S.shape[1:]), fill) for n in (at.start, tokens - at.stop))
         return torch.cat([before, own_S, after])
+
+
+class Call(Protocol):
+    """What a block of another library is called with beside x."""
+
+    def samples(self, at: slice) -> object:
+        """Returns it for some samples of the batch."""
+        ...
 
 
 class Sent:

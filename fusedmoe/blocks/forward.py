@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
-from fusedmoe.blocks.cuts import Index, MicroBatch, ReceivedChunk, Sent, sizes_of
+from fusedmoe.blocks.cuts import Call, Index, MicroBatch, ReceivedChunk, Sent, sizes_of
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
@@ -36,6 +36,7 @@ class BlocksForward(BlockPass, ForwardPass):
         mask: [B, …], false for padding, on the host; None: there is none.
         keep: a backward pass will follow.
         refusal: why there is none, if so: the first exchange tells all ranks.
+        calls: what blocks of another library are called with beside x; None: nothing.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class BlocksForward(BlockPass, ForwardPass):
         mask: Tensor | None,
         keep: bool,
         refusal: str | None,
+        calls: Sequence[Call] | None = None,
     ) -> None:
-        self.keep, self._x, self._mask, self._refusal = keep, x, mask, refusal
+        self.keep, self._x, self._mask, self._refusal, self._calls = keep, x, mask, refusal, calls
         self._modules = blocks
         super().__init__(run, split, states, x.shape)
         self._lead = x.shape[:-1]
@@ -135,7 +137,9 @@ class BlocksForward(BlockPass, ForwardPass):
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
             later = DeferredGradients(state.parameters) if self.keep and state.degrees.later else None
-            result = block.dense(state.parameters, self.split.samples(x), micro_batch, drawn, given, past, later)
+            beside = None if self._calls is None else self._calls[number].samples(at[0])
+            samples = self.split.samples(x)
+            result = block.dense(state.parameters, samples, micro_batch, drawn, given, past, later, beside)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:

@@ -84,7 +84,9 @@ class MoEBlock:
         # positions nobody knows what the samples before it will ask for.
         self.waits = self.limited and (gate.k > 1 or in_positions)
         self._dense = _DensePart(dense, layer, in_positions, self.ends)
-        self._names = [name for name, _ in self._dense.named_parameters()]
+        # A decoder block of another library has its experts inside; their gradients come by the exchange.
+        of_experts = {id(parameter) for parameter in layer.experts.parameters()}
+        self._names = [name for name, one in self._dense.named_parameters() if id(one) not in of_experts]
         # A batch in pieces begins with no batch to try algorithms with.
         algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
         self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
@@ -126,7 +128,8 @@ class MoEBlock:
 
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
-        return list(self._dense.parameters())
+        named = dict(self._dense.named_parameters())
+        return [named[name] for name in self._names]
 
     def dense(
         self,
@@ -137,6 +140,7 @@ class MoEBlock:
         given: GivenExperts | None,
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
+        beside: object = None,
     ) -> DenseResult:
         """Computes dense part and gate of one micro-batch, [b, …, M].
 
@@ -146,6 +150,7 @@ class MoEBlock:
             given: the experts of these tokens, where they are replayed.
             past: `own` of the micro-batches before of the same samples.
             later: takes the weight gradients that may be computed later; None: none may.
+            beside: what a `RoutingDense` takes beside x.
         Raises:
             ConfigError: what this rank made of the micro-batch is none to go on with; the next exchange tells the
                 other ranks.
@@ -158,7 +163,7 @@ class MoEBlock:
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(part, named, (x, micro_batch, drawn, given, past))
+                return torch.func.functional_call(part, named, (x, micro_batch, drawn, given, past, beside))
 
         try:
             y, u, shared, scores, own = self._computed(compute, x, past)
@@ -264,6 +269,14 @@ class MoEBlock:
         return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, held, returns if keep else None)
 
 
+class RoutingDense(nn.Module):
+    """Base of dense parts that have the router inside: (y, u, scores) = dense(x, beside).
+
+    `scores` are what the layer's gate chooses by, [S, …] each of all tokens of x. `beside` is what else the block takes
+    of the same samples (`PipelinedBlocks.forward`).
+    """
+
+
 class _DensePart(nn.Module):
     """Computes what a block does with a micro-batch by itself: dense part, shared expert, and the gate's scores.
 
@@ -285,15 +298,19 @@ class _DensePart(nn.Module):
         drawn: tuple[Tensor, ...],
         given: GivenExperts | None,
         past: Sequence[tuple[Tensor, ...]],
+        beside: object = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        y, u, own = self._found(x, past)
+        y, u, own, scores = self._found(x, past, beside)
         u = _unchanged(enter(self._hooks, u, micro_batch.number, micro_batch.count), x, "before_moe_start")
         # Ranks of an MP group that have the same tokens route a slice each.
         u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         if micro_batch.real is not None:
             u_SM = u_SM.index_select(0, micro_batch.real)
-        with outside_autocast(u_SM.device.type), _choosing(self.gate, given):
-            scores = self.gate.score(u_SM, *drawn)
+        if isinstance(self.dense, RoutingDense):
+            scores = tuple(score[micro_batch.own] for score in scores)
+        else:
+            with outside_autocast(u_SM.device.type), _choosing(self.gate, given):
+                scores = self.gate.score(u_SM, *drawn)
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
         if self.shared is not None:
@@ -307,14 +324,20 @@ class _DensePart(nn.Module):
 
     def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns y and u of a whole batch."""
-        return self._found(x, ())[:2]
+        return self._found(x, (), None)[:2]
 
-    def _found(self, x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def _found(
+        self, x: Tensor, past: Sequence[tuple[Tensor, ...]], beside: object
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns y and u, what later micro-batches need of this one, and scores, if the dense part makes them."""
+        if isinstance(self.dense, RoutingDense):
+            y, u, scores = self._results(self.dense(x, beside), x, ("y", "u", "scores"))
+            return y, u, (), scores
         if self._in_positions:
             y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
-            return y, u, own
+            return y, u, own, ()
         y, u = self._results(self.dense(x), x, ("y", "u"))
-        return y, u, ()
+        return y, u, (), ()
 
     def _results(self, given: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Checks what the dense part gave, and returns it. A tensor by itself would come apart into samples."""

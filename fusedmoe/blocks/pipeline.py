@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.blocks.backward import BlocksBackward
-from fusedmoe.blocks.cuts import BlockDegrees, degrees_of
+from fusedmoe.blocks.cuts import BlockDegrees, Call, degrees_of
 from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
@@ -174,11 +174,12 @@ class PipelinedBlocks(nn.Module):
         for phase in STAGES:
             self._check(phase, plans, gradients)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, calls: Sequence[Call] | None = None) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i.
 
         `mask` [B, …], booleans, is false for padding, to which experts add nothing (see `MoELayer.forward`); dense
-        parts see all of x. It is copied to the host once, unless it is there.
+        parts see all of x. It is copied to the host once, unless it is there. `calls`: what else blocks of another
+        library take (`RoutingDense`).
 
         Raises:
             ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
@@ -210,15 +211,20 @@ class PipelinedBlocks(nn.Module):
             refusal = self._wrong(x) or (None if mask is None else of_mask("pipeline", mask, x))
             if refusal is not None:
                 x, mask = self._no_samples(x, refusal), None
-            z, aux = self._in_micro_batches(x, mask, followed, refusal)
+            z, aux = self._in_micro_batches(x, mask, followed, refusal, calls)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 # As after the layer's own forward, so that a model's loss need not know of the pipeline.
                 loss = layer.mp_tokens.aux(loss)
                 layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
-        return z.view(x.shape)
+        return z if z.shape == x.shape else z.view(x.shape)
 
     def _in_micro_batches(
-        self, x: Tensor, mask: Tensor | None, followed: _Assigned, refusal: str | None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        followed: _Assigned,
+        refusal: str | None,
+        calls: Sequence[Call] | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the blocks by the plans followed; returns z, and each block's auxiliary loss. Collective."""
         plans, gradients, degrees = followed
@@ -231,7 +237,7 @@ class PipelinedBlocks(nn.Module):
         # Each parameter is an input, so that autograd takes its gradient from the backward pass.
         parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
         mask = None if mask is None else mask.cpu().reshape(batch.shape[:-1])
-        z, *aux = _ThroughBlocks.apply(batch, mask, run, split, self._blocks, states, keep, refusal, *parameters)
+        z, *aux = _ThroughBlocks.apply(batch, mask, run, split, self._blocks, states, keep, refusal, calls, *parameters)
         return z, aux
 
     def _wrong(self, x: object) -> str | None:
@@ -341,9 +347,10 @@ class _ThroughBlocks(Function):
         states: list[BlockState],
         keep: bool,
         refusal: str | None,
+        calls: Sequence[Call] | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = BlocksForward(run, split, modules, states, x, mask, keep, refusal)
+        forward = BlocksForward(run, split, modules, states, x, mask, keep, refusal, calls)
         z, aux = forward.run()
         ctx.given, ctx.blocks = (run, split), states if keep else None
         ctx.set_materialize_grads(False)
@@ -367,7 +374,7 @@ class _ThroughBlocks(Function):
             own = block.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, *(None,) * 7, *grads
+        return dx if ctx.needs_input_grad[0] else None, *(None,) * 8, *grads
 
 
 def pipeline(

@@ -28,6 +28,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from fusedmoe.hf.callbacks import MetricsCallback, PlanTuningCallback
+from fusedmoe.hf.decoder_blocks import FAMILIES, pipeline
 from fusedmoe.hf.expert_parallel import ExpertParallel
 from fusedmoe.hf.module_experts import experts_forward
 from fusedmoe.hf.owner import NAME
@@ -36,6 +37,7 @@ from fusedmoe.hf.set_experts import apply
 from fusedmoe.plans import layer_policies
 
 __all__ = [
+    "FAMILIES",
     "NAME",
     "ExpertParallel",
     "MetricsCallback",
@@ -43,6 +45,7 @@ __all__ = [
     "apply",
     "experts_forward",
     "mask_padding",
+    "pipeline",
 ]
 
 ExpertsInterface.register(NAME, experts_forward)

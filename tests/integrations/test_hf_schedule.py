@@ -42,7 +42,7 @@ def load(rank: int, world: int, folder: str, sizes: dict[str, int], implementati
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens).logits
-    return torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
 
 
 def found(model: Any, tokens: list[Tensor], *, autocast: bool = False, last_syncs: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,392 @@
+"""Decoder blocks of another library's model in micro-batches: attention of some samples beside the experts of others.
+
+The library's own code computes a block's dense part: the block's `forward` runs with a stand-in for its experts, which
+notes what they are called with and returns zeros. What the block gives is then y, and y + experts(u) its output; so it
+must add what the experts give to what it returns, and do nothing else with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fusedmoe.blocks.moe_block import RoutingDense
+from fusedmoe.blocks.pipeline import PipelinedBlocks
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.expert_networks import Experts, Place
+from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
+from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
+from fusedmoe.schedule.workload import Workload
+
+#: The attribute by which a block has its `ExternalPipeline`.
+PIPELINE = "fusedmoe_pipeline"
+# What the experts of a block are called with: tokens [S, M], numbers of all experts [S, K], weights [S, K].
+ExpertsInput = tuple[Tensor, Tensor, Tensor]
+
+
+class ExternalBlock(NamedTuple):
+    """A decoder block of another library.
+
+    Attributes:
+        name, module: the block.
+        owner, attribute: the module that calls the experts, and the name by which it has them.
+        exchange: of the experts.
+    """
+
+    name: str
+    module: nn.Module
+    owner: nn.Module
+    attribute: str
+    exchange: ScheduledExchange
+
+
+class ExternalCall(NamedTuple):
+    """What a block is called with beside tokens, of `batch` samples."""
+
+    who: str
+    batch: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def samples(self, at: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the same for some samples.
+
+        Raises:
+            ConfigError: an argument of which it is not known what of it is which sample's.
+        """
+        return tuple(self._part(value, at) for value in self.args), self._part(self.kwargs, at)
+
+    def _part(self, value: Any, at: slice) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case dict():
+                return {key: self._part(each, at) for key, each in value.items()}
+            case list() | tuple():
+                return type(value)([self._part(each, at) for each in value])
+            case Tensor() if value.dim() == 0 or len(value) == 1:  # the same for all samples
+                return value
+            case Tensor() if len(value) == self.batch and value.dim() > 1:  # of one dimension it may be positions
+                return value[at]
+        got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"{self.who} is called with {got}, which nobody knows how to split into the {self.batch} samples of a "
+            "batch: use schedule=… in place of the pipeline"
+        )
+
+
+class RouterOutside(Gate):
+    """Stand-in for another library's router: takes the experts and the weights that it has chosen."""
+
+    splits = True
+
+    def choose(self, *scores: Tensor) -> Routing:
+        expert_SK, weight_SK = scores
+        # Weights stand for the logits, which nobody has: tokens that are not finite make weights that are not.
+        return self.routing(expert_SK, weight_SK, weight_SK)
+
+
+class ExpertsOutside(Experts):
+    """Another library's experts as those of a `MoELayer`: their parameters stay in their module."""
+
+    def __init__(self, external: ExternalExperts) -> None:
+        super().__init__()
+        self.module, self.external = external.module, external
+        self.shardings = {name: {"ep": 0} for name, _ in self.named_parameters()}
+
+    def setup(self, model_dim: int, place: Place, **_: Any) -> None:
+        self.place, self.model_dim = place, model_dim
+
+    def describe(self) -> str:
+        return self.external.describe()
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        return self.external.in_chunks(x_SM)
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        return self.external.workload(rows, itemsize, ep, esp)
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        return self.external(x_SM, layout, weight_N)
+
+
+class DecoderDoor(Protocol):
+    """What a door knows of its library's decoder blocks.
+
+    Attributes:
+        who: asks, for messages.
+        families: names of classes of blocks that add what experts give to what they return, and do nothing else with
+            it.
+    """
+
+    who: str
+    families: Sequence[str]
+
+    def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
+        """Names what the experts of a block are called with."""
+        ...
+
+    def k(self, block: ExternalBlock) -> int:
+        """Returns the number of experts of a token."""
+        ...
+
+    def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
+        """Returns a context in which the parameters of a block's experts are plain tensors."""
+        ...
+
+    def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
+        """Says why a block cannot be split as it is called now, and the cure; None: it can."""
+        ...
+
+
+class _StandIn(nn.Module):
+    """Notes what experts are called with, and returns zeros."""
+
+    def __init__(self, experts: nn.Module, door: DecoderDoor) -> None:
+        super().__init__()
+        self._experts, self._door = (experts,), door  # in a tuple, so as not to be a part of this module
+        self.calls: list[ExpertsInput] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = self._door.read(self._experts[0], args, kwargs)
+        self.calls.append(given)
+        return torch.zeros_like(args[0] if args else given[0])
+
+
+class BlockDense(RoutingDense):
+    """A decoder block up to its experts."""
+
+    def __init__(self, external: ExternalBlock, door: DecoderDoor) -> None:
+        super().__init__()
+        self.block = external.module
+        # The block's own forward: its object is given another one.
+        self._forward, self._external, self._door, self._k = external.module.forward, external, door, door.k(external)
+
+    def forward(self, x: Tensor, beside: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Returns y and u, like x, and numbers and weights of each token's experts, [S, K]."""
+        dtype = router_dtype(x)
+        if x.numel() == 0:  # reshape(…, -1) in other libraries refuses to guess a size of no numbers
+            none_SK = x.new_zeros(0, self._k, dtype=dtype)
+            return x, x, (none_SK.long(), none_SK)
+        args, kwargs = beside
+        name, _, owner, attribute, _ = self._external
+        experts = owner.get_submodule(attribute)
+        owner._modules[attribute] = stand_in = _StandIn(experts, self._door)
+        try:
+            y = self._forward(x, *args, **kwargs)
+        finally:
+            owner._modules[attribute] = experts
+        if len(stand_in.calls) != 1:
+            raise ConfigError(f"{self._door.who}: {name} calls its experts {len(stand_in.calls)} times: use schedule=…")
+        u_SM, number_SK, weight_SK = stand_in.calls[0]
+        return y, u_SM.reshape(x.shape), (number_SK.long(), weight_SK.to(dtype))
+
+
+class _Passed(Function):
+    """What came, as a tensor of its own: FSDP wants no view of what it gave a block."""
+
+    operation = "a block whose pipeline begins with it"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class ExternalPipeline:
+    """Decoder blocks of another library's model, one after the other, that run as one `PipelinedBlocks`.
+
+    Their model calls them one by one. All but the last note what they are called with, and give x on as it came; the
+    last one runs all. FSDP reduces a block's gradients where the backward pass has come through its input, so that all
+    blocks' are there by then.
+
+    Args:
+        external: blocks that follow each other, each with its experts over the same ranks.
+        degrees, recompute: as of `fusedmoe.pipeline`.
+    Attributes:
+        blocks: that run.
+    Raises:
+        ConfigError: blocks that `fusedmoe.pipeline` does not take.
+        RankError: ranks with different ones. Making one is collective.
+    """
+
+    def __init__(
+        self, external: Sequence[ExternalBlock], door: DecoderDoor, degrees: tuple[int, int], recompute: bool
+    ) -> None:
+        self._external, self._door = external, door
+        self._calls: list[ExternalCall] = []
+        self._x: Tensor | None = None
+        with self._at_hand():
+            parts = []
+            for block in external:
+                experts = block.exchange.experts
+                gate = RouterOutside(experts.num_experts, door.k(block))
+                layer = MoELayer(
+                    experts.widths[0], gate, ExpertsOutside(experts), topology=external[0].exchange.topology
+                )
+                layer.checks = InputChecks(layer.topology, door.who, carried=True)
+                parts.append((BlockDense(block, door), layer))
+            self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
+        self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
+        for number, block in enumerate(external):
+            block.module.forward = self._forward_of(number)  # type: ignore[method-assign]
+            setattr(block.module, PIPELINE, self)
+
+    def end(self) -> None:
+        """Has the blocks go one after the other again, by themselves."""
+        for block, (replaced, _) in zip(self._external, self._own, strict=True):
+            delattr(block.module, PIPELINE)
+            if replaced is None:
+                del block.module.forward
+            else:
+                block.module.forward = replaced  # type: ignore[method-assign]
+
+    def _forward_of(self, number: int) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._goes_plainly(self._external[number], x, kwargs):
+                return self._own[number][1](x, *args, **kwargs)
+            return self._take(number, x, args, kwargs)
+
+        return forward
+
+    def _goes_plainly(self, block: ExternalBlock, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Tells whether the blocks go one after the other in this call, as where a model generates.
+
+        Raises:
+            ConfigError: in training, where nobody would see that nothing overlaps.
+        """
+        if self.blocks.plans is None:
+            return True
+        why = self._door.refuses(block, kwargs)
+        if block.module._compiled_call_impl is not None:
+            why = "it is compiled; leave compile() of it out"
+        elif isinstance(x, DTensor):
+            why = "tensor parallelism splits its tokens; leave that out"
+        if why is not None and block.module.training:
+            raise ConfigError(f"{self._door.who}: {block.name} in micro-batches: {why}, or use schedule=… instead")
+        return why is not None
+
+    def _take(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Takes what a block is called with; the last one runs all."""
+        block = self._external[number]
+        call = ExternalCall(f"{self._door.who}: {block.name}", len(x), args, kwargs)
+        call.samples(slice(0, 0))  # what cannot be split is refused before anything travels
+        if number == 0:
+            self._calls, self._x = [], x
+        self._require_unchanged(number, x)
+        self._calls.append(call)
+        if number + 1 < len(self._external):
+            passed: Tensor = _Passed.apply(x)
+            return passed
+        calls, self._calls, self._x = self._calls, [], None
+        with self._at_hand():
+            z: Tensor = self.blocks(x, calls=calls)
+        if z.requires_grad:
+            # What the passes share is the parameters' own memory, which FSDP frees and fills again.
+            z.register_hook(self._gather)
+        return z
+
+    def _require_unchanged(self, number: int, x: Tensor) -> None:
+        """Refuses models that do something between one block and the next."""
+        first = self._x
+        if len(self._calls) == number and first is not None and x.shape == first.shape:
+            if x.data_ptr() == first.data_ptr() and (x.is_inference() or x._version == first._version):
+                return
+        name, who = self._external[number].name, self._door.who
+        raise ConfigError(
+            f"{who}: {name} is not called with what the block before it returned: its model does more between blocks "
+            "than to call them; use schedule=… in place of the pipeline"
+        )
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """A context in which all blocks' parameters are whole, and experts' plain tensors."""
+        self._gather()
+        try:
+            with ExitStack() as stack:
+                for block in self._external:
+                    stack.enter_context(self._door.plain_tensors(block))
+                yield
+        finally:
+            for module in self._sharded():
+                module.reshard()
+
+    def _gather(self, _: Tensor | None = None) -> None:
+        """Has FSDP gather the blocks' parameters."""
+        for module in self._sharded():
+            module.unshard()
+
+    def _sharded(self) -> list[FSDPModule]:
+        modules = (module for block in self._external for module in block.module.modules())
+        return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+def pipeline_external(
+    model: nn.Module, door: DecoderDoor, degrees: tuple[int, int] | None, recompute: bool
+) -> list[PipelinedBlocks]:
+    """Has the decoder blocks of another library's model go in micro-batches, whose experts' tokens this library sends.
+
+    Args:
+        degrees: micro-batches forward and backward; None: blocks go one after the other again.
+    Returns:
+        The blocks that follow each other, which `set_plan` gives other plans; none where nothing travels.
+    Raises:
+        ConfigError: blocks of another class, or that the door or `fusedmoe.pipeline` refuses.
+        RankError: ranks with different blocks or degrees. Collective.
+    """
+    runs = list(_runs(model, door))
+    for module in model.modules():
+        if isinstance(before := vars(module).get(PIPELINE), ExternalPipeline):
+            before.end()
+    if degrees is None:
+        return []
+    return [ExternalPipeline(run, door, degrees, recompute).blocks for run in runs]
+
+
+def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
+    """Finds the blocks that follow each other in a list of a model, and have experts over ranks."""
+    modules, runs, before = dict(model.named_modules()), list[list[ExternalBlock]](), ("", 0)
+    for name, module in modules.items():
+        # In the object, or a property of its class: wrappers answer for what they wrap, and are not meant.
+        has_one = EXCHANGE in vars(module) or hasattr(type(module), EXCHANGE)
+        exchange = getattr(module, EXCHANGE) if has_one else None
+        if not isinstance(exchange, ScheduledExchange) or exchange.topology.size == 1:
+            continue
+        steps = name.split(".")
+        starts = [".".join(steps[:length]) for length in range(1, len(steps))]
+        blocks = next((path for path in starts if isinstance(modules[path], nn.ModuleList | nn.ModuleDict)), None)
+        if blocks is None:
+            raise ConfigError(f"{door.who}: {name} ({type(module).__name__}) is in no list of decoder blocks")
+        key = steps[blocks.count(".") + 1]
+        owner, _, attribute = name.rpartition(".")
+        block = ExternalBlock(f"{blocks}.{key}", modules[f"{blocks}.{key}"], modules[owner], attribute, exchange)
+        # FSDP derives classes from a model's.
+        if not any(kind.__name__ in door.families for kind in type(block.module).__mro__):
+            raise ConfigError(
+                f"{door.who}: {block.name} is a {type(block.module).__name__}; known are {', '.join(door.families)}. "
+                "Use schedule=… for this model"
+            )
+        if attribute not in modules[owner]._modules or modules[owner]._modules[attribute] is not module:
+            raise ConfigError(f"{door.who}: {name} is in a wrapper")
+        place = blocks, list(modules[blocks]._modules).index(key)
+        if runs and place == (before[0], before[1] + 1):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+        before = place
+    return runs

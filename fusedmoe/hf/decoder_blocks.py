@@ -1,0 +1,110 @@
+"""Decoder blocks of Hugging Face transformers in micro-batches: attention of some samples beside experts of others."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.distributed.parallel_utils import _use_local_dtensor_params
+from transformers.utils.output_capturing import _active_collector
+
+from fusedmoe import PipelinedBlocks
+from fusedmoe.dispatchers import EXCHANGE, ExpertsInput, ExternalBlock, pipeline_external
+from fusedmoe.errors import ConfigError
+from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
+from fusedmoe.hf.owner import NAME
+
+#: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
+FAMILIES = (
+    "DeepseekV2DecoderLayer",
+    "DeepseekV3DecoderLayer",
+    "Dots1DecoderLayer",
+    "Glm4MoeDecoderLayer",
+    "GptOssDecoderLayer",
+    "MiniMaxM2DecoderLayer",
+    "MixtralDecoderLayer",
+    "OlmoeDecoderLayer",
+    "Qwen2MoeDecoderLayer",
+    "Qwen3MoeDecoderLayer",
+)
+
+
+def pipeline(
+    model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False
+) -> list[PipelinedBlocks]:
+    """Has a model's decoder blocks go in micro-batches: attention of one beside the experts, and the travelling tokens,
+    of another, over all blocks (`fusedmoe.pipeline`).
+
+    Losses and gradients are those of the blocks one after the other, but for random numbers (dropout), which each
+    micro-batch draws anew. Schedules of the layers rest meanwhile. FSDP keeps all blocks' parameters gathered from the
+    first block's forward pass to the last one's, and so in the backward pass. With a cache, as `generate` has it, and
+    where outputs of single blocks are asked for, blocks of a model in evaluation go one after the other.
+
+    Args:
+        model: a `PreTrainedModel` with `DistributedConfig(…, ep_implementation="fusedmoe")`, bare or in a wrapper, of
+            one of these families: DeepSeek-V2 and -V3, dots.1, GLM-4 MoE, gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2
+            MoE, Qwen3 MoE.
+        degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
+            number. None: blocks go one after the other again.
+        recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
+    Returns:
+        The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
+        plan. None where experts are not over ranks, and nothing travels.
+    Raises:
+        ConfigError: a model of another family, or whose tokens transformers itself sends; ranks that share a batch
+            (tp_size); from a forward in training, a cache, outputs of single blocks (`output_router_logits`,
+            `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled blocks, `mask_padding`. Each
+            names the cure.
+        RankError: ranks with different blocks or degrees. Collective.
+    """
+    for name, module in registered_experts(model).items():
+        if module._is_expert_parallel and EXCHANGE not in vars(module):
+            raise ConfigError(
+                f"{_Door.who}: transformers itself sends the tokens of {name} ({type(module).__name__}); load the "
+                f"model with DistributedConfig(…, ep_implementation={NAME!r})"
+            )
+        if EXCHANGE in vars(module) and module.config.distributed_config.tp_size > 1:
+            raise ConfigError(
+                f"{_Door.who}: the ranks of tp_size={module.config.distributed_config.tp_size} share a batch, whose "
+                "chunks they route; use fsdp_size and ep_size alone, or schedule=… in place of the pipeline"
+            )
+    return pipeline_external(model, _Door(), degrees, recompute)
+
+
+class _Door:
+    """What this door knows of transformers' blocks, `DecoderDoor`."""
+
+    who, families = "fusedmoe.hf.pipeline", FAMILIES
+
+    def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
+        hidden_states, top_k_index, top_k_weights = _named(*args, **kwargs)
+        # Metrics count what experts are called with, by hooks.
+        for hook in experts._forward_pre_hooks.values():
+            if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RouterMetrics):
+                hook(experts, args, kwargs)
+        return hidden_states, top_k_index, top_k_weights
+
+    def k(self, block: ExternalBlock) -> int:
+        experts: Any = block.exchange.experts.module
+        return int(experts.config.num_experts_per_tok)
+
+    def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
+        return _use_local_dtensor_params(block.exchange.experts.module)  # type: ignore[no-any-return]
+
+    def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
+        module: Any = block.module
+        if kwargs.get("past_key_values") is not None:
+            return "it has a cache; call the model with use_cache=False"
+        if _active_collector.get():
+            return "outputs of single blocks are asked for; leave output_router_logits and the like out"
+        if module.gradient_checkpointing and module.training:
+            return "gradient checkpointing is on; call gradient_checkpointing_disable() and give recompute=True"
+        if "_fusedmoe_padding" in vars(block.exchange.experts.module):
+            return "mask_padding masks the tokens of whole batches; leave it out"
+        return None
+
+
+def _named(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> ExpertsInput:
+    return hidden_states, top_k_index, top_k_weights

@@ -1,0 +1,166 @@
+"""Decoder blocks of Hugging Face in micro-batches: losses and gradients are those of the blocks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Dots1Config,
+    Glm4MoeConfig,
+    MiniMaxM2Config,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+)
+
+import fusedmoe.hf
+from fusedmoe import PipelinedBlocks
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.hf import FAMILIES
+from fusedmoe.hf.callbacks import registered_experts
+from tests.cluster import Cluster
+from tests.integrations.models import _LATENT, _SHAPE, _TOP_2, CONFIGS, VOCABULARY
+from tests.integrations.test_hf_schedule import evaluated, found, load
+
+SIZES = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+# A block without experts, then three with: attention of one goes beside the experts of another.
+_DEEP: dict[str, Any] = {"num_hidden_layers": 3, "use_cache": False}
+_GROUPS = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+MODELS: dict[str, PreTrainedConfig] = {
+    **CONFIGS,
+    "qwen2": Qwen2MoeConfig(
+        **_SHAPE, **_TOP_2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=8
+    ),
+    "deepseek-2": DeepseekV2Config(
+        **_SHAPE, **_TOP_2, **_LATENT, n_routed_experts=8, moe_intermediate_size=16, first_k_dense_replace=1
+    ),
+    "glm-4": Glm4MoeConfig(**_SHAPE, **_TOP_2, **_GROUPS, head_dim=8, first_k_dense_replace=0),
+    "dots.1": Dots1Config(**_SHAPE, **_TOP_2, **_GROUPS, head_dim=8, first_k_dense_replace=0),
+    "minimax": MiniMaxM2Config(**_SHAPE, **_TOP_2, num_local_experts=4, head_dim=8, rotary_dim=8),
+}
+
+
+def make(family: str) -> Any:
+    given = MODELS[family].to_dict() | _DEEP
+    given.pop("layer_types", None)  # of as many layers as there were
+    config = type(MODELS[family])(**given)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.3, 0.3)
+    return model.double()
+
+
+def batches(rank: int) -> list[Tensor]:
+    """Other numbers of samples and of positions on each rank, one sample among them."""
+    chance = torch.Generator().manual_seed(rank)
+    shapes = [(3, 9), (1, 6)] if rank % 2 == 0 else [(1, 7), (2, 5)]
+    return [torch.randint(0, VOCABULARY, shape, generator=chance) for shape in shapes]
+
+
+CASES: dict[str, Callable[[Any, list[Tensor]], dict[str, Tensor]]] = {
+    "step": lambda model, tokens: found(model, tokens[:1]),
+    "accumulated": lambda model, tokens: found(model, tokens),
+    "no sync": lambda model, tokens: found(model, tokens, last_syncs=True),
+    "evaluation": evaluated,
+    "autocast": lambda model, tokens: found(model, tokens[:1], autocast=True),
+}
+
+
+def compare(
+    rank: int,
+    world: int,
+    folder: str,
+    sizes: dict[str, int],
+    degrees: Sequence[tuple[int, int]],
+    cases: Sequence[str],
+    recompute: bool = False,
+) -> None:
+    model = load(rank, world, folder, sizes).train()
+    names = list(model.state_dict())
+    assert any(isinstance(module, FSDPModule) for module in model.modules())
+    for name in cases:
+        wanted = CASES[name](model, batches(rank))
+        for each in degrees:
+            (blocks,) = fusedmoe.hf.pipeline(model, each, recompute=recompute)
+            assert list(model.state_dict()) == names
+            ran: list[PipelinedBlocks] = []
+            blocks.register_forward_hook(lambda module, *_: ran.append(module))
+            values = CASES[name](model, batches(rank))
+            assert len(ran) == (2 if name in ("accumulated", "no sync") else 1), name
+            fusedmoe.hf.pipeline(model, None)
+            assert values.keys() == wanted.keys() and len(wanted) > (1 if name != "evaluation" else 0)
+            for key, value in wanted.items():
+                if name == "autocast":
+                    least = max(float(value.norm()), 1e-3)
+                    assert float((values[key] - value).norm()) < 1e-2 * least, (name, key)
+                else:
+                    torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10, msg=lambda m: f"{key}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees", "cases"),
+    [
+        ("mixtral", [(2, 2), (2, 3)], ("step", "no sync", "evaluation", "autocast")),
+        ("gpt-oss", [(2, 2)], ("step",)),
+        ("deepseek", [(3, 2)], ("step",)),
+        pytest.param("mixtral", [(1, 1), (3, 2)], tuple(CASES), marks=pytest.mark.slow),
+        pytest.param("gpt-oss", [(3, 3)], tuple(CASES), marks=pytest.mark.slow),
+        *(
+            pytest.param(family, [(2, 2)], ("step", "evaluation"), marks=pytest.mark.slow)
+            for family in ("qwen2", "qwen3", "olmoe", "deepseek-2", "glm-4", "dots.1", "minimax")
+        ),
+    ],
+)
+def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, degrees: Any, cases: Sequence[str]) -> None:
+    make(family).save_pretrained(tmp_path)
+    cluster.run(2, compare, str(tmp_path), SIZES, degrees, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_what_is_computed_again(cluster: Cluster, tmp_path: Path, family: str) -> None:
+    make(family).save_pretrained(tmp_path)
+    cluster.run(2, compare, str(tmp_path), SIZES, [(2, 2)], ("step", "accumulated"), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "ep"), [("mixtral", 2), ("qwen3", 4)])
+def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, ep: int) -> None:
+    make(family).save_pretrained(tmp_path)
+    sizes = {"fsdp_size": 4, "ep_size": ep, "tp_size": 1}
+    cluster.run(4, compare, str(tmp_path), sizes, [(2, 3)], tuple(CASES), timeout_s=300)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_families_add_what_experts_give(family: str) -> None:
+    """A block's output, less what it is with other experts, is the difference of these."""
+    model = make(family).eval()
+    experts, block = next(
+        (module, block)
+        for block in model.model.layers
+        for module in registered_experts(block).values()
+    )
+    assert type(block).__name__ in FAMILIES
+    given = torch.zeros(2 * 6, 32, dtype=torch.float64)
+    outputs: list[Tensor] = []
+    block.register_forward_hook(lambda module, args, output: outputs.append(output))
+    experts.forward = lambda *_: given.clone()
+    tokens = torch.arange(12).view(2, 6)
+    # Blocks before this one are called with the same tokens.
+    model(input_ids=tokens)
+    given = torch.randn(2 * 6, 32, dtype=torch.float64)
+    model(input_ids=tokens)
+    torch.testing.assert_close(outputs[1] - outputs[0], given.view(2, 6, 32), rtol=1e-10, atol=1e-10)
+
+
+def test_every_family_is_tried() -> None:
+    tried = {type(block).__name__ for family in MODELS for block in make(family).model.layers}
+    assert tried == set(FAMILIES)
