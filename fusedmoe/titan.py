@@ -4,8 +4,9 @@
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
-what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains. `selective_ac` has selective
-activation checkpointing run each exchange once. No code of torchtitan or of a model changes. Parameters, their names
+what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains; `pipeline(model)` has attention
+of some samples go beside the experts of others, over all blocks. `selective_ac` has selective activation checkpointing
+run each exchange once. No code of torchtitan or of a model changes. Parameters, their names
 and how they are sharded stay as they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see
 no difference.
 
@@ -22,6 +23,7 @@ if (error := refused("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
     raise error
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,25 +43,29 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from fusedmoe import Schedule, Topology, ops
+from fusedmoe import PipelinedBlocks, Schedule, Topology, ops
 from fusedmoe.dispatchers import (
     AutogradExperts,
     ChunkExperts,
     Collectives,
     Dispatcher,
+    ExpertsInput,
+    ExternalBlock,
     ExternalExperts,
     Handle,
     InputChecks,
     Local,
     PartExperts,
     ScheduledExchange,
+    pipeline_external,
     shared_topology,
 )
 from fusedmoe.dispatchers import GroupedExperts as GroupedChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import KEPT_OPERATORS
 
-__all__ = ["FusedRoutedExperts", "SelectiveAC", "TokenDispatcher", "routed_experts", "selective_ac", "token_dispatcher"]
+__all__ = ["FusedRoutedExperts", "SelectiveAC", "TokenDispatcher"]
+__all__ += ["pipeline", "routed_experts", "selective_ac", "token_dispatcher"]
 
 _TIMEOUT_S, _NAME = 300.0, "fusedmoe.titan"
 
@@ -413,6 +419,65 @@ def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.C
             "fusedmoe.training.KEPT_OPERATORS to what its get_save_ops returns"
         )
     return derive(cfg, SelectiveAC.Config)
+
+
+#: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
+FAMILIES = (
+    "DeepSeekV3TransformerBlock",
+    "GptOssTransformerBlock",
+    "Qwen3TransformerBlock",
+    "Qwen35TransformerBlock",
+)
+
+
+def pipeline(
+    model: nn.Module, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False
+) -> list[PipelinedBlocks]:
+    """Has a model's blocks go in micro-batches: attention of one beside the experts, and the travelling tokens, of
+    another, over all blocks (`fusedmoe.pipeline`).
+
+    Losses and gradients are those of the blocks one after the other. Schedules of the layers rest meanwhile. FSDP keeps
+    all blocks' parameters gathered from the first block's forward pass to the last one's, and so in the backward pass.
+
+    Args:
+        model: with `routed_experts` in it, on its ranks and with its parameters initialised: blocks of DeepSeek-V3
+            (Kimi K2's too), gpt-oss, Qwen3 or Qwen3.5, not compiled, without activation checkpoints.
+        degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
+            number. None: blocks go one after the other again.
+        recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
+    Returns:
+        The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
+        plan. None where experts are not over ranks, and nothing travels.
+    Raises:
+        ConfigError: blocks of another class, in activation checkpoints among them; from a forward, blocks that are
+            compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.
+        RankError: ranks with different blocks or degrees. Collective.
+    """
+    return pipeline_external(model, _Door(), degrees, recompute)
+
+
+class _Door:
+    """What this door knows of torchtitan's blocks, `DecoderDoor`."""
+
+    who, families = f"{_NAME}.pipeline", FAMILIES
+
+    def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
+        x_BLD, scores_BLK, ids_BLK, _ = args
+        return x_BLD, ids_BLK.flatten(0, 1), scores_BLK.flatten(0, 1)
+
+    def k(self, block: ExternalBlock) -> int:
+        routed: Any = getattr(block.owner, block.attribute)
+        return int(routed.token_dispatcher.top_k)
+
+    def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
+        return "torchtitan's type checks know none; leave --debug.spmd_typechecking out" if _checks_types() else None
+
+
+def _checks_types() -> bool:
+    return bool(spmd.is_type_checking())
 
 
 def _name(cfg: object) -> str:

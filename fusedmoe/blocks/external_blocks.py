@@ -79,11 +79,22 @@ class ExternalCall(NamedTuple):
                 return value
             case Tensor() if len(value) == self.batch and value.dim() > 1:  # of one dimension it may be positions
                 return value[at]
+        from torch.nn.attention.flex_attention import BlockMask  # loads much, and few blocks have one
+
+        if isinstance(value, BlockMask) and value.shape[0] in (1, self.batch):
+            return value if value.shape[0] == 1 else _samples_of_mask(value, at)
         got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ConfigError(
             f"{self.who} is called with {got}, which nobody knows how to split into the {self.batch} samples of a "
             "batch: use schedule=… in place of the pipeline"
         )
+
+
+def _samples_of_mask(mask: Any, at: slice) -> Any:
+    """Returns a `BlockMask` of some samples, whose numbers the mask's function takes to be those of the batch."""
+    of_batch, part = mask.mask_mod, mask[at]
+    part.mask_mod = lambda b, h, q, kv: of_batch(b + at.start, h, q, kv)
+    return part
 
 
 class RouterOutside(Gate):
@@ -379,7 +390,8 @@ def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
         if not any(kind.__name__ in door.families for kind in type(block.module).__mro__):
             raise ConfigError(
                 f"{door.who}: {block.name} is a {type(block.module).__name__}; known are {', '.join(door.families)}. "
-                "Use schedule=… for this model"
+                "Leave what wraps blocks out (in place of activation checkpoints give recompute=True), or use "
+                "schedule=… for this model"
             )
         if attribute not in modules[owner]._modules or modules[owner]._modules[attribute] is not module:
             raise ConfigError(f"{door.who}: {name} is in a wrapper")
