@@ -1,5 +1,6 @@
 """Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
-beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other.
+beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
+the model has attention (Hugging Face's), beside blocks in micro-batches, too.
 
 Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
 doors of Hugging Face, nothing else at the others.
@@ -27,6 +28,8 @@ from fusedmoe.layers import scheduled_exchange
 from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.schedule.workload import uniform_share
 
+#: Micro-batches of whole blocks, forward and backward.
+_DEGREES = (2, 2)
 # A token of a vocabulary that costs nothing.
 _VOCABULARY = 64
 
@@ -45,17 +48,26 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     doors |= {name: make(setting) for name in ("off", "auto")}
     for exchange in exchanges_of(doors["auto"].model):
         exchange.set_schedule("auto")
+    if setting.door == "hf":
+        import fusedmoe.hf
+
+        doors["blocks"] = make(setting)
+        fusedmoe.hf.pipeline(doors["blocks"].model, _DEGREES)
     found = in_turns(topology, {name: door.step for name, door in doors.items()}, rounds)
     rows = beside({name: row(seconds) for name, seconds in found.items()})
     first = exchanges_of(doors["auto"].model)[0].plans.plans
     for plans in getattr(first, "made", {}).values():
         rows["auto"]["degrees"] = list(plans.degrees)
+    if "blocks" in rows:
+        rows["blocks"]["degrees"] = list(_DEGREES)
     off_s, auto_s, computed_s = rows["off"]["median_s"], rows["auto"]["median_s"], setting.computation_s
     result: dict[str, Any] = {"rows": rows, "over_before": rows["before"]["median_s"] / auto_s}
     if computed_s is not None:
         # What travels can hide behind what is computed, and no longer than that.
         hideable_s = min(off_s - computed_s, computed_s)
         result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
+        if "blocks" in rows:
+            result["hidden_by_blocks"] = (off_s - rows["blocks"]["median_s"]) / hideable_s
     return result
 
 
@@ -72,28 +84,36 @@ def make(setting: Setting, alone: bool = False) -> Door:
 
 
 def _hf(setting: Setting, alone: bool) -> Door:
-    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
     from transformers.distributed import DistributedConfig
 
     import fusedmoe.hf
 
     sizes = dict(hidden_size=setting.M, intermediate_size=setting.H, num_hidden_layers=setting.layers)
-    heads = dict(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=setting.sequence)
-    config = MixtralConfig(**sizes, **heads, num_local_experts=setting.E, vocab_size=_VOCABULARY)
+    shared = dict(vocab_size=_VOCABULARY, max_position_embeddings=setting.sequence, num_experts_per_tok=setting.k)
+    config: Any
+    if setting.heads is None:
+        heads = dict(num_attention_heads=4, num_key_value_heads=4)
+        config = MixtralConfig(**sizes, **heads, **shared, num_local_experts=setting.E)
+    else:
+        heads = dict(num_attention_heads=setting.heads, num_key_value_heads=4, head_dim=64)
+        config = Qwen3MoeConfig(
+            **sizes, **heads, **shared, num_experts=setting.E, moe_intermediate_size=setting.H, decoder_sparse_step=1
+        )
     if alone:
-        model: Any = fusedmoe.hf.apply(MixtralForCausalLM(config))
+        model: Any = fusedmoe.hf.apply(AutoModelForCausalLM.from_config(config))
     else:
         rank, world = dist.get_rank(), dist.get_world_size()
         names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": setting.ranks_per_node}
         split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=fusedmoe.hf.NAME)
         # Rank 0 writes the model that all read: transformers writes on no other rank.
         with tempfile.TemporaryDirectory() as own, patch.dict(os.environ, {k: str(v) for k, v in names.items()}):
-            shared = [own]
-            dist.broadcast_object_list(shared)
-            MixtralForCausalLM(config).save_pretrained(shared[0])
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
             dist.barrier()
             model = AutoModelForCausalLM.from_pretrained(
-                shared[0], experts_implementation="fusedmoe", distributed_config=split
+                folder[0], experts_implementation="fusedmoe", distributed_config=split
             )
             dist.barrier()
     tokens = torch.randint(0, _VOCABULARY, (setting.S // setting.k // setting.sequence, setting.sequence))

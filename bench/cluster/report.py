@@ -156,6 +156,8 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
             console.print(f"experts over all ranks, times as fast as direct: {levels}", highlight=False)
     if part == "doors":
         console.print(f"times as fast as the door as it was: {found['over_before']:.2f}", highlight=False)
+    if "hidden_by_blocks" in found:
+        console.print(f"blocks in micro-batches hide {found['hidden_by_blocks']:.0%} of what can be hidden")
     if "hideable_s" in found:
         console.print(f"{_ms(found['hideable_s'])} can be hidden: what travels, or is computed, if that is less")
     if "auto" in found:

@@ -28,6 +28,7 @@ class Setting:
         k: experts that a token goes to.
         pairs: tokens that travel once are measured beside rows for pairs (`tokens.py`).
         door: a small model of another framework, "hf", "titan" or "megatron" (`doors.py`).
+        heads: of its attention, of 64 numbers each, in a model of Qwen3's kind; None: four that make M, as Mixtral's.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Setting:
     k: int = 2
     pairs: bool = False
     door: str | None = None
+    heads: int | None = None
 
     @property
     def file(self) -> str:
@@ -178,6 +180,10 @@ TOKENS = (
 DOORS = tuple(
     replace(COMPUTED, name=f"door-{door}", H=7168, gradient_bytes=0, door=door) for door in ("hf", "titan", "megatron")
 )
+
+#: The same with Qwen3's proportions (30B-A3B at 4096 positions): attention takes longer than the experts, which take
+#: 0.47 of the computation.
+DOORS += (replace(DOORS[0], name="door-hf-qwen3", H=2048, heads=24),)
 
 _ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS, *DOORS)
 SETTINGS = {setting.name: setting for setting in _ALL}
