@@ -60,6 +60,12 @@ def compare(
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_two_ranks(cluster: Cluster) -> None:
+    cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 3)], ("accumulated",))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_all_cases(cluster: Cluster) -> None:
     cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 2), (3, 2)], tuple(CASES))
 
 
