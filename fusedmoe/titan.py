@@ -422,12 +422,7 @@ def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.C
 
 
 #: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
-FAMILIES = (
-    "DeepSeekV3TransformerBlock",
-    "GptOssTransformerBlock",
-    "Qwen3TransformerBlock",
-    "Qwen35TransformerBlock",
-)
+FAMILIES = ("DeepSeekV3TransformerBlock", "GptOssTransformerBlock", "Qwen3TransformerBlock")
 
 
 def pipeline(
@@ -441,7 +436,7 @@ def pipeline(
 
     Args:
         model: with `routed_experts` in it, on its ranks and with its parameters initialised: blocks of DeepSeek-V3
-            (Kimi K2's too), gpt-oss, Qwen3 or Qwen3.5, not compiled, without activation checkpoints.
+            (Kimi K2's too), gpt-oss or Qwen3, not compiled, without activation checkpoints.
         degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
             number. None: blocks go one after the other again.
         recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
@@ -453,13 +448,14 @@ def pipeline(
             compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.
         RankError: ranks with different blocks or degrees. Collective.
     """
-    return pipeline_external(model, _Door(), degrees, recompute)
+    return pipeline_external(model, TitanBlocks(), degrees, recompute)
 
 
-class _Door:
-    """What this door knows of torchtitan's blocks, `DecoderDoor`."""
+class TitanBlocks:
+    """Blocks of torchtitan as `pipeline_external` sees them (`DecoderDoor`)."""
 
-    who, families = f"{_NAME}.pipeline", FAMILIES
+    who: str = f"{_NAME}.pipeline"
+    families: tuple[str, ...] = FAMILIES
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
         x_BLD, scores_BLK, ids_BLK, _ = args

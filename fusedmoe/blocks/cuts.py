@@ -183,10 +183,10 @@ class MicroBatch:
 
 
 class Call(Protocol):
-    """What a block of another library is called with beside x."""
+    """Arguments of a block of another library beside x."""
 
     def samples(self, at: slice) -> object:
-        """Returns it for some samples of the batch."""
+        """Returns the arguments for some samples of the batch."""
         ...
 
 

@@ -52,7 +52,7 @@ class ExternalBlock(NamedTuple):
 
 
 class ExternalCall(NamedTuple):
-    """What a block is called with beside tokens, of `batch` samples."""
+    """Arguments of a block beside its tokens, of `batch` samples."""
 
     who: str
     batch: int
@@ -60,7 +60,7 @@ class ExternalCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def samples(self, at: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the same for some samples.
+        """Returns the arguments for some samples.
 
         Raises:
             ConfigError: an argument of which it is not known what of it is which sample's.
@@ -133,7 +133,7 @@ class ExpertsOutside(Experts):
 
 
 class DecoderDoor(Protocol):
-    """What a door knows of its library's decoder blocks.
+    """Knowledge of a library's decoder blocks, which its door has.
 
     Attributes:
         who: asks, for messages.
@@ -142,7 +142,7 @@ class DecoderDoor(Protocol):
     """
 
     who: str
-    families: Sequence[str]
+    families: tuple[str, ...]
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
         """Names what the experts of a block are called with."""
@@ -205,7 +205,7 @@ class BlockDense(RoutingDense):
 
 
 class _Passed(Function):
-    """What came, as a tensor of its own: FSDP wants no view of what it gave a block."""
+    """Gives on what came, as a tensor of its own: FSDP wants no view of what it gave a block."""
 
     operation = "a block whose pipeline begins with it"
 
@@ -315,11 +315,14 @@ class ExternalPipeline:
 
     def _require_unchanged(self, number: int, x: Tensor) -> None:
         """Refuses models that do something between one block and the next."""
-        first = self._x
-        if len(self._calls) == number and first is not None and x.shape == first.shape:
-            if x.data_ptr() == first.data_ptr() and x._version == first._version:
-                return
-        name, who = self._external[number].name, self._door.who
+        first, name, who = self._x, self._external[number].name, self._door.who
+        # The same memory, in the same number of changes: FSDP's hooks make new objects of it.
+        if first is not None and len(self._calls) == number and x.shape == first.shape:
+            same = x.data_ptr() == first.data_ptr() and x._version == first._version
+        else:
+            same = False
+        if same:
+            return
         raise ConfigError(
             f"{who}: {name} is not called with what the block before it returned: its model does more between blocks "
             "than to call them; use schedule=… in place of the pipeline"

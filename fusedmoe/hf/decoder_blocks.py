@@ -31,9 +31,7 @@ FAMILIES = (
 )
 
 
-def pipeline(
-    model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False
-) -> list[PipelinedBlocks]:
+def pipeline(model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False) -> list[PipelinedBlocks]:
     """Has a model's decoder blocks go in micro-batches: attention of one beside the experts, and the travelling tokens,
     of another, over all blocks (`fusedmoe.pipeline`).
 
@@ -59,24 +57,26 @@ def pipeline(
             names the cure.
         RankError: ranks with different blocks or degrees. Collective.
     """
+    door = TransformersBlocks()
     for name, module in registered_experts(model).items():
         if module._is_expert_parallel and EXCHANGE not in vars(module):
             raise ConfigError(
-                f"{_Door.who}: transformers itself sends the tokens of {name} ({type(module).__name__}); load the "
-                f"model with DistributedConfig(…, ep_implementation={NAME!r})"
+                f"{door.who}: transformers itself sends the tokens of {name} ({type(module).__name__}); load the model "
+                f"with DistributedConfig(…, ep_implementation={NAME!r})"
             )
         if EXCHANGE in vars(module) and module.config.distributed_config.tp_size > 1:
             raise ConfigError(
-                f"{_Door.who}: the ranks of tp_size={module.config.distributed_config.tp_size} share a batch, whose "
-                "chunks they route; use fsdp_size and ep_size alone, or schedule=… in place of the pipeline"
+                f"{door.who}: the ranks of tp_size={module.config.distributed_config.tp_size} share a batch, of which "
+                "each routes a chunk; use fsdp_size and ep_size alone, or schedule=… in place of the pipeline"
             )
-    return pipeline_external(model, _Door(), degrees, recompute)
+    return pipeline_external(model, door, degrees, recompute)
 
 
-class _Door:
-    """What this door knows of transformers' blocks, `DecoderDoor`."""
+class TransformersBlocks:
+    """Blocks of transformers as `pipeline_external` sees them (`DecoderDoor`)."""
 
-    who, families = "fusedmoe.hf.pipeline", FAMILIES
+    who: str = "fusedmoe.hf.pipeline"
+    families: tuple[str, ...] = FAMILIES
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
         hidden_states, top_k_index, top_k_weights = _named(*args, **kwargs)
@@ -91,7 +91,7 @@ class _Door:
         return int(experts.config.num_experts_per_tok)
 
     def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
-        return _use_local_dtensor_params(block.exchange.experts.module)  # type: ignore[no-any-return]
+        return _use_local_dtensor_params(block.exchange.experts.module)
 
     def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
         module: Any = block.module

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fusedmoe.engine.run import Plans, Run
 
@@ -23,3 +24,10 @@ def plans_run() -> Iterator[list[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.engine.collectives_dispatcher.Run", made)
         yield ran
+
+
+def forwards_of(module: nn.Module) -> list[nn.Module]:
+    """A list with a place for each forward from now on."""
+    ran: list[nn.Module] = []
+    module.register_forward_hook(lambda module, *_: ran.append(module))
+    return ran

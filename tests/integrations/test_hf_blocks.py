@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
@@ -22,12 +22,12 @@ from transformers import (
 )
 
 import fusedmoe.hf
-from fusedmoe import PipelinedBlocks
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.hf import FAMILIES
 from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
 from tests.cluster import Cluster
 from tests.integrations.models import _LATENT, _SHAPE, _TOP_2, CONFIGS, VOCABULARY
+from tests.integrations.plans_run import forwards_of
 from tests.integrations.test_hf_schedule import evaluated, found, load
 
 SIZES = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
@@ -108,8 +108,7 @@ def compare_case(rank: int, model: Any, name: str, degrees: Sequence[tuple[int, 
         names = list(model.state_dict())
         (blocks,) = fusedmoe.hf.pipeline(model, each, recompute=recompute)
         assert list(model.state_dict()) == names
-        ran: list[PipelinedBlocks] = []
-        blocks.register_forward_hook(lambda module, *_: ran.append(module))
+        ran = forwards_of(blocks)
         values = CASES[name](model, batches(rank))
         assert len(ran) == (2 if name in ("accumulated", "no sync") else 1), name
         fusedmoe.hf.pipeline(model, None)
@@ -119,7 +118,7 @@ def compare_case(rank: int, model: Any, name: str, degrees: Sequence[tuple[int, 
                 least = max(float(value.norm()), 1e-3)
                 assert float((values[key] - value).norm()) < 1e-2 * least, (name, key)
             else:
-                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10, msg=lambda m: f"{key}: {m}")
+                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +166,7 @@ def answers(rank: int, world: int, folder: str) -> None:
     metrics = RouterMetrics(model)
     wanted = counted(metrics, model, tokens)
     (blocks,) = fusedmoe.hf.pipeline(model)
-    ran: list[PipelinedBlocks] = []
-    blocks.register_forward_hook(lambda module, *_: ran.append(module))
+    ran = forwards_of(blocks)
     values = counted(metrics, model, tokens)
     assert values.keys() == wanted.keys() and len(wanted) > 3
     del values["moe/balance_loss"]  # of a forward of the router: of a micro-batch here
@@ -224,8 +222,8 @@ def answers(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ConfigError, match="the ranks of tp_size=2 share a batch.*use fsdp_size and ep_size alone"):
         fusedmoe.hf.pipeline(shared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.hf.decoder_blocks._Door.families", ("OlmoeDecoderLayer",))
-        with pytest.raises(ConfigError, match="layers.0 is a .*MixtralDecoderLayer; known are OlmoeDecoderLayer.*sched"):
+        patch.setattr("fusedmoe.hf.decoder_blocks.TransformersBlocks.families", ("OlmoeDecoderLayer",))
+        with pytest.raises(ConfigError, match="is a .*MixtralDecoderLayer; known are OlmoeDecoderLayer.*sched"):
             fusedmoe.hf.pipeline(model)
 
 
@@ -245,9 +243,7 @@ def test_families_add_what_experts_give(family: str) -> None:
     """A block's output, less what it is with other experts, is the difference of these."""
     model = make(family).eval()
     experts, block = next(
-        (module, block)
-        for block in model.model.layers
-        for module in registered_experts(block).values()
+        (module, block) for block in model.model.layers for module in registered_experts(block).values()
     )
     assert type(block).__name__ in FAMILIES
     given = torch.zeros(2 * 6, 32, dtype=torch.float64)

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import activation_checkpoint
+from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+from torchtitan.models.gpt_oss.model import GptOssTransformerBlock
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 import fusedmoe.titan
-from fusedmoe import PipelinedBlocks
 from fusedmoe.blocks.external_blocks import ExternalCall
 from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError
+from fusedmoe.titan import FAMILIES
 from tests.cluster import Cluster
-from tests.integrations.test_titan import EXPERTS, OURS, batch, config, model_of
+from tests.integrations.plans_run import forwards_of
+from tests.integrations.test_titan import DIM, batch, config
+from tests.integrations.test_titan_gpt_oss import config as gpt_oss_experts
 from tests.integrations.test_titan_schedule import CASES, parallel
 
 
@@ -43,8 +47,7 @@ def compare(
             names = list(model.state_dict())
             (blocks,) = fusedmoe.titan.pipeline(model, each)
             assert list(model.state_dict()) == names
-            ran: list[PipelinedBlocks] = []
-            blocks.register_forward_hook(lambda module, *_: ran.append(module))
+            ran = forwards_of(blocks)
             with context():
                 values = CASES[name](model, tokens)
             assert len(ran) == (2 if name in ("accumulated", "no sync") else 1), name
@@ -67,6 +70,105 @@ def test_two_ranks(cluster: Cluster) -> None:
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_all_cases(cluster: Cluster) -> None:
     cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 2), (3, 2)], tuple(CASES))
+
+
+class Mean(nn.Module):
+    """Stand-in for attention, which for some of the families needs GPUs: the mean of what came before, by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x_BLD: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
+        assert positions is not None
+        return self.out(x_BLD).cumsum(1) / (positions[..., None] + 1)
+
+
+class Blocks(nn.Module):
+    """A model without FSDP of blocks of one class, with torchtitan's experts or gpt-oss's."""
+
+    def __init__(self, kind: Any, world: int, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for number in range(5):
+            block = kind.__new__(kind)
+            nn.Module.__init__(block)
+            block.attention, block.feed_forward, block.attn_mask_key = Mean(), nn.Linear(DIM, DIM), ""
+            block.attention_norm, block.ffn_norm = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+            # All of gpt-oss's blocks have experts; of the others' some do not.
+            block.moe_enabled = number in (1, 2, 4) or kind is GptOssTransformerBlock
+            if block.moe_enabled:
+                moe = config().layers[1].moe
+                if kind is GptOssTransformerBlock:
+                    moe.routed_experts = gpt_oss_experts()
+                moe.routed_experts = fusedmoe.titan.routed_experts(moe.routed_experts, timeout_s=40.0)
+                block.moe = moe.build()
+                block.moe.init_states()
+                routed = block.moe.routed_experts
+                routed.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
+                for part in routed.inner_experts.parameters():
+                    part.data = part.data.chunk(world)[rank].clone()
+            self.layers[str(number)] = block
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        positions = torch.arange(x_BLD.shape[1]).expand(x_BLD.shape[:2])
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, None, positions)
+        return x_BLD
+
+
+def families(rank: int, world: int) -> None:
+    for kind in (DeepSeekV3TransformerBlock, GptOssTransformerBlock, Qwen3TransformerBlock):
+        assert kind.__name__ in FAMILIES
+        torch.manual_seed(0)
+        model = Blocks(kind, world, rank).double()
+        x = torch.randn((3, 1)[rank % 2], 5 + rank, DIM, dtype=torch.float64)
+        for degrees in ((2, 2), (1, 1), (3, 3)):
+            found = {}
+            for name, given in (("plain", None), ("blocks", degrees)):
+                made = fusedmoe.titan.pipeline(model, given)
+                ran = [forwards_of(blocks) for blocks in made]
+                x.requires_grad_().grad = None
+                model.zero_grad()
+                y = model(x)
+                y.square().mean().backward()
+                runs = 1 if kind is GptOssTransformerBlock else 2
+                assert [len(each) for each in ran] == ([1] * runs if given else [])
+                grads = {key: part.grad for key, part in model.named_parameters() if part.grad is not None}
+                found[name] = {"y": y, "dx": x.grad, **grads}
+            assert found["blocks"].keys() == found["plain"].keys() and len(grads) > 30
+            for key, value in found["plain"].items():
+                torch.testing.assert_close(found["blocks"][key], value, rtol=1e-10, atol=1e-10)
+        fusedmoe.titan.pipeline(model, None)
+        assert not any("forward" in vars(layer) for layer in model.layers.values())
+
+
+def refused(rank: int, world: int) -> None:
+    model, context = parallel(rank, world, activation_checkpoint.FullAC.Config(), {"dp_shard": 2, "tp": 1, "ep": 2})
+    with pytest.raises(ConfigError, match="layers.0 is a .*Checkpoint.*in place of activation checkpoints.*recompute"):
+        fusedmoe.titan.pipeline(model)
+    model = Blocks(Qwen3TransformerBlock, world, rank)
+    fusedmoe.titan.pipeline(model)
+    x = torch.randn(2, 3, DIM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.titan._checks_types", lambda: True)
+        with pytest.raises(ConfigError, match="layers.1.*type checks.*spmd_typechecking"):
+            model(x)
+    model.layers["2"].compile(backend="eager")
+    with pytest.raises(ConfigError, match="layers.2 in micro-batches: it is compiled"):
+        model(x)
+    with pytest.raises(ConfigError, match="different degrees|one degree for both passes"):
+        fusedmoe.titan.pipeline(Blocks(GptOssTransformerBlock, world, rank), (2, 3))
+
+
+@pytest.mark.slow
+def test_families(cluster: Cluster) -> None:
+    cluster.run(2, families)
+
+
+@pytest.mark.slow
+def test_what_is_refused(cluster: Cluster) -> None:
+    cluster.run(2, refused)
 
 
 @pytest.mark.slow
