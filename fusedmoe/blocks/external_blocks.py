@@ -254,7 +254,7 @@ class ExternalPipeline:
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
         self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
         for number, block in enumerate(external):
-            block.module.forward = self._forward_of(number)  # type: ignore[method-assign]
+            block.module.forward = self._forward_of(number)
             setattr(block.module, PIPELINE, self)
 
     def end(self) -> None:
@@ -264,7 +264,7 @@ class ExternalPipeline:
             if replaced is None:
                 del block.module.forward
             else:
-                block.module.forward = replaced  # type: ignore[method-assign]
+                block.module.forward = replaced
 
     def _forward_of(self, number: int) -> Callable[..., Any]:
         @torch.compiler.disable
