@@ -426,7 +426,11 @@ FAMILIES = ("DeepSeekV3TransformerBlock", "GptOssTransformerBlock", "Qwen3Transf
 
 
 def pipeline(
-    model: nn.Module, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False
+    model: nn.Module,
+    degrees: tuple[int, int] | None = (2, 2),
+    *,
+    policy: str | None = None,
+    recompute: bool = False,
 ) -> list[PipelinedBlocks]:
     """Has a model's blocks go in micro-batches: attention of one beside the experts, and the travelling tokens, of
     another, over all blocks (`fusedmoe.pipeline`).
@@ -439,16 +443,18 @@ def pipeline(
             (Kimi K2's too), gpt-oss or Qwen3, not compiled, without activation checkpoints.
         degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
             number. None: blocks go one after the other again.
+        policy: "auto", the best by prediction, or the name of a policy for whole layers ("flowmoe", "lancet"), chooses
+            the plan in place of the degrees; the first forward then measures the machine, and keeps that on disk.
         recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
     Returns:
         The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
         plan. None where experts are not over ranks, and nothing travels.
     Raises:
-        ConfigError: blocks of another class, in activation checkpoints among them; from a forward, blocks that are
-            compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.
+        ConfigError: an unknown policy; blocks of another class, in activation checkpoints among them; from a forward,
+            blocks that are compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.
         RankError: ranks with different blocks or degrees. Collective.
     """
-    return pipeline_external(model, TitanBlocks(), degrees, recompute)
+    return pipeline_external(model, TitanBlocks(), degrees, policy, recompute)
 
 
 class TitanBlocks:

@@ -8,7 +8,8 @@ must add what the experts give to what it returns, and do nothing else with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,19 +19,32 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe.blocks.moe_block import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
 from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.measure import measure_layer
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.schedule import undisturbed
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
+from fusedmoe.runtime.cache import cached_plans
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.schedule.policies import whole_policies
+from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step_costs import MAX_DEGREE
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.tuning import family_candidates
 from fusedmoe.schedule.workload import Workload
 
 #: The attribute by which a block has its `ExternalPipeline`.
 PIPELINE = "fusedmoe_pipeline"
+#: The policy that takes the plan that is the fastest by prediction.
+AUTO = "auto"
 # What the experts of a block are called with: tokens [S, M], numbers of all experts [S, K], weights [S, K].
 ExpertsInput = tuple[Tensor, Tensor, Tensor]
 
@@ -228,6 +242,7 @@ class ExternalPipeline:
     Args:
         external: blocks that follow each other, each with its experts over the same ranks.
         degrees, recompute: as of `fusedmoe.pipeline`.
+        policy: chooses the plan in the first forward pass; None: it is that of the degrees.
     Attributes:
         blocks: that run.
     Raises:
@@ -236,9 +251,14 @@ class ExternalPipeline:
     """
 
     def __init__(
-        self, external: Sequence[ExternalBlock], door: DecoderDoor, degrees: tuple[int, int], recompute: bool
+        self,
+        external: Sequence[ExternalBlock],
+        door: DecoderDoor,
+        degrees: tuple[int, int],
+        policy: str | None,
+        recompute: bool,
     ) -> None:
-        self._external, self._door = external, door
+        self._external, self._door, self._policy = external, door, policy
         self._calls: list[ExternalCall] = []
         self._x: Tensor | None = None
         with self._at_hand():
@@ -307,11 +327,47 @@ class ExternalPipeline:
             return passed
         calls, self._calls, self._x = self._calls, [], None
         with self._at_hand():
+            if (policy := self._policy) is not None:
+                self._policy = None
+                self._plan(policy, x)
             z: Tensor = self.blocks(x, calls=calls)
         if z.requires_grad:
             # What the passes share is the parameters' own memory, which FSDP frees and fills again.
             z.register_hook(self._gather)
         return z
+
+    def _plan(self, policy: str, x: Tensor) -> None:
+        """Has the blocks follow the plan of a policy, by what this machine costs, for batches like x of the rank that
+        has most. Collective over all ranks."""
+        exchange, topology = self._external[0].exchange, self.blocks.topology
+        plans, M = exchange.plans.plans, x.shape[-1]
+        plans.parts.gate.k = self._door.k(self._external[0])
+        # In the midst of a forward pass, since elsewhere FSDP's parameters are not whole.
+        with undisturbed():
+            sizes = all_gather_object(topology.world, tuple(x.shape[:2]), "planning blocks")
+            samples, length = (max(1, *each) for each in zip(*sizes, strict=True))
+            like = x.new_empty(samples * length, M, dtype=self.blocks.experts[0].experts.row_dtype(x))
+            costs = measure_layer(plans, like)
+            workload = self.blocks.workload(like.view(samples, length, M))
+            # As they are for so many tokens, however many rows of these there may be by the workload.
+            seen = next(iter(costs.observed.values()), None)
+            costs = replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
+            kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "blocks")
+            # Gradients over data parallelism are the other library's to reduce.
+            step = workload.step_costs(costs, [0] * len(self._external), kinds, whole=True)
+            if policy == AUTO:
+                families = family_candidates(step, MAX_DEGREE, samples, lambda done, total: None)
+                candidates = [each.plan for each in families if each.whole]
+            else:
+                candidates = [*cached_plans([policy], topology, step, limit=MAX_DEGREE, samples=samples).values()]
+            both = (Plans(*(one_pass(plan, phase) for phase in PHASES)) for plan in candidates)
+            self.blocks.set_plan(next(filter(self._runs, both), self.blocks.plans))
+
+    def _runs(self, plans: Plans) -> bool:
+        with suppress(ConfigError):
+            self.blocks.require_runnable(plans)
+            return True
+        return False
 
     def _require_unchanged(self, number: int, x: Tensor) -> None:
         """Refuses models that do something between one block and the next."""
@@ -352,25 +408,32 @@ class ExternalPipeline:
 
 
 def pipeline_external(
-    model: nn.Module, door: DecoderDoor, degrees: tuple[int, int] | None, recompute: bool
+    model: nn.Module, door: DecoderDoor, degrees: tuple[int, int] | None, policy: str | None, recompute: bool
 ) -> list[PipelinedBlocks]:
     """Has the decoder blocks of another library's model go in micro-batches, whose experts' tokens this library sends.
 
     Args:
         degrees: micro-batches forward and backward; None: blocks go one after the other again.
+        policy: "auto", the best by prediction, or the name of a policy for whole layers, chooses the plan in the first
+            forward pass, which then measures the machine, and keeps that on disk. Without a plan that these blocks can
+            follow it is that of the degrees.
+        recompute: as of `fusedmoe.pipeline`.
     Returns:
         The blocks that follow each other, which `set_plan` gives other plans; none where nothing travels.
     Raises:
-        ConfigError: blocks of another class, or that the door or `fusedmoe.pipeline` refuses.
+        ConfigError: blocks of another class, or that the door or `fusedmoe.pipeline` refuses; an unknown policy.
         RankError: ranks with different blocks or degrees. Collective.
     """
-    runs = list(_runs(model, door))
+    if policy is not None and policy not in (AUTO, *whole_policies()):
+        known = ", ".join((AUTO, *whole_policies()))
+        raise ConfigError(f"{door.who}: unknown policy {policy!r} for whole layers; choose {known}")
+    runs = _runs(model, door)
     for module in model.modules():
         if isinstance(before := vars(module).get(PIPELINE), ExternalPipeline):
             before.end()
     if degrees is None:
         return []
-    return [ExternalPipeline(run, door, degrees, recompute).blocks for run in runs]
+    return [ExternalPipeline(run, door, degrees, policy, recompute).blocks for run in runs]
 
 
 def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:

@@ -31,7 +31,13 @@ FAMILIES = (
 )
 
 
-def pipeline(model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute: bool = False) -> list[PipelinedBlocks]:
+def pipeline(
+    model: Any,
+    degrees: tuple[int, int] | None = (2, 2),
+    *,
+    policy: str | None = None,
+    recompute: bool = False,
+) -> list[PipelinedBlocks]:
     """Has a model's decoder blocks go in micro-batches: attention of one beside the experts, and the travelling tokens,
     of another, over all blocks (`fusedmoe.pipeline`).
 
@@ -46,13 +52,15 @@ def pipeline(model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute:
             MoE, Qwen3 MoE.
         degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
             number. None: blocks go one after the other again.
+        policy: "auto", the best by prediction, or the name of a policy for whole layers ("flowmoe", "lancet"), chooses
+            the plan in place of the degrees; the first forward then measures the machine, and keeps that on disk.
         recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
     Returns:
         The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
         plan. None where experts are not over ranks, and nothing travels.
     Raises:
-        ConfigError: a model of another family, or whose tokens transformers itself sends; ranks that share a batch
-            (tp_size); from a forward in training, a cache, outputs of single blocks (`output_router_logits`,
+        ConfigError: an unknown policy; a model of another family, or whose tokens transformers itself sends; ranks that
+            share a batch (tp_size); from a forward in training, a cache, outputs of single blocks (`output_router_logits`,
             `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled blocks, `mask_padding`. Each
             names the cure.
         RankError: ranks with different blocks or degrees. Collective.
@@ -69,7 +77,7 @@ def pipeline(model: Any, degrees: tuple[int, int] | None = (2, 2), *, recompute:
                 f"{door.who}: the ranks of tp_size={module.config.distributed_config.tp_size} share a batch, of which "
                 "each routes a chunk; use fsdp_size and ep_size alone, or schedule=… in place of the pipeline"
             )
-    return pipeline_external(model, door, degrees, recompute)
+    return pipeline_external(model, door, degrees, policy, recompute)
 
 
 class TransformersBlocks:

@@ -25,6 +25,7 @@ import fusedmoe.hf
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.hf import FAMILIES
 from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
+from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
 from tests.integrations.models import _LATENT, _SHAPE, _TOP_2, CONFIGS, VOCABULARY
 from tests.integrations.plans_run import forwards_of
@@ -225,6 +226,35 @@ def answers(rank: int, world: int, folder: str) -> None:
         patch.setattr("fusedmoe.hf.decoder_blocks.TransformersBlocks.families", ("OlmoeDecoderLayer",))
         with pytest.raises(ConfigError, match="is a .*MixtralDecoderLayer; known are OlmoeDecoderLayer.*sched"):
             fusedmoe.hf.pipeline(model)
+
+
+def planned(rank: int, world: int, folder: str) -> None:
+    """A plan by costs, here of a slow link, which the first forward makes."""
+    model = load(rank, world, folder, SIZES).train()
+    line = Line(1e-5, 1e-7)
+    costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-9), "all-reduce/dp": line})
+    with pytest.MonkeyPatch.context() as patch, all_in_float64(True):
+        patch.setenv("FUSEDMOE_CACHE", folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        wanted = found(model, batches(rank))
+        for policy in ("auto", "flowmoe"):
+            (blocks,) = fusedmoe.hf.pipeline(model, (1, 1), policy=policy)
+            before = blocks.plans
+            values = found(model, batches(rank))
+            assert blocks.plans != before
+            assert max(blocks.plans.forward.degrees.values()) > 1, policy
+            for key, value in wanted.items():
+                torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ConfigError, match="unknown policy 'fast' for whole layers; choose auto, "):
+        fusedmoe.hf.pipeline(model, policy="fast")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_plans_by_costs(cluster: Cluster, tmp_path: Path, family: str) -> None:
+    make(family).save_pretrained(tmp_path)
+    cluster.run(2, planned, str(tmp_path))
 
 
 @pytest.mark.slow
