@@ -346,7 +346,8 @@ class ExternalPipeline:
         with undisturbed():
             sizes = all_gather_object(topology.world, tuple(x.shape[:2]), "planning blocks")
             samples, length = (max(1, *each) for each in zip(*sizes, strict=True))
-            like = x.new_empty(samples * length, M, dtype=self.blocks.experts[0].experts.row_dtype(x))
+            experts = next(module for module in self.blocks.modules() if isinstance(module, ExpertsOutside))
+            like = x.new_empty(samples * length, M, dtype=experts.row_dtype(x))
             costs = measure_layer(plans, like)
             workload = self.blocks.workload(like.view(samples, length, M))
             # As they are for so many tokens, however many rows of these there may be by the workload.

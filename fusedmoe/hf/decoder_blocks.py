@@ -60,9 +60,9 @@ def pipeline(
         plan. None where experts are not over ranks, and nothing travels.
     Raises:
         ConfigError: an unknown policy; a model of another family, or whose tokens transformers itself sends; ranks that
-            share a batch (tp_size); from a forward in training, a cache, outputs of single blocks (`output_router_logits`,
-            `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled blocks, `mask_padding`. Each
-            names the cure.
+            share a batch (tp_size); from a forward in training, a cache, outputs of single blocks
+            (`output_router_logits`, `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled
+            blocks, `mask_padding`. Each names the cure.
         RankError: ranks with different blocks or degrees. Collective.
     """
     door = TransformersBlocks()
