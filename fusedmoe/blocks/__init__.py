@@ -13,4 +13,6 @@ A batch's way through the blocks, by the tasks of two plans:
 6. The auxiliary loss is that of the whole batch (`BlocksForward._whole_gate`).
 7. `BlocksBackward` (`backward.py`) has the same tasks for gradients: `start` and `finish` of a chunk, and attention
    goes back through each dense micro-batch's graph. `state.py` has what the passes hand each other.
+
+Decoder blocks of other libraries take the same way; `external_blocks.py` has them call it.
 """

@@ -277,6 +277,10 @@ class ExternalPipeline:
             block.module.forward = self._forward_of(number)
             setattr(block.module, PIPELINE, self)
 
+    def __reduce__(self) -> Any:
+        # The forward of a copied block would run the blocks that it is a copy of.
+        raise ConfigError(f"{self._door.who}: blocks in micro-batches cannot be copied; give degrees=None before that")
+
     def end(self) -> None:
         """Has the blocks go one after the other again, by themselves."""
         for block, (replaced, _) in zip(self._external, self._own, strict=True):
@@ -461,8 +465,6 @@ def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
                 "Leave what wraps blocks out (in place of activation checkpoints give recompute=True), or use "
                 "schedule=… for this model"
             )
-        if attribute not in modules[owner]._modules or modules[owner]._modules[attribute] is not module:
-            raise ConfigError(f"{door.who}: {name} is in a wrapper")
         place = blocks, list(modules[blocks]._modules).index(key)
         if runs and place == (before[0], before[1] + 1):
             runs[-1].append(block)

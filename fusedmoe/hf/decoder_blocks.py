@@ -59,10 +59,10 @@ def pipeline(
         The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
         plan. None where experts are not over ranks, and nothing travels.
     Raises:
-        ConfigError: an unknown policy; a model of another family, or whose tokens transformers itself sends; ranks that
-            share a batch (tp_size); from a forward in training, a cache, outputs of single blocks
-            (`output_router_logits`, `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled
-            blocks, `mask_padding`. Each names the cure.
+        ConfigError: an unknown policy; a model of another family, or whose tokens transformers itself sends; adapters
+            of peft on experts; ranks that share a batch (tp_size); from a forward in training, a cache, outputs of
+            single blocks (`output_router_logits`, `output_attentions`, `output_hidden_states`), gradient
+            checkpointing, compiled blocks, `mask_padding`. Each names the cure.
         RankError: ranks with different blocks or degrees. Collective.
     """
     door = TransformersBlocks()
@@ -71,6 +71,13 @@ def pipeline(
             raise ConfigError(
                 f"{door.who}: transformers itself sends the tokens of {name} ({type(module).__name__}); load the model "
                 f"with DistributedConfig(…, ep_implementation={NAME!r})"
+            )
+        # Adapters on experts are at work within the wrapper's own forward.
+        around = type(model.get_submodule(name.rpartition(".")[0]))
+        if EXCHANGE in vars(module) and around.__module__.startswith("peft."):
+            raise ConfigError(
+                f"{door.who}: {name} is in peft's {around.__name__}; adapt attention alone, or use schedule=… in place "
+                "of the pipeline"
             )
         if EXCHANGE in vars(module) and module.config.distributed_config.tp_size > 1:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 import fusedmoe.hf
+from fusedmoe import routing
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.hf import FAMILIES
 from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
@@ -148,6 +151,12 @@ def test_what_is_computed_again(cluster: Cluster, tmp_path: Path, family: str) -
 
 
 @pytest.mark.slow
+def test_autocast_of_float32(cluster: Cluster, tmp_path: Path) -> None:
+    make("qwen3").float().save_pretrained(tmp_path)
+    cluster.run(2, compare, str(tmp_path), SIZES, [(2, 2)], ("autocast",))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "ep"), [("mixtral", 2), ("qwen3", 4)])
 def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, ep: int) -> None:
     make(family).save_pretrained(tmp_path)
@@ -178,6 +187,20 @@ def answers(rank: int, world: int, folder: str) -> None:
     def refuses(match: str, **given: Any) -> None:
         with pytest.raises(ConfigError, match=f"fusedmoe.hf.pipeline: model.layers.[01].*{match}"):
             model(input_ids=tokens, **given)
+
+    with routing.record(model) as choices:
+        model(input_ids=tokens)
+    fusedmoe.hf.pipeline(model, None)
+    with routing.record(model) as plainly:
+        model(input_ids=tokens)
+    assert len(choices) == 3 and all(torch.equal(choices[name], plainly[name]) for name in plainly)
+    (blocks,) = fusedmoe.hf.pipeline(model)
+    ran = forwards_of(blocks)
+    with routing.replay(model, choices):
+        model(input_ids=tokens)
+    assert len(ran) == 1
+    with pytest.raises(ConfigError, match="cannot be copied; give degrees=None before that"):
+        copy.deepcopy(layers[0].__dict__["fusedmoe_pipeline"])
 
     refuses("it has a cache; call the model with use_cache=False", use_cache=True)
     refuses("leave output_router_logits", output_router_logits=True)
@@ -214,11 +237,19 @@ def answers(rank: int, world: int, folder: str) -> None:
     assert torch.equal(model.generate(tokens, **given), generated) and len(ran) == 1
     torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, logits, rtol=1e-6, atol=1e-6)
 
+
+def other_models(rank: int, world: int, folder: str) -> None:
+    model = load(rank, world, folder, SIZES)
     with pytest.raises(RankError, match="plan is .* on ranks .0. and .* on ranks .1."):
         fusedmoe.hf.pipeline(model, (2, 2 + rank))
     theirs = load(rank, world, folder, SIZES, "all_to_all")
     with pytest.raises(ConfigError, match="transformers itself sends.*ep_implementation='fusedmoe'"):
         fusedmoe.hf.pipeline(theirs)
+    adapted = get_peft_model(
+        load(rank, world, folder, SIZES), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
+    )
+    with pytest.raises(ConfigError, match="experts.base_layer is in peft's ParamWrapper; adapt attention alone"):
+        fusedmoe.hf.pipeline(adapted)
     shared = load(rank, world, folder, {"fsdp_size": 1, "ep_size": 2, "tp_size": 2})
     with pytest.raises(ConfigError, match="the ranks of tp_size=2 share a batch.*use fsdp_size and ep_size alone"):
         fusedmoe.hf.pipeline(shared)
@@ -261,6 +292,7 @@ def test_plans_by_costs(cluster: Cluster, tmp_path: Path, family: str) -> None:
 def test_what_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral").save_pretrained(tmp_path)
     cluster.run(2, answers, str(tmp_path))
+    cluster.run(2, other_models, str(tmp_path))
 
 
 def test_nothing_travels_in_one_process() -> None:
