@@ -378,16 +378,15 @@ class ExternalPipeline:
         """Refuses models that do something between one block and the next."""
         first, name, who = self._x, self._external[number].name, self._door.who
         # The same memory, in the same number of changes: FSDP's hooks make new objects of it.
-        if first is not None and len(self._calls) == number and x.shape == first.shape:
-            same = x.data_ptr() == first.data_ptr() and x._version == first._version
-        else:
-            same = False
-        if same:
-            return
-        raise ConfigError(
-            f"{who}: {name} is not called with what the block before it returned: its model does more between blocks "
-            "than to call them; use schedule=… in place of the pipeline"
-        )
+        if (
+            first is None
+            or len(self._calls) != number
+            or (x.shape, x.data_ptr(), x._version) != (first.shape, first.data_ptr(), first._version)
+        ):
+            raise ConfigError(
+                f"{who}: {name} is not called with what the block before it returned: its model does more between "
+                "blocks than to call them; use schedule=… in place of the pipeline"
+            )
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
