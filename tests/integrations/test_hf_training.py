@@ -41,18 +41,23 @@ def test_trainer_and_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.
     assert all(torch.equal(again.state_dict()[name], saved) for name, saved in model.state_dict().items())
 
 
+def trained(folder: Path, ranks: int, *words: str) -> list[dict[str, float]]:
+    """Steps of `trainer_on_ranks`."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"] if ranks > 1 else []
+    command = [sys.executable, "-m", *launcher, "tests.integrations.trainer_on_ranks", str(folder), *words]
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **own})
+    assert done.returncode == 0, done.stderr
+    steps: list[dict[str, float]] = json.loads(done.stdout.split("steps:")[1])
+    return steps
+
+
 @pytest.mark.slow
-def test_trainer_over_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("blocks",)], ids=["plainly", "blocks in micro-batches"])
+def test_trainer_over_two_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Experts split over the ranks, gradients clipped: the losses, norms and metrics of one process."""
     make("mixtral", "eager").save_pretrained(tmp_path)
-    found = []
-    for ranks in (1, 2):
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"] if ranks > 1 else []
-        command = [sys.executable, "-m", *launcher, "tests.integrations.trainer_on_ranks", str(tmp_path)]
-        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **own})
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.split("steps:")[1]))
+    found = trained(tmp_path, 1), trained(tmp_path, 2, *words)
     assert len(found[0]) == 4
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-4)

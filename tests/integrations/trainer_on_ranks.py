@@ -1,6 +1,7 @@
 """Transformers' `Trainer` on a small Mixtral from a folder, alone or, under torchrun, with experts over the ranks.
 
-Rank 0 prints the loss and the gradients' norm of each step as JSON.
+Rank 0 prints the loss and the gradients' norm of each step as JSON. With "blocks" as a second word the decoder blocks
+go in micro-batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import fusedmoe.hf
 from tests.integrations.models import VOCABULARY
 
 
-def main(folder: str) -> None:
+def main(folder: str, *words: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         dist.init_process_group("gloo")
@@ -26,6 +27,8 @@ def main(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, experts_implementation=fusedmoe.hf.NAME, distributed_config=split if world > 1 else None
     )
+    if "blocks" in words:
+        assert len(fusedmoe.hf.pipeline(model)) == 1
     tokens = torch.randint(0, VOCABULARY, (16, 9), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         f"{folder}/run", max_steps=4, per_device_train_batch_size=4 // world, use_cpu=True, report_to="none", seed=1,
@@ -47,4 +50,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
