@@ -22,7 +22,7 @@ import re
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -47,8 +47,8 @@ from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
 Measure = Callable[[Callable[[], object], float], float]
-# Verdicts on several, as of `Check`; None where there is none, for lack of memory.
-CheckApart = Callable[[Variant, Sequence[HopperConfig]], Mapping[HopperConfig, str | None]]
+# Verdicts on several, as of `Check`, as they come; None where there is none, for lack of memory or time.
+CheckApart = Callable[[Variant, Sequence[HopperConfig]], Iterable[tuple[HopperConfig, str | None]]]
 
 # A launch of fewer takes some twenty microseconds whatever its tiles.
 LEAST_FLOPS = 10**10
@@ -137,6 +137,7 @@ class Tuner:
         self._check_apart = check_apart
         self._record, self._allowed = record, allowed
         self._chosen: dict[Key, Config] = {}
+        self._unknown: set[tuple[Variant, HopperConfig]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
@@ -227,18 +228,21 @@ class Tuner:
     def _try_apart(self, key: Key, configs: Sequence[Config]) -> None:
         """Checks what might take the process that checks it along."""
         new = [one for one in configs if isinstance(one, HopperConfig) and self._fault(key, one) is None]
+        new = [one for one in new if (key.variant, one) not in self._unknown]
         if self._check_apart is None or not new:
             return
-        for config, fault in self._check_apart(key.variant, new).items():
-            if fault is not None:
-                self._write_down(key, config, fault)
+        for config, fault in self._check_apart(key.variant, new):
+            if fault is None:
+                self._unknown.add((key.variant, config))
+            else:
+                self._write_down(key, config, fault)  # at once: whatever becomes of this process, it is not tried again
             if fault:
                 _warn(key, config, fault)
 
     def _is_right(self, key: Key, config: Config) -> bool:
         fault = self._fault(key, config)
         if fault is None and self._check_apart is not None and isinstance(config, HopperConfig):
-            return False  # there was no room for the other process
+            return False  # the other process had no room, or no time
         if fault is None:
             try:
                 fault = self._check(key.variant, config)
