@@ -92,7 +92,7 @@ def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[
     """Through the tuner's own judgement, which names the others in warnings."""
     tuner = Tuner(lambda key: [], check, lambda run, seconds: 0.0, Record(None), lambda: True)
     key = Key(case, 576, 272, 8, 64)
-    assert any([tuner._is_right(key, config) for config in choices]), tuner._record.faults
+    assert any([tuner._is_right(key, config) for config in choices]), tuner.record.faults
 
 
 def test_one_bad_configuration_is_named_and_left_out() -> None:
@@ -378,7 +378,7 @@ def test_not_now(file: Path) -> None:
     fake = Fake(file, allowed=False)
     fake.faults = {}
     assert fake.choose() == FAST
-    fake.tuner._record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    fake.tuner.record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
     assert fake.choose(KEY._replace(experts=8)) == FAST
 
 

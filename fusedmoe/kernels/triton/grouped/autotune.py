@@ -122,6 +122,8 @@ class Tuner:
         allowed: whether this is a moment to tune.
         check_apart: the same as `check` in another process, for configurations of the Gluon form; without it `check`
             serves for them, too.
+    Attributes:
+        record: as given.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Tuner:
     ) -> None:
         self._candidates, self._check, self._measure = candidates, check, measure
         self._check_apart = check_apart
-        self._record, self._allowed = record, allowed
+        self.record, self._allowed = record, allowed
         self._chosen: dict[Key, Config] = {}
         self._unknown: set[tuple[Variant, HopperConfig]] = set()  # which this process does not try again
         self._lock = threading.Lock()
@@ -162,9 +164,14 @@ class Tuner:
             self._chosen[key] = chosen
         return chosen
 
+    def times(self, key: Key) -> dict[str, float]:
+        """Returns the microseconds that configurations took when a key was tuned, by their names."""
+        found = self.record.choices.get(str(key), {}).get("microseconds")
+        return dict(found) if isinstance(found, dict) else {}
+
     def _fault(self, key: Key, config: Config) -> str | None:
         """Returns what is known to be wrong with a configuration; None if nobody has looked."""
-        return self._record.faults.get(f"{key.variant}, {config}")
+        return self.record.faults.get(f"{key.variant}, {config}")
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
         """The first that is not known to be wrong; of the Gluon form one must be known to be right."""
@@ -182,7 +189,7 @@ class Tuner:
 
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
         """The choice that was made among all of these: with FUSEDMOE_GLUON=0 there were fewer."""
-        found = self._record.choices.get(str(key), {})
+        found = self.record.choices.get(str(key), {})
         # Configurations have come since, or verdicts: then it is no choice among all.
         name, timed = found.get("config"), found.get("microseconds")
         right = {str(config): config for config in configs if not self._fault(key, config)}
@@ -207,8 +214,8 @@ class Tuner:
         if any(self._fault(key, config) is None for config in configs):
             return chosen  # without a verdict on all the choice is for this run
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
-        self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
-        self._record.save()
+        self.record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
+        self.record.save()
         return chosen
 
     def _times(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> dict[Config, float]:
@@ -269,8 +276,8 @@ class Tuner:
         _warn(key, config, fault)
 
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
-        self._record.faults[f"{key.variant}, {config}"] = fault
-        self._record.save()
+        self.record.faults[f"{key.variant}, {config}"] = fault
+        self.record.save()
 
 
 def _warn(key: Key, config: Config, fault: str) -> None:

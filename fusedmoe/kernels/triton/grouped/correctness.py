@@ -285,7 +285,7 @@ class _Checking:
         # The process imports this very library, wherever it was imported from.
         root = str(Path(__file__).parents[4])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._errors = tempfile.TemporaryFile("w+")  # a pipe could be full
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  until `end`; a pipe could be full
         self._process = subprocess.Popen(
             program,
             stdin=subprocess.PIPE,
