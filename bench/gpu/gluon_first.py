@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from bench.gpu.kernels import grouped_steps
 from bench.gpu.shapes import SHAPES, Shape
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Variant
 
-_HELD = 16  # multiprocessors, as many as a communication kernel may hold
+if TYPE_CHECKING:  # needs Triton
+    from fusedmoe.kernels.triton.grouped.holder import Holder
+
 _MOST_HUNG = 3
 
 
@@ -78,13 +81,15 @@ def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
 def stress(shapes: Sequence[Shape], device: torch.device) -> None:
     """Prints, of what the tuner chose, how many of 100 runs differ in a bit, which is a race, and the time alone and
     where another stream holds multiprocessors."""
-    hold = _holder(device)
+    from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
+
+    holder = Holder(device)
     for shape in shapes:
         for step in grouped_steps(make_case(shape, device)):
             first = [tensor.clone() for tensor in _results(step)]
             differ = sum(not all(map(torch.equal, _results(step), first)) for _ in range(100))
-            alone_ms, held_ms = _median_ms(step, lambda: None), _median_ms(step, hold)
-            told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {_HELD} multiprocessors held"
+            alone_ms, held_ms = _median_ms(step, None), _median_ms(step, holder)
+            told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {HELD} multiprocessors held"
             print(f"{shape.name} {step.name:8} {differ} of 100 differ; {told}: {step.told()['config']}", flush=True)
         torch.cuda.empty_cache()
 
@@ -123,41 +128,22 @@ def _results(step: Step) -> list[Tensor]:
     return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Tensor)]
 
 
-def _median_ms(step: Step, before: Callable[[], None]) -> float:
+def _median_ms(step: Step, holder: Holder | None) -> float:
     taken = []
     for _ in range(15):
         torch.cuda.synchronize()
-        before()
         torch.cuda._sleep(200_000)  # the host's lead
+        if holder is not None:
+            holder.hold()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         step.run(step.before())
         end.record()
+        if holder is not None:
+            holder.let_go()
         end.synchronize()
         taken.append(begin.elapsed_time(end))
     return statistics.median(taken[1:])
-
-
-def _holder(device: torch.device) -> Callable[[], None]:
-    """Makes what keeps some multiprocessors busy, on a stream of its own, for longer than any of the kernels takes."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def hold(x_ptr, rounds):  # type: ignore[no-untyped-def]
-        x = tl.load(x_ptr + tl.arange(0, 1024))
-        for _ in range(rounds):
-            x = x * 1.0001 + 0.5
-        tl.store(x_ptr + tl.arange(0, 1024), x)
-
-    x, stream = torch.zeros(1024, device=device), torch.cuda.Stream(device)
-    hold[(_HELD,)](x, 1000, num_warps=4)  # compiled now
-
-    def begin() -> None:
-        with torch.cuda.stream(stream):
-            hold[(_HELD,)](x, 20_000_000, num_warps=4)
-
-    return begin
 
 
 PIECES = {"check": check, "time": time_forms, "stress": stress, "host": host}

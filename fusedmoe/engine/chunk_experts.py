@@ -78,7 +78,7 @@ class ChunkExperts(Protocol):
 
 
 class GroupedExperts:
-    """Feed-forward experts by their own kernels. A chunk keeps its pre-activations.
+    """Feed-forward experts by their own kernels, beside communication. A chunk keeps its pre-activations.
 
     Args:
         learns: w1, w2, b1 and b2 that have gradients; None: those that require them.
@@ -101,14 +101,14 @@ class GroupedExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
+        return experts_forward(x_RM, layout, weight_R, self.weights, self.activation, shared=True)
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
         # Kernels add to what the chunks before gave: no second tensor of the parameters' size.
         given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.wanted)
-        grads = experts_backward(dy_RM, x_RM, kept, *given)
+        grads = experts_backward(dy_RM, x_RM, kept, *given, shared=True)
         assert grads.x_SM is not None
         return grads.x_SM, grads.weight_N, grads.parameters
 
@@ -116,7 +116,7 @@ class GroupedExperts:
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Rest]:
         given = (layout, weight_R, self.weights, self.activation, self.wanted)
-        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given)
+        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given, shared=True)
         assert dx_RM is not None
         return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
 
@@ -131,7 +131,7 @@ class GroupedExperts:
     ) -> Totals:
         """The second half of `backward`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.wanted)
-        return experts_backward_weights(dy_RM, x_RM, left, *given).parameters
+        return experts_backward_weights(dy_RM, x_RM, left, *given, shared=True).parameters
 
 
 def learning(parameters: Sequence[Tensor | None]) -> list[bool]:

@@ -10,6 +10,10 @@ process and no other. FUSEDMOE_GLUON=0 leaves them out.
 Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
 graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
 machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
+
+Launches that run beside communication have choices of their own, among Triton's forms only, by times that are taken
+while another kernel holds some multiprocessors. A program of the Gluon form takes a whole multiprocessor, and its tiles
+are dealt out before: where one of them is held the whole launch waits, up to twice as long.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     gluon_candidates,
 )
 from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
+from fusedmoe.kernels.triton.grouped.holder import Holder
 
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
@@ -296,8 +301,8 @@ def _is_lost() -> bool:
 
 
 @cache
-def tuner(device: torch.device) -> Tuner:
-    """The tuner of a GPU."""
+def tuner(device: torch.device, shared: bool = False) -> Tuner:
+    """Returns the tuner of a GPU; `shared`: for launches beside communication, which holds some multiprocessors."""
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
@@ -307,13 +312,13 @@ def tuner(device: torch.device) -> Tuner:
 
     def measure_there(run: Callable[[], object], seconds: float) -> float:
         with torch.cuda.device(device):
-            return _measure(device, run, seconds)
+            return _measure(device, run, seconds, Holder(device) if shared else None)
 
     return Tuner(
-        partial(to_try, capability),
+        partial(by_table if shared else to_try, capability),
         check_there,
         measure_there,
-        Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
+        Record(cache_dir() / f"grouped-{'beside-' * shared}{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
         lambda variant, configs: check_apart(variant, configs, device),
     )
@@ -330,8 +335,12 @@ def _sources() -> str:
     return together.hexdigest()[:12]
 
 
-def _measure(device: torch.device, run: Callable[[], object], seconds: float) -> float:
-    """The median of some calls, each with nothing of its operands left in the L2 cache."""
+def _measure(device: torch.device, run: Callable[[], object], seconds: float, holder: Holder | None = None) -> float:
+    """The median of some calls, each with nothing of its operands left in the L2 cache.
+
+    Args:
+        holder: holds multiprocessors meanwhile.
+    """
     # In a layer other operands have been through the cache in between.
     size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
     other = torch.empty(size, device=device, dtype=torch.int8)
@@ -339,9 +348,13 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float) ->
     def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         other.zero_()
+        if holder is not None:
+            holder.hold()
         start.record()
         run()
         end.record()
+        if holder is not None:
+            holder.let_go()
         wait(end.query, _MOST_SECONDS)
         return start.elapsed_time(end) / 1e3
 
