@@ -111,15 +111,10 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // peers
     tiles = max(1, triton.cdiv(tokens, _TOKENS))
     padded = triton.next_power_of_2(degree)
-    numbers = {"dtype": torch.int32, "device": offsets_E1.device}
-    first_WS, counts = torch.empty((peers, tokens), **numbers), torch.empty((peers, tiles, padded), **numbers)
-    sends = Sends(
-        torch.empty((peers, capacity), **numbers),
-        torch.empty(peers, **numbers),
-        torch.empty((layout.experts + layout.rows, 2), **numbers),
-        torch.empty((peers, lines), **numbers),
-        torch.empty(peers, **numbers),
-    )
+    numbers = offsets_E1.new_empty  # int32
+    first_WS, counts = numbers((peers, tokens)), numbers((peers, tiles, padded))
+    metadata, line_WC = numbers((layout.experts + layout.rows, 2)), numbers((peers, lines))
+    sends = Sends(numbers((peers, capacity)), numbers(peers), metadata, line_WC, numbers(peers))
     blocks = {"BLOCK": _TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
     grid, row_SK = (tiles * peers,), layout.row_SK.contiguous()
     count_chunks_kernel[grid](
