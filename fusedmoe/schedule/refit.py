@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
+from fusedmoe.schedule.cost import ALONE, Contention, Line, Observed, Sample, line_through
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # No clock is finer.
@@ -32,19 +32,27 @@ _PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and of several steps the
-    median.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, as they would be with
+    nothing beside them, and of several steps the median.
+
+    Medians of many parts leave out the one that was held up in each step, so their sum is too short. All of them are
+    scaled to that of the median step.
 
     Args:
-        costs: of the step, before: it says what each all-reduce carries.
+        costs: of the step, before: it says what each all-reduce carries, and how resources disturb each other.
         steps: of each step the timelines of all ranks, from where it began (so not aligned). Of steps with a loss it is
             also seen what surrounds the plan's tasks.
     """
-    taken: dict[Sample, list[float]] = {}
-    for timelines in steps:
-        for sample, seconds in _samples(plan, costs, timelines).items():
-            taken.setdefault(sample, []).append(statistics.mean(seconds))
-    return Observed({sample: statistics.median(seconds) for sample, seconds in taken.items()})
+    by_step = [_samples(plan, costs, timelines, costs.contention) for timelines in steps]
+    taken: dict[Sample, list[list[float]]] = {}
+    for samples in by_step:
+        for sample, seconds in samples.items():
+            taken.setdefault(sample, []).append(seconds)
+    middle = {sample: statistics.median(map(statistics.mean, of)) for sample, of in taken.items()}
+    together_s = sum(middle[sample] * len(of[0]) for sample, of in taken.items())
+    step_s = statistics.median(sum(map(sum, samples.values())) for samples in by_step) if by_step else 0.0
+    scale = step_s / together_s if together_s > 0 else 1.0
+    return Observed({sample: scale * seconds for sample, seconds in middle.items()})
 
 
 class Row(NamedTuple):
@@ -61,14 +69,14 @@ class Row(NamedTuple):
 
 
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
-    """Compares a step with its prediction: each part, and the whole step last.
+    """Compares a step with its prediction: each part, as long as it takes beside the others, and the whole step last.
 
     `timelines`: of all ranks, from where the step began.
     """
     predicted: dict[str, float] = {}
-    for task, seconds in costs.seconds(plan).items():
-        part = _part_name(task.kind, task.phase)
-        predicted[part] = predicted.get(part, 0.0) + seconds
+    for span in simulate(plan, costs).spans:
+        part = _part_name(span.kind, span.phase)
+        predicted[part] = predicted.get(part, 0.0) + span.duration_s
     measured: dict[str, float] = {}
     for sample, tasks_s in _samples(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
@@ -98,8 +106,14 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
-    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
+def _samples(
+    plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
+) -> dict[Sample, list[float]]:
+    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of.
+
+    `contention`: by it, seconds are those that the tasks would take with nothing beside them, and the experts' without
+    the copies between other chunks in the two passes; None: as they were.
+    """
     timeline = _last(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
@@ -115,8 +129,9 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
 
     tasks: dict[Task, tuple[Sample, float]] = {}
     shared = _surrounding(timeline, runs)
-    for span in filter(runs, timeline.spans):
-        (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
+    spans = [span for span in timeline.spans if runs(span)]
+    for span, seconds in zip(spans, _alone_s(spans, contention or ALONE), strict=True):
+        kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
         if kind == TaskKind.ATTENTION and chunk is None:
             shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
@@ -126,7 +141,8 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
-            if (kind, phase) == (TaskKind.EXPERT, "backward") and there and back and there != back:
+            copies = contention is not None and there and back and there != back
+            if (kind, phase) == (TaskKind.EXPERT, "backward") and copies:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
@@ -143,6 +159,21 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
     for sample, seconds in tasks.values():
         samples.setdefault(sample, []).append(seconds)
     return samples
+
+
+def _alone_s(spans: Sequence[Span], contention: Contention) -> list[float]:
+    """Returns the seconds of each of some spans with nothing beside it: in each second of its own it has done as much as
+    its speed beside those that ran meanwhile."""
+    changes = [(moment, RESOURCES.index(s.resource), by) for s in spans for moment, by in ((s.start_s, 1), (s.end_s, -1))]
+    running, done_s, now_s = [0] * len(RESOURCES), [0.0] * len(RESOURCES), 0.0
+    at: dict[float, list[float]] = {}  # seconds of work that each resource can have done until then
+    for moment, resource, by in sorted(changes):
+        speeds = contention.speeds[sum(1 << number for number, count in enumerate(running) if count)]
+        done_s = [done + speed * (moment - now_s) for done, speed in zip(done_s, speeds, strict=True)]
+        at[moment], now_s = done_s, moment
+        running[resource] += by
+    on = (RESOURCES.index(span.resource) for span in spans)
+    return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:

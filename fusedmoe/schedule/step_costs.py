@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Line, check_contention
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
@@ -127,14 +127,11 @@ class StepCosts:
 
     layers: tuple[LayerCosts, ...]
     all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
-    contention: float = 1.0
+    contention: Contention = ALONE
     loss_s: float | None = None
     optimizer_s: float | None = None
     task_s: float = 0.0
     workload: object = None
-
-    def __post_init__(self) -> None:
-        check_contention(self.contention)
 
     @property
     def can_split(self) -> bool:
@@ -270,22 +267,14 @@ def resource_bound_s(
             compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
     reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
     inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return max(compute, links_bound_s(inter, intra, costs.contention))
+    return costs.contention.least_s(compute, intra, inter)
 
 
-def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
+def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = ALONE) -> float:
     """Returns the seconds that no order beats: what each resource has to do, with what must come before and after."""
     d, ag, x, rs, c = times
-    # Before the first dispatch has ended and after the last reduce-scatter links inside the node have nothing to do.
+    # Before the first dispatch has ended and after the last combine has begun nothing else has anything to do.
     return max(
         d + ag + r * x + rs + c,
-        d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
+        d + contention.least_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
     )
-
-
-def links_bound_s(inter: float, intra: float, contention: float) -> float:
-    """Returns the least time for the work of both links, which disturb each other by `contention` (`CostModel`)."""
-    # The longer link works all the time; beside it the shorter one costs what contention takes from it. Below a
-    # contention of one half they had better take turns.
-    less, more = sorted((inter, intra))
-    return more + less * min(1.0, (1 - contention) / contention)

@@ -31,7 +31,7 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime import cache
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -46,7 +46,7 @@ TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9,
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
 TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # By which experts and links take about as long, and starting costs little.
-COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, 0.8)
+COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, Contention.between_links(0.8))
 
 lacking = missing()
 needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")
@@ -351,7 +351,7 @@ def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     assert own.layers[0].chunks["backward"]["all-gather"].seconds(1) == pytest.approx(gathered_s)
     assert own.layers[0].chunks["forward"]["expert"] == costs.layers[0].chunks["forward"]["expert"]
     assert own.layers[0].micro == costs.layers[0].micro
-    assert own.contention == 0.9 and len(own.layers) == setting.layers
+    assert own.contention == Contention.between_links(0.9) and len(own.layers) == setting.layers
     lines, steps = predicted.tables(setting.name, found)
     assert (lines.row_count, steps.row_count) == (4, 1)
 

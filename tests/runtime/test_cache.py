@@ -30,7 +30,7 @@ from fusedmoe.runtime.cache import (
     plan_path,
 )
 from fusedmoe.runtime.profiler import Profile, line_names
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
@@ -283,7 +283,7 @@ def test_what_a_plan_depends_on_is_another_file(monkeypatch: pytest.MonkeyPatch)
         plan_path("joint", COSTS, LIMIT + 1),
         plan_path("joint", COSTS, LIMIT, 4),
         plan_path("joint", stack(3), LIMIT),
-        plan_path("joint", replace(COSTS, contention=0.5), LIMIT),
+        plan_path("joint", replace(COSTS, contention=Contention.between_links(0.5)), LIMIT),
         plan_path("joint", replace(COSTS, loss_s=1e-3), LIMIT),
     ]
     assert len(set(others)) == len(others) and plan_path("joint", stack(), LIMIT) == others[0]
