@@ -99,13 +99,13 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, contention: 
     micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if weights and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
-    chunk_s = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
+    chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
     if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
-        chunk_s[TaskKind.EXPERT] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
+        chunk_s[TaskKind.EXPERT] += micro.apart_s / rows_count - expert_later.seconds(rows_count)
     dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
-    dense_s = dense.alpha_s + dense.whole_s / dense_count
+    dense_s = dense.seconds(dense_count)
     dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
@@ -115,8 +115,8 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, contention: 
     blocks = [_Block(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
     place = 0 if phase == "forward" else len(blocks)
     blocks.insert(place, _Block("compute", dense_s, dense_count * dense_s))
-    dense_later_s = dense_count * dense_later.alpha_s + dense_later.whole_s
-    later_s = dense_later_s + rows_count * expert_later.alpha_s + expert_later.whole_s
+    dense_later_s = dense_count * dense_later.seconds(dense_count)
+    later_s = dense_later_s + rows_count * expert_later.seconds(rows_count)
     return _Pass(tuple(blocks), place, dense_s + dispatch + through + combine, dense_later_s, later_s)
 
 

@@ -4,10 +4,10 @@
     costs = refit(costs, seen)              # the same where nothing was seen
 
 A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
-multiplied; of several, a line goes through them. So lines of a machine, which know no model, become those of the layers
-that ran, with all that surrounds them: ranks tell each other how many rows they will send, which is "count-exchange";
-what else a pass takes beside its tasks is "other", each layer's part of it; and what stands between the passes and
-after them is the loss and the optimizer.
+multiplied; of several, a line goes through them, or what bends upwards, where large chunks take more than in proportion.
+So lines of a machine, which know no model, become those of the layers that ran, with all that surrounds them: ranks
+tell each other how many rows they will send, which is "count-exchange"; what else a pass takes beside its tasks is
+"other", each layer's part of it; and what stands between the passes and after them is the loss and the optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fusedmoe.schedule.cost import ALONE, Contention, Line, Observed, Sample, line_through
+import numpy as np
+
+from fusedmoe.schedule.cost import ALONE, Contention, Line, Observed, Sample, fit, line_through
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
@@ -286,11 +288,24 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> 
         return part
     # Several numbers of chunks tell starts and work apart; one number only scales what was predicted.
     if len(points) > 1:
-        line = line_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
-        return StageTime(line.alpha_s, line.beta_s)
+        return _stage_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
     ((count, seconds),) = points.items()
-    expected_s = part.alpha_s + part.whole_s * share / count
+    expected_s = part.seconds(count / share)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
+
+
+def _stage_through(points: Sequence[tuple[float, float]]) -> StageTime:
+    """Returns the best time through seconds by a chunk's share of all rows."""
+    if fit(points).alpha_s >= 0:
+        line = line_through(points)
+        return StageTime(line.alpha_s, line.beta_s)
+    # A line that starts below zero would have many chunks take less than nothing: large chunks take more than in
+    # proportion there, and each number of chunks that was seen is still to be met.
+    from scipy.optimize import nnls
+
+    n, seconds = np.array(points).T
+    (whole_s, excess_s), _ = nnls(np.stack([n / seconds, n * n / seconds], 1), np.ones(len(n)))
+    return StageTime(0.0, float(whole_s), float(excess_s))
 
 
 def _refit_line(line: Line, points: Mapping[int, float]) -> Line:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import ALONE, Contention, Line
@@ -26,20 +26,32 @@ _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r."""
+    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r + excess_s/r².
+
+    `excess_s`: what a large chunk takes beyond its share of the whole, as where it is too large for caches or for the
+    buffers of a link.
+    """
 
     alpha_s: float
     whole_s: float
+    excess_s: float = 0.0
 
-    def seconds(self, degree: int) -> float:
-        return self.alpha_s + self.whole_s / degree
+    def seconds(self, degree: Any) -> Any:
+        """Returns the seconds of one of so many chunks; of an array of degrees an array."""
+        return self.alpha_s + (self.whole_s + self.excess_s / degree) / degree
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds in one chunk without its start."""
+        return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
         """Adds the time of what follows."""
-        return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s)
+        excess_s = self.excess_s + other.excess_s
+        return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s, excess_s)
 
     def __mul__(self, times: float) -> StageTime:
-        return StageTime(self.alpha_s * times, self.whole_s * times)
+        return StageTime(self.alpha_s * times, self.whole_s * times, self.excess_s * times)
 
 
 def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:

@@ -10,14 +10,15 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
-from fusedmoe.schedule.passes import one_queue
+from fusedmoe.schedule.cost import ALONE, Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import compare, observe, refit
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
+from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.schedule.workload import Workload
 
@@ -85,6 +86,52 @@ def test_planted_costs_of_layers_are_found(seed: int) -> None:
     one, four = in_turn(right, 1), in_turn(right, 4)
     seen = observe(one, right, [[as_run(one, right)]]) | observe(four, right, [[as_run(four, right)]])
     found = refit(before, seen)
+    for degree in (1, 2, 4, 7):
+        seconds_are_equal(found, right, in_turn(right, degree))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_costs_are_found_where_tasks_disturb_each_other(seed: int) -> None:
+    """Tasks of the steps that were seen took longer beside others; what each takes alone is found, and what it takes
+    beside others then predicted of any number of chunks."""
+    rng = random.Random(seed)
+    contention = Contention(*(rng.uniform(0.4, 1.0) for _ in range(6)))
+    right = replace(planted(rng, whole=False), contention=contention)
+    before = replace(prior(right, rng), contention=contention)
+
+    def overlapped(degree: int) -> Plan:
+        of = [ChunkedPass(three_queues, degree)] * len(right.layers)
+        return step_plan(right, of, of, exposed=True)
+
+    seen = Observed()
+    for degree in (1, 4):
+        plan = overlapped(degree)
+        alone_s = right.seconds(plan)
+        spans = {Task(s.kind, s.chunk, s.layer, s.phase): s.duration_s for s in simulate(plan, right).spans}
+        longer = [task for task, seconds in spans.items() if seconds > alone_s.get(task, seconds) * (1 + 1e-9)]
+        assert bool(longer) == (degree > 1)
+        seen |= observe(plan, right, [[as_run(plan, right)]])
+    found = refit(before, seen)
+    for degree in (1, 2, 4, 7):
+        seconds_are_equal(found, right, overlapped(degree))
+    # Had nobody known of it, the same steps would give other costs.
+    unaware = refit(replace(before, contention=ALONE), observe(plan, replace(right, contention=ALONE), [[as_run(plan, right)]]))
+    assert unaware.seconds(plan) != pytest.approx(right.seconds(plan), rel=1e-3)
+
+
+def test_large_chunks_that_take_more_than_in_proportion() -> None:
+    """As rows that no longer fit in a cache: four chunks take less than the whole, and both are met."""
+    rng = random.Random(4)
+    right = planted(rng, whole=False)
+    layer = right.layers[0]
+    chunks = {
+        phase: {kind: StageTime(0.0, part.whole_s, 0.3 * part.whole_s) for kind, part in of.items()}
+        for phase, of in layer.chunks.items()
+    }
+    right = replace(right, layers=(replace(layer, chunks=chunks),) * 3)
+    one, four = in_turn(right, 1), in_turn(right, 4)
+    seen = observe(one, right, [[as_run(one, right)]]) | observe(four, right, [[as_run(four, right)]])
+    found = refit(prior(right, rng), seen)
     for degree in (1, 2, 4, 7):
         seconds_are_equal(found, right, in_turn(right, degree))
 
