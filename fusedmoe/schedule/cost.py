@@ -277,7 +277,7 @@ class CostModel:
         task_s: seconds that the executor takes for a task, whatever it does.
         observed: what the parts of layers took where they ran, by `Workload.shapes`; it goes before the lines.
 
-    Raises `ConfigError` for an unknown line.
+    Raises `ConfigError` for an unknown line, and a contention that is a number.
     """
 
     lines: Mapping[str, Line] = field(default_factory=dict)
@@ -292,6 +292,11 @@ class CostModel:
         unknown = sorted(set(self.lines) - set(LINES))
         if unknown:
             raise ConfigError(f"cost model: {unknown[0]!r} is not one of {', '.join(LINES)}")
+        if not isinstance(self.contention, Contention):
+            raise ConfigError(
+                f"cost model: contention is a fusedmoe.plans.Contention, not {self.contention!r}; a share of links "
+                "beside each other is Contention.between_links(share)"
+            )
 
     def line(self, name: str) -> Line:
         """Returns the line of that name. Raises `ConfigError` where the model has none."""

@@ -34,27 +34,29 @@ _PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, as they would be with
-    nothing beside them, and of several steps the median.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks, as they would be with nothing
+    beside them, in the middle ones of several steps.
 
-    Medians of many parts leave out the one that was held up in each step, so their sum is too short. All of them are
-    scaled to that of the median step.
+    All parts are of the same steps: of parts that are medians each by itself, the one that was held up in each step
+    would be missing, and their sum too short.
 
     Args:
         costs: of the step, before: it says what each all-reduce carries, and how resources disturb each other.
         steps: of each step the timelines of all ranks, from where it began (so not aligned). Of steps with a loss it is
             also seen what surrounds the plan's tasks.
     """
-    by_step = [_samples(plan, costs, timelines, costs.contention) for timelines in steps]
-    taken: dict[Sample, list[list[float]]] = {}
-    for samples in by_step:
-        for sample, seconds in samples.items():
-            taken.setdefault(sample, []).append(seconds)
-    middle = {sample: statistics.median(map(statistics.mean, of)) for sample, of in taken.items()}
-    together_s = sum(middle[sample] * len(of[0]) for sample, of in taken.items())
-    step_s = statistics.median(sum(map(sum, samples.values())) for samples in by_step) if by_step else 0.0
-    scale = step_s / together_s if together_s > 0 else 1.0
-    return Observed({sample: scale * seconds for sample, seconds in middle.items()})
+    by_length = sorted(steps, key=_step_s)
+    disturbed = len(steps) // 3  # at either end
+    taken: dict[Sample, list[float]] = {}
+    for timelines in by_length[disturbed : len(steps) - disturbed]:
+        for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
+            taken.setdefault(sample, []).append(statistics.mean(seconds))
+    return Observed({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
+
+
+def _step_s(timelines: Sequence[Timeline]) -> float:
+    """Returns the seconds of a step on the slowest rank."""
+    return max(timeline.end_s for timeline in timelines)
 
 
 class Row(NamedTuple):
@@ -84,8 +86,7 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
     rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
-    step_s = max(timeline.end_s for timeline in timelines)
-    return [*rows, Row("step", makespan(plan, costs), step_s)]
+    return [*rows, Row("step", makespan(plan, costs), _step_s(timelines))]
 
 
 def _part_name(kind: str, phase: str | None) -> str:

@@ -84,6 +84,8 @@ def test_json_that_is_no_model_is_refused(text, message):
 def test_a_contention_that_cannot_be_is_refused(bad):
     with pytest.raises(ConfigError, match="contention: intra_beside_inter is a share"):
         Contention.between_links(bad)
+    with pytest.raises(ConfigError, match=r"Contention\.between_links"):
+        CostModel({}, bad)
 
 
 def test_the_least_time_of_work_is_that_of_the_best_mix():

@@ -188,11 +188,12 @@ def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
     plan = Plan.parse("compute: E0\ninter: C0")
     steps = [[rank(1.0, 3.5), rank(4.0, 0.5)], [rank(2.0, 5.0), rank(6.0, 1.0)], [rank(5.0, 0.25), rank(1.0, 4.25)]]
     costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
-    # Medians of the parts are 5 s and 0.5 s, but the median step took 5.25 s.
-    assert observe(plan, costs, steps).seconds == {
-        Sample("expert", "forward"): pytest.approx(5.0 * 5.25 / 5.5),
-        Sample("combine", "forward"): pytest.approx(0.5 * 5.25 / 5.5),
-    }
+    # Of three steps the middle one counts, in all its parts: medians of each part would be a step that never was.
+    assert observe(plan, costs, steps).seconds == {Sample("expert", "forward"): 5.0, Sample("combine", "forward"): 0.25}
+    five = [*steps, steps[2], [rank(6.0, 0.5), rank(6.0, 0.5)]]  # 4.5, 5.25, 5.25, 6.5 and 7 s
+    seen = observe(plan, costs, five).seconds
+    assert seen[Sample("expert", "forward")] == pytest.approx(16 / 3)
+    assert seen[Sample("combine", "forward")] == pytest.approx(1 / 3)
 
 
 def test_ranks_that_are_late_by_turns() -> None:
