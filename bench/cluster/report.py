@@ -215,7 +215,9 @@ def _parts(found: Mapping[str, Any]) -> Table:
         for parts in by_part.values():
             should_s, took_s = parts.get(part, (None, None))
             known = should_s is not None and took_s is not None
-            cells.append(f"{1e3 * (should_s - took_s):+.0f} of {1e3 * took_s:.0f}" if known else _ms(should_s or took_s or 0.0))
+            cells.append(
+                f"{1e3 * (should_s - took_s):+.0f} of {1e3 * took_s:.0f}" if known else _ms(should_s or took_s or 0.0)
+            )
         table.add_row(part, *cells)
     return table
 

@@ -101,7 +101,11 @@ def predicted(
     found: dict[str, Any] = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
     if plan is not None and later is not None:
         refit_s = makespan(plan, later.costs)
-        found |= {"refit_s": refit_s, "refit_error": refit_s / median_s - 1.0, "parts": [list(one) for one in later.parts]}
+        found |= {
+            "refit_s": refit_s,
+            "refit_error": refit_s / median_s - 1.0,
+            "parts": [list(one) for one in later.parts],
+        }
     return found
 
 

@@ -425,7 +425,8 @@ class _Profiler:
             seconds: list[float] = []
             for resources in plans:
                 tasks = {resource: [_BESIDE[resource][0]] for resource in resources}
-                plan = Plan.from_orders(tasks, dict.fromkeys((one for of in tasks.values() for one in of), ()))
+                # None waits for another, as it would in a layer.
+                plan = Plan.from_orders(tasks, {_BESIDE[resource][0]: () for resource in resources})
                 self._ready()
                 self._together()
                 execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
@@ -437,9 +438,9 @@ class _Profiler:
         medians = iter(np.median(rounds, axis=0).tolist())
         alone_s = {resource: next(medians) for resource in beside}
         shares: dict[str, float] = {}
-        for one, other in pairs:
-            found = shares_of((alone_s[one], alone_s[other]), (next(medians), next(medians)))
-            shares |= {f"{one}_beside_{other}": found[0], f"{other}_beside_{one}": found[1]}
+        for first, second in pairs:
+            found = shares_of((alone_s[first], alone_s[second]), (next(medians), next(medians)))
+            shares |= {f"{first}_beside_{second}": found[0], f"{second}_beside_{first}": found[1]}
         return Contention(**shares)
 
     def _repeat(self, name: str, size: int, times: int, task: Task) -> None:

@@ -33,8 +33,8 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Contention:
-    """How resources disturb each other: the speed that a task keeps while another resource works, too, as a share of
-    its speed alone, (0, 1]; beside both others it keeps the product of the two shares.
+    """The speed that a task keeps while another resource works, too, as a share of its speed alone, (0, 1]; beside both
+    others it keeps the product of the two shares.
 
     Example, a product of 4 s and an all-to-all of 3 s that begin together, by `compute_beside_inter=0.5` and
     `inter_beside_compute=0.75`: after 4 s the all-to-all has ended (0.75 · 4 s = 3 s), and 2 s of the product are left
@@ -116,7 +116,7 @@ class Costs(Protocol):
 
     @property
     def contention(self) -> Contention:
-        """How resources disturb each other."""
+        """The speeds that resources keep beside each other."""
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         """The duration of each task of the plan when it has its resources for itself."""
@@ -324,7 +324,7 @@ class CostModel:
         data: Any = parse_json(source, "cost model")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(
-                f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION}); write it anew with '
+                f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION}); write it anew: '
                 "fusedmoe profile --json"
             )
         try:

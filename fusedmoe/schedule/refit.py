@@ -4,7 +4,7 @@
     costs = refit(costs, seen)              # the same where nothing was seen
 
 A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
-multiplied; of several, a line goes through them, or what bends upwards, where large chunks take more than in proportion.
+multiplied; of several, a line goes through them, or a curve where large chunks take more than in proportion.
 So lines of a machine, which know no model, become those of the layers that ran, with all that surrounds them: ranks
 tell each other how many rows they will send, which is "count-exchange"; what else a pass takes beside its tasks is
 "other", each layer's part of it; and what stands between the passes and after them is the loss and the optimizer.
@@ -144,8 +144,8 @@ def _samples(
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
-            copies = contention is not None and there and back and there != back
-            if (kind, phase) == (TaskKind.EXPERT, "backward") and copies:
+            alone = contention is not None and (kind, phase) == (TaskKind.EXPERT, "backward")
+            if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
@@ -165,9 +165,11 @@ def _samples(
 
 
 def _alone_s(spans: Sequence[Span], contention: Contention) -> list[float]:
-    """Returns the seconds of each of some spans with nothing beside it: in each second of its own it has done as much as
-    its speed beside those that ran meanwhile."""
-    changes = [(moment, RESOURCES.index(s.resource), by) for s in spans for moment, by in ((s.start_s, 1), (s.end_s, -1))]
+    """Returns the seconds that each of some spans would take with nothing beside it: in each of its own seconds it has
+    done as much as its speed was beside those that ran meanwhile."""
+    changes = [
+        (moment, RESOURCES.index(s.resource), by) for s in spans for moment, by in ((s.start_s, 1), (s.end_s, -1))
+    ]
     running, done_s, now_s = [0] * len(RESOURCES), [0.0] * len(RESOURCES), 0.0
     at: dict[float, list[float]] = {}  # seconds of work that each resource can have done until then
     for moment, resource, by in sorted(changes):

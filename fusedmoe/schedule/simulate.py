@@ -3,8 +3,8 @@
     timeline = simulate(plan, costs)
 
 Three resources, each one task at a time in the plan's order; a task starts as soon as the one before it on its
-resource and all that it waits for have ended. While tasks run on several resources, each of them goes on at the share of
-its speed that the contention leaves it beside the others (`cost.Contention`).
+resource and all that it waits for have ended. While tasks run on several resources, each of them goes on at the share
+of its speed that the contention leaves it beside the others (`cost.Contention`).
 
 A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends.
 

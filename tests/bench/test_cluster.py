@@ -46,7 +46,9 @@ TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9,
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
 TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # By which experts and links take about as long, and starting costs little.
-COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, Contention.between_links(0.8))
+COSTS = CostModel(
+    {name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, Contention.between_links(0.8)
+)
 
 lacking = missing()
 needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")

@@ -94,7 +94,9 @@ def _line(number: float) -> Line:
 
 
 def _profile(*_: Any, **how: Any) -> Profile:
-    costs = CostModel(dict.fromkeys(line_names(ALONE), _line(1)), Contention.between_links(0.5), how["machine"], tiled=True)
+    costs = CostModel(
+        dict.fromkeys(line_names(ALONE), _line(1)), Contention.between_links(0.5), how["machine"], tiled=True
+    )
     return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
 

@@ -53,7 +53,9 @@ class Profiler:
     def __call__(self, topology: Topology, device: torch.device, **asked: Any) -> Profile:
         self.asked.append(asked)
         line = Line(1e-6 * len(self.asked), 1e-12, self.r2)
-        costs = CostModel(dict.fromkeys(line_names(topology), line), Contention.between_links(0.5), asked["machine"], tiled=True)
+        costs = CostModel(
+            dict.fromkeys(line_names(topology), line), Contention.between_links(0.5), asked["machine"], tiled=True
+        )
         return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
 

@@ -124,9 +124,7 @@ class Machine:
     def clock(self) -> float:
         return self.now_s
 
-    def execute(
-        self, plan: Plan, bodies: dict[str, Callable[[Task], None]], recorder: Any = None, **rest: Any
-    ) -> None:
+    def execute(self, plan: Plan, bodies: dict[str, Callable[[Task], None]], recorder: Any = None, **rest: Any) -> None:
         began_s, alone_s = self.now_s, {}
         for task in plan.sequence:
             before_s = self.now_s
@@ -250,7 +248,9 @@ def test_all_ranks_find_the_same(
 # JSON
 
 SOME = Profile(
-    CostModel({"gemm": Line(1e-5, 3.1e-12, 0.99)}, Contention(0.9, 0.8), "some machine"), {"gemm": ((1e6, 0.1), (2e6, 0.25))}, 12.5
+    CostModel({"gemm": Line(1e-5, 3.1e-12, 0.99)}, Contention(0.9, 0.8), "some machine"),
+    {"gemm": ((1e6, 0.1), (2e6, 0.25))},
+    12.5,
 )
 
 

@@ -38,7 +38,7 @@ def random_layer(rng: random.Random) -> LayerCosts:
 
 
 def random_contention(rng: random.Random) -> Contention:
-    """Resources that leave each other alone, links that disturb each other, or all of them, each pair in its own way."""
+    """Resources that leave each other alone, links that disturb each other, or all of them, each pair as it may."""
     some = Contention(*(rng.choice([1.0, rng.uniform(0.2, 1.0)]) for _ in range(6)))
     return rng.choice([ALONE, Contention.between_links(rng.uniform(0.3, 0.99)), some])
 

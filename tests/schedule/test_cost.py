@@ -16,7 +16,11 @@ from fusedmoe.schedule.cost import ALONE, LINES, Contention, CostModel, Line, fi
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.task import RESOURCES
 
-MODEL = CostModel({name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)}, Contention(inter_beside_intra=0.7), "here")
+MODEL = CostModel(
+    {name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)},
+    Contention(inter_beside_intra=0.7),
+    "here",
+)
 
 
 def test_a_line_is_found_again():

@@ -115,7 +115,9 @@ def test_planted_costs_are_found_where_tasks_disturb_each_other(seed: int) -> No
     for degree in (1, 2, 4, 7):
         seconds_are_equal(found, right, overlapped(degree))
     # Had nobody known of it, the same steps would give other costs.
-    unaware = refit(replace(before, contention=ALONE), observe(plan, replace(right, contention=ALONE), [[as_run(plan, right)]]))
+    unaware = refit(
+        replace(before, contention=ALONE), observe(plan, replace(right, contention=ALONE), [[as_run(plan, right)]])
+    )
     assert unaware.seconds(plan) != pytest.approx(right.seconds(plan), rel=1e-3)
 
 

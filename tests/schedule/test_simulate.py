@@ -84,7 +84,9 @@ def test_simulation_equals_its_definition(seed):
 def test_contention_by_hand():
     plan = Plan.parse("compute: E0\nintra: AG0 RS0\ninter: D0 AR0 C0\nafter AR0: D0")
     seconds = {"dispatch": 4, "all-gather": 2, "expert": 1, "reduce-scatter": 3, "combine": 4, "gradient-all-reduce": 5}
-    timeline = simulate(plan, Durations({task: float(seconds[task.kind]) for task in plan}, Contention.between_links(0.5)))
+    timeline = simulate(
+        plan, Durations({task: float(seconds[task.kind]) for task in plan}, Contention.between_links(0.5))
+    )
     found = {span.kind: (span.start_s, span.end_s) for span in timeline.spans}
     # From 4 s on AG0 (2 s of work) and AR0 (5 s) are slowed to a half: AG0 ends at 8 s, AR0 has 3 s left. It is alone
     # for the second of E0, and has 2 s left when RS0 (3 s) starts at 9 s. Both at a half again: AR0 ends at 13 s, RS0

@@ -89,7 +89,9 @@ class PassOption(NamedTuple):
     free_s: float
 
     @classmethod
-    def from_stages(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: Contention) -> PassOption:
+    def from_stages(
+        cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: Contention
+    ) -> PassOption:
         """Returns the option of this order and degree, exact without contention."""
         # With contention all-reduces slow down what they hide behind: a pass can take a little longer than this says.
         free_s = pass_s(chunks, degree, order=order, contention=contention)
