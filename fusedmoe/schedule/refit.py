@@ -291,24 +291,30 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> 
         return part
     # Several numbers of chunks tell starts and work apart; one number only scales what was predicted.
     if len(points) > 1:
-        return _stage_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
+        return _stage_through(
+            [(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
+        )
     ((count, seconds),) = points.items()
     expected_s = part.seconds(count / share)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
 
 
-def _stage_through(points: Sequence[tuple[float, float]]) -> StageTime:
-    """Returns the best time through seconds by a chunk's share of all rows."""
+def _stage_through(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
+    """Returns the best time through seconds by a chunk's share of all rows. `start_s`: what a chunk takes to start, by
+    the lines of the machine."""
     if fit(points).alpha_s >= 0:
         line = line_through(points)
         return StageTime(line.alpha_s, line.beta_s)
     # A line that starts below zero would have many chunks take less than nothing: large chunks take more than in
-    # proportion there, and each number of chunks that was seen is still to be met.
+    # proportion there, and each number of chunks that was seen is still to be met. What hides in that is how long a
+    # chunk takes to start, which the machine's line knows.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
-    (whole_s, excess_s), _ = nnls(np.stack([n / seconds, n * n / seconds], 1), np.ones(len(n)))
-    return StageTime(0.0, float(whole_s), float(excess_s))
+    start_s = min(start_s, float(seconds.min()) / 2)
+    parts = np.stack([n / seconds, n * n / seconds], 1)
+    (whole_s, excess_s), _ = nnls(parts, 1 - start_s / seconds)
+    return StageTime(start_s, float(whole_s), float(excess_s))
 
 
 def _refit_line(line: Line, points: Mapping[int, float]) -> Line:
