@@ -31,7 +31,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.training import PlanTuning
 from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
@@ -324,7 +324,9 @@ def test_experts_that_move_are_whole_and_everywhere() -> None:
 
 
 # By which experts and links take about as long, and starting little.
-COSTS = CostModel({name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, 0.8, "made up")
+COSTS = CostModel(
+    {name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, Contention.between_links(0.8), "made up"
+)
 
 
 def test_ranks_that_read_different_text_are_told(cluster: Cluster, tmp_path: Path, text: Path) -> None:
