@@ -109,8 +109,9 @@ class MoEBlock:
             (placed.clocked, "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"),
             (placed.rematerialises, "rematerialises=True gives copies back after each layer: use rematerialises=False"),
             (
-                placed.correct is not None,
-                "copies are made once a gate has chosen for a whole batch: use policy='hecate' without calibrates",
+                placed.correct is not None or placed.balances is not None,
+                "copies are made once a gate has chosen for a whole batch: use policy='hecate' without calibrates and "
+                "with balance='predicted'",
             ),
         ):
             if wrong:

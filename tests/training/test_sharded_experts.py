@@ -22,7 +22,7 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
+from tests.training.placed import DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
 
 # Of a machine on which copying pays.
 COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
@@ -65,6 +65,10 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         (2, HECATE),
         slow(4, HECATE),
         slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
+        slow(2, EXACT | HECATE),
+        slow(4, EXACT | HECATE),
+        slow(4, EXACT | HECATE | {"rematerialises": True, "schedule": Schedule("fsmoe", degrees=(2, 3))}),
+        slow(4, EXACT | {"policy": "ep", "memory": EXPERTS}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(2, HECATE | {"degrees": (1, 1)}),
         slow(4, HECATE | {"degrees": (2, 3)}),
@@ -99,7 +103,9 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS})], ids=["before", "after the gate"]
+    "options",
+    [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS}), slow(EXACT | {"policy": "ep"})],
+    ids=["before", "after the gate", "exact"],
 )
 @pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
 def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
@@ -120,6 +126,7 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
         slow({"recomputes": True}),
         slow({"recomputes": True, "rematerialises": True}),
         {"parts": 2, "rematerialises": True},
+        slow({"parts": 2, "recomputes": True, "rematerialises": True} | EXACT),
         slow({"wraps": True}),
     ],
     ids=lambda options: "-".join(options),
@@ -281,6 +288,7 @@ def refused_in_micro_batches(rank: int, world: int) -> list[str]:
         {"policy": "ep", "rematerialises": True},
         {"overlap": 1, "calibrates": True, "costs": COSTS},
         {"policy": "ep", "calibrates": shadow, "costs": COSTS},
+        {"overlap": 1} | EXACT,
         {"costs": COSTS},
     ):
         model = Model(topology, "fssdp", degrees=(2, 2))
@@ -293,7 +301,13 @@ def refused_in_micro_batches(rank: int, world: int) -> list[str]:
 
 
 def test_what_happens_between_layers_is_refused_in_micro_batches(cluster: Cluster):
-    words = ("rematerialises=False", "without calibrates", "without calibrates", r"give ShardedExperts(overlap=")
+    words = (
+        "rematerialises=False",
+        "without calibrates",
+        "without calibrates",
+        "'predicted'",
+        r"give ShardedExperts(overlap=",
+    )
     for told in cluster.run(2, refused_in_micro_batches):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)
