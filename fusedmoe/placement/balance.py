@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -35,7 +36,7 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, layer_s
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
-LEVELS = (1.0, 1.02, 1.05, 1.1, 1.25)
+LEVELS = (1.0, 1.03, 1.1, 1.25)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,29 +123,7 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
         ConfigError: sizes that do not fit together, rows that are no counts or are 2³¹ or more in all, m below 0, a
             level below 1.
     """
-    tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
-        raise ConfigError(
-            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
-            f"and {nodes.ranks} ranks in nodes"
-        )
-    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any() or tokens_WE.sum(dtype=np.float64) >= 2**31:
-        raise ConfigError("balance: tokens are counted in integers of 0 or more, less than 2³¹ in all")
-    if m < 0 or not 1 <= level < np.inf:
-        raise ConfigError(f"balance: m = {m} must be 0 or more, and level = {level} 1 or more, and finite")
-    tokens_WE = tokens_WE.astype(np.int64)
-    owned_V = np.bincount(placement.owners, minlength=nodes.ranks)
-    computed_EV, holds_EV, rows = _nearest(placement, tokens_WE, nodes), placement.holds_EW.copy(), int(tokens_WE.sum())
-    most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
-    node_V, anywhere_VV = np.arange(nodes.ranks) // nodes.per_node, np.ones((nodes.ranks,) * 2, dtype=np.bool_)
-    # Inside nodes first: what moves there crosses no slow link.
-    _even_out(computed_EV, holds_EV, most, node_V[:, None] == node_V)
-    if _even_out(computed_EV, holds_EV, most, anywhere_VV) > most:
-        _copy(computed_EV, holds_EV, most, m - placement.extra_W())
-        while (least := _even_out(computed_EV, holds_EV, most, anywhere_VV)) > most:
-            if not _bridge(computed_EV, holds_EV, most, m + owned_V - holds_EV.sum(axis=0)):
-                most = least
-    return Balance(Placement.holding(placement.owners, holds_EV), tokens_WE, computed_EV, nodes)
+    return _balances(placement, tokens_WE, nodes, m, (level,))[0]
 
 
 def cheapest_balance(
@@ -159,11 +138,43 @@ def cheapest_balance(
     def seconds(found: Balance) -> float:
         return layer_s(found.load(), costs) + gathered_s(placement, found.placement, nodes, costs)
 
-    found = [balance(placement, tokens_WE, nodes, 0, level) for level in LEVELS]
+    found = _balances(placement, tokens_WE, nodes, 0, LEVELS)
     # New copies are for ranks that compute more than the mean.
-    if found[0].busiest * nodes.ranks >= found[0].tokens_WE.sum() + nodes.ranks:
+    if found[-1].busiest * nodes.ranks >= found[-1].tokens_WE.sum() + nodes.ranks:
+        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
         found += [balance(placement, tokens_WE, nodes, m, level) for level in LEVELS]
     return min(found, key=seconds)
+
+
+def _balances(
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, levels: Sequence[float]
+) -> list[Balance]:
+    """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended."""
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
+        raise ConfigError(
+            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
+            f"and {nodes.ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any() or tokens_WE.sum(dtype=np.float64) >= 2**31:
+        raise ConfigError("balance: tokens are counted in integers of 0 or more, less than 2³¹ in all")
+    if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
+        raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
+    tokens_WE = tokens_WE.astype(np.int64)
+    rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
+    sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
+    found = []
+    for level in sorted(levels, reverse=True):
+        most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
+        # Inside nodes first: what moves there crosses no slow link.
+        sharing.even_out(most, inside[:, None] == inside)
+        if sharing.even_out(most) > most:
+            sharing.copy(most)
+            while (least := sharing.even_out(most)) > most:
+                if not sharing.bridge(most):
+                    most = least
+        found.append(Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes))
+    return found
 
 
 def _nearest(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
@@ -180,106 +191,120 @@ def _nearest(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -
     return computed_EW + holds_EW * (each_E[:, None] + (holds_EW.cumsum(axis=1) <= rest_E[:, None]))
 
 
-def _even_out(
-    computed_EV: NDArray[np.int64],
-    holds_EV: NDArray[np.bool_],
-    most: int,
-    among_VV: NDArray[np.bool_],
-) -> int:
-    """Moves rows, in place, between copies that there are, until no rank computes more than `most`.
+class _Sharing:
+    """Rows of experts that ranks compute, [V, E], and which ranks hold which experts, changed step by step."""
 
-    Returns `most`; or, where that cannot be, what the busiest rank has at least however rows are shared.
-    """
-    work_V = computed_EV.sum(axis=0)
-    over_V = work_V > most
-    if not over_V.any():
+    def __init__(self, computed_EV: NDArray[np.int64], before: Placement, m: int) -> None:
+        self.before, self.computed_VE, self.holds_VE = before, computed_EV.T.copy(), before.holds_EW.T.copy()
+        self.work_V = self.computed_VE.sum(axis=1)
+        self.free_V = np.maximum(m - before.extra_W(), 0)
+        # [V, V]: a rank can give rows to another, which holds an expert of which it has some.
+        held_EV = self.holds_VE.T.astype(np.float32)
+        self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
+
+    def placement(self) -> Placement:
+        """Returns who holds what now."""
+        if (self.holds_VE == self.before.holds_EW.T).all():
+            return self.before
+        return Placement.holding(self.before.owners, self.holds_VE.T)
+
+    def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
+        """Moves rows between copies that there are, until no rank computes more than `most`.
+
+        `among_VV`: from which rank to which they may move. Returns `most`; or, where that cannot be, what the busiest
+        rank has at least however rows are shared.
+        """
+        work_V = self.work_V
+        gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
+        while (over_V := work_V > most).any():
+            # Ranks in the order of their distance from those that have too much, until one has room.
+            layers, seen_V = [over_V], over_V.copy()
+            while layers[-1].any() and not (layers[-1] & (work_V < most)).any():
+                layers.append(gives_VV[layers[-1]].any(axis=0) & ~seen_V)
+                seen_V |= layers[-1]
+            if not layers[-1].any():
+                # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
+                return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
+            chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
+            for before_V in layers[-2::-1]:
+                ranks = np.flatnonzero(before_V & gives_VV[:, chain[0]])
+                movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
+                chain.insert(0, int(ranks[movable.argmax()]))
+            self._move(chain, most)
+            for rank in chain:
+                self.gives_VV[rank] = self.holds_VE[:, self.computed_VE[rank] > 0].any(axis=1)
+                if among_VV is not None:
+                    gives_VV[rank] = self.gives_VV[rank] & among_VV[rank]
         return most
-    gives_VV = _gives(computed_EV, holds_EV) & among_VV
-    while over_V.any():
-        # Ranks in the order of their distance from those that have too much, until one has room.
-        layers, seen_V = [over_V], over_V.copy()
-        while layers[-1].any() and not (layers[-1] & (work_V < most)).any():
-            layers.append(gives_VV[layers[-1]].any(axis=0) & ~seen_V)
-            seen_V |= layers[-1]
-        if not layers[-1].any():
-            # All that the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
-            return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
-        chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
-        for before_V in layers[-2::-1]:
-            movable_V = (computed_EV * holds_EV[:, chain[-1:]]).sum(axis=0)
-            chain.append(int(np.where(before_V, movable_V, -1).argmax()))
-        hops = [
-            (source, target, holds_EV[:, target] * computed_EV[:, source]) for source, target in pairwise(chain[::-1])
-        ]
-        first, last = chain[-1], chain[0]
-        rows = min(work_V[first] - most, most - work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
-        for source, target, movable_E in hops:
+
+    def _move(self, chain: list[int], most: int) -> None:
+        """Moves as many rows as can be along a chain of ranks, each of which gives the next one others than it gets."""
+        hops = [(giver, taker, self.computed_VE[giver] * self.holds_VE[taker]) for giver, taker in pairwise(chain)]
+        first, last = chain[0], chain[-1]
+        rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
+        for giver, taker, movable_E in hops:
             # The largest first: so few experts change.
             order = np.argsort(-movable_E, kind="stable")
             before_E = movable_E[order].cumsum() - movable_E[order]
             part_E = np.zeros_like(movable_E)
             part_E[order] = np.clip(rows - before_E, 0, movable_E[order])
-            computed_EV[:, source] -= part_E
-            computed_EV[:, target] += part_E
-        work_V[first] -= rows
-        work_V[last] += rows
-        over_V = work_V > most
-        for rank in chain:
-            gives_VV[rank] = holds_EV[computed_EV[:, rank] > 0].any(axis=0) & among_VV[rank]
-    return most
+            self.computed_VE[giver] -= part_E
+            self.computed_VE[taker] += part_E
+        self.work_V[first] -= rows
+        self.work_V[last] += rows
 
+    def _add(self, expert: int, rank: int) -> None:
+        """Adds a copy, if the rank has none."""
+        self.free_V[rank] -= not self.holds_VE[rank, expert]
+        self.holds_VE[rank, expert] = True
+        self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
 
-def _copy(computed_EV: NDArray[np.int64], holds_EV: NDArray[np.bool_], most: int, free_V: NDArray[np.int64]) -> None:
-    """Moves what ranks have above `most` to new copies, in place, as far as ranks have room for rows and copies."""
-    work_V, free = computed_EV.sum(axis=0), free_V.tolist()
-    room = sorted((most - int(work_V[rank]), rank) for rank in np.flatnonzero((work_V < most) & (free_V > 0)).tolist())
-    # By rank: its surplus, and its experts by their rows.
-    surplus = {rank: int(work_V[rank]) - most for rank in np.flatnonzero(work_V > most).tolist()}
-    rows_of = {
-        rank: sorted(zip(computed_EV[:, rank].tolist(), range(len(computed_EV)), strict=True)) for rank in surplus
-    }
-    pieces = [(-min(surplus[rank], rows_of[rank][-1][0]), rank) for rank in surplus]  # the largest first
-    heapq.heapify(pieces)
-    while pieces and room:
-        negative, source = heapq.heappop(pieces)
-        # The rank that the piece just fills, or leaves least room on; else the one that takes most of it.
-        space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
-        moved = min(-negative, space)
-        # The expert with the fewest rows that are enough: larger ones may fill another rank alone.
-        rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
-        insort(rows_of[source], (rows - moved, expert))
-        computed_EV[expert, source] -= moved
-        computed_EV[expert, target] += moved
-        free[target] -= not holds_EV[expert, target]
-        holds_EV[expert, target] = True
-        surplus[source] -= moved
-        if surplus[source]:
-            heapq.heappush(pieces, (-min(surplus[source], rows_of[source][-1][0]), source))
-        if space > moved and free[target] > 0:
-            insort(room, (space - moved, target))
+    def copy(self, most: int) -> None:
+        """Moves what ranks have above `most` to new copies, as far as ranks have room for rows and copies."""
+        work_V = self.work_V
+        open_V = (work_V < most) & (self.free_V > 0)
+        room = sorted((most - int(work_V[rank]), rank) for rank in np.flatnonzero(open_V).tolist())
+        # By rank: its experts by their rows.
+        rows_of = {
+            rank: sorted(zip(self.computed_VE[rank].tolist(), range(self.before.experts), strict=True))
+            for rank in np.flatnonzero(work_V > most).tolist()
+        }
+        pieces = [(-min(int(work_V[rank]) - most, of[-1][0]), rank) for rank, of in rows_of.items()]
+        heapq.heapify(pieces)  # the largest first
+        while pieces and room:
+            negative, source = heapq.heappop(pieces)
+            # The rank that the piece just fills, or leaves least room on; else the one that takes most of it.
+            space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
+            moved = min(-negative, space)
+            # The expert with the fewest rows that are enough: larger ones may fill another rank alone.
+            rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
+            insort(rows_of[source], (rows - moved, expert))
+            self.computed_VE[source, expert] -= moved
+            self.computed_VE[target, expert] += moved
+            work_V[source] -= moved
+            work_V[target] += moved
+            self._add(expert, target)
+            self.gives_VV[target] |= self.holds_VE[:, expert]
+            if work_V[source] > most:
+                heapq.heappush(pieces, (-min(int(work_V[source]) - most, rows_of[source][-1][0]), source))
+            if space > moved and self.free_V[target] > 0:
+                insort(room, (space - moved, target))
 
-
-def _bridge(computed_EV: NDArray[np.int64], holds_EV: NDArray[np.bool_], most: int, free_V: NDArray[np.int64]) -> bool:
-    """Adds a copy, in place, on a rank that is full and can pass rows on to one that is not; False: there is none."""
-    work_V = computed_EV.sum(axis=0)
-    passes_V = work_V < most
-    gives_VV = _gives(computed_EV, holds_EV)
-    while (more_V := gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
-        passes_V |= more_V
-    # What a rank can pass on: rows of experts that another one of these holds as well, and what it has room for.
-    shared_E = (holds_EV & passes_V).sum(axis=1) > 1
-    takes_V = np.where(passes_V & (free_V > 0), shared_E @ computed_EV + np.maximum(most - work_V, 0), 0)
-    target = int(takes_V.argmax())
-    if takes_V[target] == 0:
-        return False
-    pieces_EV = np.minimum(computed_EV, np.maximum(work_V - most, 0))
-    holds_EV[pieces_EV.max(axis=1).argmax(), target] = True
-    return True
-
-
-def _gives(computed_EV: NDArray[np.int64], holds_EV: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Returns [V, V]: a rank can give rows to another, which holds an expert of which it has some."""
-    return (computed_EV > 0).T.astype(np.float32) @ holds_EV.astype(np.float32) > 0
+    def bridge(self, most: int) -> bool:
+        """Adds a copy on a rank that is full and can pass rows on to one that is not; False: there is none."""
+        passes_V = self.work_V < most
+        while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
+            passes_V |= more_V
+        # What a rank can pass on: rows of experts that another one of these holds as well, and what it has room for.
+        shared_E = self.holds_VE[passes_V].sum(axis=0) > 1
+        takes_V = self.computed_VE @ shared_E + np.maximum(most - self.work_V, 0)
+        takes_V *= passes_V & (self.free_V > 0)
+        target = int(takes_V.argmax())
+        if takes_V[target] == 0:
+            return False
+        pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - most, 0)[:, None])
+        self._add(int(pieces_VE.max(axis=0).argmax()), target)
+        return True
 
 
 def _share(counts_ENR: NDArray[np.int64], part_EN: NDArray[np.int64]) -> NDArray[np.int64]:

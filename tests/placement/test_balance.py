@@ -92,14 +92,14 @@ def test_with_room_the_busiest_rank_has_the_mean(case, level, kind):
 
 
 @settings(deadline=None)
-@given(situations(), st.sampled_from(UGLY))
-def test_no_other_shares_of_these_copies_are_better(case, kind):
+@given(situations(), st.integers(0, 3), st.sampled_from(UGLY))
+def test_no_other_shares_of_these_copies_are_better(case, m, kind):
     placement, tokens_WE, nodes = case
-    load_E = ugly(tokens_WE, kind).sum(axis=0)
-    found = balance(placement, ugly(tokens_WE, kind), nodes, 0)
-    assert found.placement == placement
-    assert all_fit(placement, load_E, found.busiest)
-    assert found.busiest == 0 or not all_fit(placement, load_E, found.busiest - 1)
+    found = balance(placement, ugly(tokens_WE, kind), nodes, m)
+    load_E = found.tokens_WE.sum(axis=0)
+    assert m or found.placement == placement
+    assert all_fit(found.placement, load_E, found.busiest)
+    assert found.busiest == 0 or not all_fit(found.placement, load_E, found.busiest - 1)
 
 
 def all_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
