@@ -37,6 +37,8 @@ from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, layer_s
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
 LEVELS = (1.0, 1.03, 1.1, 1.25)
+#: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
+_LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +131,7 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 def cheapest_balance(
     placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts
 ) -> Balance:
-    """Returns the balance whose layer takes the least time, of those with `LEVELS`, without new copies and with them.
+    """Returns the balance whose layer takes the least time, of those of some levels, without new copies and with them.
 
     New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
     them. Arguments are those of `balance`.
@@ -138,7 +140,7 @@ def cheapest_balance(
     def seconds(found: Balance) -> float:
         return layer_s(found.load(), costs) + gathered_s(placement, found.placement, nodes, costs)
 
-    found = _balances(placement, tokens_WE, nodes, 0, LEVELS)
+    found = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
     # New copies are for ranks that compute more than the mean.
     if found[-1].busiest * nodes.ranks >= found[-1].tokens_WE.sum() + nodes.ranks:
         # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.

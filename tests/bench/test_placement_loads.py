@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.placement.loads import POLICIES, main
+from bench.placement.loads import PERIODS, POLICIES, main
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.placement.placement import Placement
 
@@ -24,6 +24,8 @@ def test_json(capsys):
     assert list(data["policies"]) == list(POLICIES) and (data["ranks"], data["ranks_per_node"]) == (8, 4)
     ep, ours = data["policies"]["ep"], data["policies"]["hecate"]
     assert ep["speedup"] == 1.0 and ours["straggler"] < ep["straggler"] and ours["layers_s"] < ep["layers_s"]
+    assert data["policies"]["flexmoe"]["setting"] in {f"every {every}" for every in PERIODS} and ours["setting"] == ""
+    assert data["policies"]["even"]["straggler_most"] < 1.05 < ours["straggler_most"]
     assert len(ours["layer_speedups"]) == 2 and ours["replicas"] <= 2 * 2 and ours["owned"] == 3
     layer = data["layer"]
     assert layer["policy"] == "flexmoe" and Placement.parse(layer["placement"]).experts == 12
