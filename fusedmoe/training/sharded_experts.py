@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 _HECATE = ("hecate", "algorithm1")
 
 #: From what copies and their rows follow: from earlier steps, or also from what the gates have just chosen.
-LoadBalance = Literal["predicted", "exact"]
+PLACEMENT_BALANCES = ("predicted", "exact")
 
 #: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
@@ -149,7 +149,7 @@ class ShardedExperts:
         overlap: int | None = None,
         reshard: bool = True,
         calibrates: bool | Correction = False,
-        balance: LoadBalance = "predicted",
+        balance: str = "predicted",
         rematerialises: bool = False,
         costs: PlacementCosts | None = None,
         heap: Heap | None = None,
@@ -161,10 +161,10 @@ class ShardedExperts:
             )
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
-        if balance not in get_args(LoadBalance) or (balance == "exact" and calibrates):
+        if balance not in PLACEMENT_BALANCES or (balance == "exact" and calibrates):
             raise ConfigError(
                 f"ShardedExperts: balance = {balance!r} and calibrates = {calibrates!r}; choose one of "
-                f"{', '.join(get_args(LoadBalance))}, and exact without calibrates: it adds copies by itself"
+                f"{', '.join(PLACEMENT_BALANCES)}, and exact without calibrates: it adds copies by itself"
             )
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
