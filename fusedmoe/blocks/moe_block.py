@@ -109,9 +109,8 @@ class MoEBlock:
             (placed.clocked, "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"),
             (placed.rematerialises, "rematerialises=True gives copies back after each layer: use rematerialises=False"),
             (
-                placed.correct is not None or placed.balances is not None,
-                "copies are made once a gate has chosen for a whole batch: use policy='hecate' without calibrates and "
-                "with balance='predicted'",
+                placed.correct is not None,
+                "copies are made once a gate has chosen for a whole batch: use policy='hecate' without calibrates",
             ),
         ):
             if wrong:
@@ -237,7 +236,7 @@ class MoEBlock:
         assert placed is not None
         if placed.travel != "by tasks":
             placed.arrive()  # they have been on their way while the layers before were at work
-        return placed.split(layout, self._learns)
+        return placed.split(layout, self._learns, adds=False)
 
     def begin(self, x: Tensor, split: Split, degrees: BlockDegrees, keep: bool) -> BlockState:
         """Begins a call for a batch like x, [B, …, M]: makes the state that both passes share. Copies of experts start

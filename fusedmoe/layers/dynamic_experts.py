@@ -316,10 +316,10 @@ class DynamicExperts:
 
     # Running.
 
-    def split(self, layout: Layout, training: bool) -> Layout:
+    def split(self, layout: Layout, training: bool, adds: bool = True) -> Layout:
         """Sorts rows that are sorted by expert by the places they go to. Collective.
 
-        `layout` has no slack. Its tokens are counted for the next prediction if `training`.
+        `layout` has no slack. Its tokens are counted for the next prediction if `training`. `adds`: replicas may come.
         """
         if self.clocked and training:
             self._came.note(self._device)
@@ -334,7 +334,7 @@ class DynamicExperts:
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
             # Once a step: a forward that is computed again must find the copies that it had.
-            if training and not self._added:
+            if training and adds and not self._added:
                 self._added = True
                 self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
             sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
