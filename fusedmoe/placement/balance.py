@@ -64,9 +64,8 @@ class Balance:
     def sent_from(self, rank: int) -> NDArray[np.int64]:
         """Returns [E, V] int64: the rows of each expert that a rank sends to each rank, its own included.
 
-        As many as can be stay on their rank, and of the others as many as can be on its node. Ranks and copies take
-        their parts in order, so that a token's choices, if their experts have copies on the same ranks, mostly go to
-        the same one.
+        As many as can be stay on their rank, and of the others as many as can be on its node. Which of a rank's rows
+        for an expert go to which copy, so that a token has its experts on few ranks, is left to the rank.
         """
         ways, first = self._ways, self.nodes.of(rank) * self.nodes.per_node
         sent_EV = _row_of(rank, ways.far_sent_EW, ways.far_received_EW)
@@ -131,7 +130,8 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 def cheapest_balance(
     placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts
 ) -> Balance:
-    """Returns the balance whose layer takes the least time, of those of some levels, without new copies and with them.
+    """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
+    with them.
 
     New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
     them. Arguments are those of `balance`.
