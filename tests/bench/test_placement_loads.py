@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.placement.__main__ import balanced
 from bench.placement.loads import PERIODS, POLICIES, main
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.placement.placement import Placement
@@ -40,6 +41,13 @@ def test_loads_that_were_saved(capsys, tmp_path):
     assert main(["--trace", str(path), "--json", "--png", str(picture)]) == 0
     assert capsys.readouterr().out == made
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exact_balance_is_timed():
+    for name, one in balanced(8, 16).items():
+        assert all(one[f"{what}_s"] > 0 for what in ("balance", "cheapest", "split"))
+        assert 1 <= one["over_mean"] < 1.01 <= one["over_mean_before"] or name == "copies"
+        assert (one["new_copies"] > 0) == (one["over_mean_before"] > one["over_mean"])
 
 
 def test_help_teaches(capsys):
