@@ -140,12 +140,12 @@ def cheapest_balance(
     def seconds(found: Balance) -> float:
         return layer_s(found.load(), costs) + gathered_s(placement, found.placement, nodes, costs)
 
-    found = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
     # New copies are for ranks that compute more than the mean.
-    if found[-1].busiest * nodes.ranks >= found[-1].tokens_WE.sum() + nodes.ranks:
+    if tried[-1].busiest * nodes.ranks >= tried[-1].tokens_WE.sum() + nodes.ranks:
         # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-        found += [balance(placement, tokens_WE, nodes, m, level) for level in LEVELS]
-    return min(found, key=seconds)
+        tried += [balance(placement, tokens_WE, nodes, m, level) for level in LEVELS]
+    return min(tried, key=seconds)
 
 
 def _balances(
@@ -165,7 +165,7 @@ def _balances(
     tokens_WE = tokens_WE.astype(np.int64)
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
     sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
-    found = []
+    balances = []
     for level in sorted(levels, reverse=True):
         most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
         # Inside nodes first: what moves there crosses no slow link.
@@ -175,8 +175,8 @@ def _balances(
             while (least := sharing.even_out(most)) > most:
                 if not sharing.bridge(most):
                     most = least
-        found.append(Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes))
-    return found
+        balances.append(Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes))
+    return balances
 
 
 def _nearest(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:

@@ -49,20 +49,21 @@ def sent_rows(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list
     return found, ys
 
 
-def test_the_busiest_rank_has_the_mean(cluster: Cluster):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
     options = FREE | {"policy": "ep", "memory": EXPERTS}
-    exact = cluster.run(4, sent_rows, options)
-    plain = cluster.run(4, sent_rows, {"policy": "ep", "memory": 0})
+    exact = cluster.run(world, sent_rows, options)
+    plain = cluster.run(world, sent_rows, {"policy": "ep", "memory": 0})
     for (_, ours), (_, theirs) in zip(exact, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     work_FV, before_FV = (np.sum([rows for rows, _ in of], axis=0) for of in (exact, plain))
-    mean_F = work_FV.sum(axis=1) / 4
+    mean_F = work_FV.sum(axis=1) / world
     assert (before_FV.sum(axis=1) == work_FV.sum(axis=1)).all()
     # Copies are added in the first forward of each step; evaluation has no copies, and the step's second part those of
     # the first.
     first = [0, 1, 5]
     assert (work_FV[first].max(axis=1) == np.ceil(mean_F[first])).all()
-    assert (before_FV[first].max(axis=1) > 1.2 * mean_F[first]).all(), "the router is skewed"
+    assert (before_FV[first].max(axis=1) > 1.1 * mean_F[first]).all(), "the router is skewed"
     np.testing.assert_array_equal(work_FV[2:5], before_FV[2:5])
     assert work_FV[6].max() < before_FV[6].max()
 
