@@ -1,7 +1,7 @@
 """`make bench-placement`: placements of experts on long made loads, in simulation, into bench/results/.
 
 Long enough for every policy's own period: of SmartMoE and FlexMoE the fastest of 5 to 100 iterations, named in the
-results; Hecate's owners change every 100. Only exact balance is timed, on one thread: a busy machine gives the other
+results; Hecate's owners change every 100. Only exact balance is timed: a busy machine gives the other
 numbers as they are.
 """
 
