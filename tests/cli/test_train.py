@@ -282,15 +282,22 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
     assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
-@pytest.mark.parametrize(("placement", "stops"), [("fssdp", False), *slowly(("fssdp", True), ("algorithm1", False))])
+@pytest.mark.parametrize(
+    ("placement", "stops", "balance"),
+    [
+        ("fssdp", False, "predicted"),
+        *slowly(("fssdp", True, "predicted"), ("algorithm1", False, "predicted"), ("fssdp", True, "exact")),
+    ],
+)
 def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
-    cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool
+    cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool, balance: str
 ) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=6, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 4, "dtype": "fp64", "ep": 4, "esp": 1})
     even, whole, parts = (tmp_path / name for name in ("even", "whole", "parts"))
     cluster.run(4, train, settings, even, None, None)
     settings = settings.changed({"placement": placement, "placement_overlap": 3, "rematerialise": True})
+    settings = settings.changed({"placement_balance": balance})
     cluster.run(4, train, settings, whole, None, None)
     check_losses(whole, even)
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
