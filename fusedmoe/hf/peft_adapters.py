@@ -78,6 +78,9 @@ def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
 
 def stored(experts: Any, name: str) -> Any:
     """Returns a parameter without what is added to it: for its shape, dtype and device."""
+    parameter = experts._parameters.get(name)
+    if type(parameter) is nn.Parameter:
+        return parameter
     if (bits := quantised(experts, name)) is not None:
         return bits
     if parametrize.is_parametrized(experts, name):
