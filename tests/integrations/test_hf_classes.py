@@ -15,6 +15,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.hf import experts_forward
 from fusedmoe.hf.__main__ import census, expert_classes, make_experts
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda value: value.rpartition(".")[2])
 def test_class(module: str, name: str) -> None:

@@ -117,6 +117,7 @@ def test_with_a_cache() -> None:
     assert torch.equal(found, torch.stack(wanted))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """The whole model is one graph; positions of the arguments do not matter."""
     torch.manual_seed(4)

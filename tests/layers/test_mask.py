@@ -128,7 +128,9 @@ def test_in_a_compiled_model() -> None:
 _IN_GRAPHS = [(name, factor) for name in sorted(GATES.keys() - {"expert_choice"}) for factor in (None, 0.7)]
 
 
-@pytest.mark.parametrize(("name", "factor"), [("topk", 0.7), *slowly(*(case for case in _IN_GRAPHS if case != ("topk", 0.7)))])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("topk", 0.7), *slowly(*(case for case in _IN_GRAPHS if case != ("topk", 0.7)))]
+)
 def test_in_one_graph(name: str, factor: float | None) -> None:
     """The graph does for masks of any number of tokens, none too: how many there are is known when it runs."""
     if name == "softmoe" and factor is not None:
