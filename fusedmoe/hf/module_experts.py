@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +192,8 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     up_bias, down_bias = product_biases(experts, x_TH.dtype)
     adapters = ops.Adapters(up_adapter, down_adapter)
     bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
+    if bits and experts._is_expert_parallel:
+        _refuse_split(experts)
     # Products beside frozen ones know no gradient of these.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
         if bits:
@@ -340,6 +342,8 @@ def check_experts(experts: Any) -> None:
                 f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
                 "expert, or choose another experts_implementation"
             )
+        if isinstance(tensor, QuantisedMatrices) and experts._is_expert_parallel:
+            _refuse_split(experts)
         if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
             raise ConfigError(
                 f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
@@ -347,3 +351,11 @@ def check_experts(experts: Any) -> None:
             )
     if seen:
         experts._fusedmoe_seen = seen
+
+
+def _refuse_split(experts: Any) -> NoReturn:
+    # What quantises a matrix that is split makes each rank a whole one.
+    raise ConfigError(
+        f"fusedmoe.hf: {type(experts).__name__} is quantised and split over ranks, and each rank would have all of it; "
+        "load it without ep_size, or without quantisation"
+    )

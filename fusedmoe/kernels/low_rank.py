@@ -168,7 +168,7 @@ def low_rank_backward(
     trained: bool,
     wants_x: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
-    """Gradients of x_SM if it is wanted, of weight_N (zero in padding rows), and of the factors if these are trained."""
+    """Gradients of x_SM if wanted, of weight_N (zero in padding rows), and of the factors if these are trained."""
     if isinstance(weights, Weights) and has_kernels(x_SM):
         given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained
         return _backward_by_products(*given, wants_x)

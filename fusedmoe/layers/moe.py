@@ -172,10 +172,10 @@ class MoELayer(nn.Module):
         `fullgraph`, a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a
         CUDA graph can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
         """
-        if torch.compiler.is_compiling() and self._compiles:
-            # How many tokens a mask leaves is known when a graph runs, and `ExpertChoice` would need to know before.
-            if mask is None or (graph_takes_sizes() and not isinstance(self.gate, ExpertChoice)):
-                return self._forward(x, mask)
+        # How many tokens a mask leaves is known when a graph runs, and `ExpertChoice` would need to know before.
+        takes = mask is None or (graph_takes_sizes() and not isinstance(self.gate, ExpertChoice))
+        if torch.compiler.is_compiling() and self._compiles and takes:
+            return self._forward(x, mask)
         return self._guarded(x, mask)
 
     def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
