@@ -50,7 +50,7 @@ help:
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
-	@echo '                     make bench-gpu ARGS=--rehearse   all of it without a GPU'
+	@echo '                     make bench-gpu ARGS=--rehearse   all of it without a GPU    TRITON=3.6.0'
 	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
 	@echo '                     make bench-cluster ARGS="--settings layer computed:job --minutes 20"    ARGS=--show    ARGS=--help'
 	@echo '  make bench-placement  placements of experts on long made loads, in simulation'
@@ -123,28 +123,29 @@ flat: $(READY)
 nvshmem: $(READY)
 	@exec env $(RUN_ENV) $(PY) csrc/nvshmem/build.py $(NVSHMEM_INSTALL) $(ARGS)
 
-# With another Triton than the environment's, which goes to a folder of its own.
+# With another Triton than the environment's, which goes to a folder of its own; and with it the NumPy that the
+# interpreters of Triton before 3.7 need.
 ifdef TRITON
 OTHER := build/triton-$(TRITON)
-AOT_ENV := PYTHONPATH="$(CURDIR)/$(OTHER):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+TRITON_ENV := PYTHONPATH="$(CURDIR)/$(OTHER):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 else
 OTHER :=
-AOT_ENV := $(RUN_ENV)
+TRITON_ENV := $(RUN_ENV)
 endif
 
 aot: $(READY) $(OTHER)
-	@exec env $(AOT_ENV) $(ONE_THREAD) $(PY) -m bench.aot $(ARGS)
+	@exec env $(TRITON_ENV) $(ONE_THREAD) $(PY) -m bench.aot $(ARGS)
 
 build/triton-%:
-	@$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@.part triton==$* && mv $@.part $@
+	@$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@.part triton==$* numpy==2.3.5 && mv $@.part $@
 
 # A benchmark sets its threads itself, and may take longer than a test.
 bench: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 -o faulthandler_timeout=2000 bench $(ARGS)
 
 # Tests first: where the kernels are wrong nothing is timed. Results under bench/results/ as they come, and a report.
-bench-gpu: $(READY)
-	@exec env $(RUN_ENV) $(PY) -m bench.gpu $(ARGS)
+bench-gpu: $(READY) $(OTHER)
+	@exec env $(TRITON_ENV) $(PY) -m bench.gpu $(ARGS)
 
 # Two nodes of one machine, as root; elsewhere it says what is missing.
 bench-cluster: $(READY)

@@ -1,4 +1,4 @@
-"""Each kernel of a layer on a GPU against its limit, at the eight shapes (`make bench-gpu` runs and reports it)."""
+"""Each kernel of a layer on a GPU against its limit, at all shapes (`make bench-gpu` runs and reports it)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each section is measured by itself and written into bench/results/finetune.json under its name, with where its numbers
 come from; other sections of the file stay as they are. Ratios are medians of those of each round, so that a change in
-the machine's speed hits both sides.
+the machine's speed hits both sides. `memory` of adapters is our peak as a share of the other's.
 
     python -m bench.finetune                    all sections
     python -m bench.finetune --only decoding    one of them
@@ -30,6 +30,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 from bench.bench_hf import DECODING, OURS, Shape, implementations, make
+from bench.meter import peak_bytes
 from bench.provenance import provenance
 from fusedmoe.hf import module_experts, owner, peft_adapters
 
@@ -175,13 +176,23 @@ def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
         "grouped_mm": (adapted(shape, "grouped_mm"), (peft_way,)),
     }
     given = routed(shape)
-    times = by_turns({name: partial(step_s, model, ways, *given) for name, (model, ways) in of.items()}, rounds)
+    steps = {name: partial(step_s, model, ways, *given) for name, (model, ways) in of.items()}
+    times = by_turns(steps, rounds)
+    # Of one step each, gradients included, above what was there before; steps have run, so that code is loaded.
+    peaks = {name: peak_bytes(step, torch.device("cpu")) for name, step in steps.items()}
     return {
         "shape": asdict(shape),
         "rank": _RANK,
         "step_s": {name: statistics.median(seconds) for name, seconds in times.items()},
         "ratios": {name: ratio(times, name, "ours") for name in ("grouped_mm", "folded")},
+        "peak_bytes": peaks,
+        "memory": {name: share(peaks["ours"], peaks[name]) for name in ("grouped_mm", "folded")},
     }
+
+
+def share(one: int | None, other: int | None) -> float | None:
+    """Returns one peak of memory as a share of the other; None where the system does not tell."""
+    return one / other if one is not None and other else None
 
 
 def adapters(rounds: int) -> list[dict[str, Any]]:

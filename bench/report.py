@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ PUBLISHED = {
             "30B-H256": (428, 460),
             "30B-H1024": (552, 554),
             "120B-H512": (518, 527),
+            "30B-H768": (554, 615),
         },
     ),
     "ScatterMoE": Published(
@@ -104,7 +105,7 @@ def picture(results: Results, path: Path) -> Path:
     flops, moved = results["limit"]["flops_per_s"], results["limit"]["bytes_per_s"]
     figure, (roof, bars) = pyplot.subplots(1, 2, figsize=(16, 7), width_ratios=(3, 2))
     shapes = [shape["name"] for shape in results["shapes"]]
-    markers = dict(zip(shapes, "os^vD*PX", strict=False))
+    markers = dict(zip(shapes, "os^vD*PX<", strict=False))
     rows = [row for row in results["rows"] if row["kind"] == "kernel" and row["flops"] > 0]
     kernels = [kernel for kernel in KERNELS if any(row["name"] == kernel for row in rows)]
     for color, kernel in enumerate(kernels):
@@ -239,7 +240,25 @@ def _kernels(results: Results) -> str:
         part("measured ms (limit)", KERNELS, lambda row: f"{row['measured_ms']:.3f} ({row['limit_ms']:.3f})"),
         part("TFLOP/s", [k for k in KERNELS if k not in _WITHOUT_PRODUCTS], lambda row: f"{row['tflops']:.0f}"),
     )
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_forms(rows)])
+
+
+def _forms(rows: Mapping[tuple[str, str], Any]) -> list[str]:
+    """Of each product that was tuned, the fastest of Triton's forms beside the fastest in Gluon."""
+    body = []
+    for (shape, kernel), row in rows.items():
+        if times := row.get("microseconds"):
+            best: list[float | None] = [
+                min((time for name, time in times.items() if name.startswith("gluon") is gluon), default=None)
+                for gluon in (False, True)
+            ]
+            gain = f"{1 - best[1] / best[0]:.0%}" if best[0] and best[1] else "–"
+            shown = ("–" if time is None else f"{time:.0f}" for time in best)
+            body.append([shape, kernel, *shown, gain, row["config"]])
+    if not body:
+        return []
+    head = ["layer", "kernel", "Triton µs", "Gluon µs", "less", "chosen"]
+    return ["\n".join(["## Triton beside Gluon, alone on the GPU", "", *_markdown(head, body)])]
 
 
 def _memory(results: Results) -> str:

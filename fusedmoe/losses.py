@@ -35,21 +35,20 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     """
     S, E = prob_SE.shape
     K = expert_SK.shape[1]
-    length = S if sequence is None else sequence
-    if sequence is not None and (sequence < 1 or S % sequence):
-        raise ConfigError(f"balance loss: {S} tokens do not divide into sequences of {sequence}")
-    if S == 0:
-        # Zero, with a graph: every rank has one.
-        return prob_SE.sum()
-    B = S // length
+    B, length = 1, S
+    if sequence is not None:
+        if sequence < 1 or S % sequence:
+            raise ConfigError(f"balance loss: {S} tokens do not divide into sequences of {sequence}")
+        B, length = S // sequence, sequence
     # Integer counts: the order of the additions cannot change them. Column 0 collects the -1 of empty slots.
     column_BN = (expert_SK + 1).reshape(B, length * K)
     count_BE = torch.zeros(B, E + 1, dtype=torch.int64, device=prob_SE.device)
     count_BE.scatter_add_(1, column_BN, torch.ones_like(column_BN))
-    share_BE = count_BE[:, 1:].to(prob_SE.dtype) / (length * K)
-    mean_BE = prob_SE.reshape(B, length, E).mean(1)
+    # Of no tokens it is zero, with a graph: every rank has one. (A compiler may not know whether there are any.)
+    share_BE = count_BE[:, 1:].to(prob_SE.dtype) / max(length * K, 1)
+    mean_BE = prob_SE.reshape(B, length, E).sum(1) / max(length, 1)
     loss = E * (mean_BE * share_BE).sum()
-    return loss if sequence is None else loss / B
+    return loss if sequence is None else loss / max(B, 1)
 
 
 def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int) -> Tensor:
@@ -97,12 +96,20 @@ def z_loss(logits_SE: Tensor) -> Tensor:
     Args:
         logits_SE: [S, E] router logits.
     """
-    return z_loss_of_sums(logits_SE.logsumexp(1))
+    return z_loss_of_sums(logsumexp_of_rows(logits_SE))
 
 
 def z_loss_of_sums(logsumexp_S: Tensor) -> Tensor:
     """`z_loss` from the logsumexp of each token's logits."""
     return logsumexp_S.square().sum() / max(logsumexp_S.shape[0], 1)
+
+
+def logsumexp_of_rows(logits_SE: Tensor) -> Tensor:
+    """`logits_SE.logsumexp(1)`, also in a graph that does not know how many tokens there are."""
+    if not torch.compiler.is_compiling():
+        return logits_SE.logsumexp(1)
+    # PyTorch's own asks for that. The highest logit, less the logarithm of its probability, is the same.
+    return logits_SE.amax(1) - logits_SE.log_softmax(1).amax(1)
 
 
 def _cv_squared(total_E: Tensor) -> Tensor:

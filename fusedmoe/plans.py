@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import LINES, CostModel, Costs, Line, Observed
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Costs, Line, Observed
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine, scale_of, slowest_of, spread_of
 from fusedmoe.schedule.passes import alternating, one_queue, three_queues
@@ -31,7 +31,8 @@ from fusedmoe.schedule.tuning import PlanCandidate
 from fusedmoe.schedule.workload import IN_LAYERS, Workload, uniform_share
 
 __all__ = ["Plan", "Task", "TaskKind", "PHASES", "WEIGHT_GRADIENTS"]
-__all__ += ["LINES", "CostModel", "Costs", "Line", "Observed", "StepCosts", "IN_LAYERS", "Workload", "uniform_share"]
+__all__ += ["LINES", "Contention", "CostModel", "Costs", "Line", "Observed"]
+__all__ += ["StepCosts", "IN_LAYERS", "Workload", "uniform_share"]
 __all__ += ["MACHINES", "TESTBEDS", "Machine", "scale_of", "slowest_of", "spread_of"]
 __all__ += ["POLICIES", "layer_policies", "whole_policies", "PlanCandidate"]
 __all__ += ["hidden_s", "overlap_degree", "with_sparse"]

@@ -179,7 +179,7 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (experts, "tuner", lambda device: _tuner(capability, device)),
+        (experts, "tuner", lambda device, shared=False: _tuner(capability, device)),
     ]
 
 

@@ -86,18 +86,18 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
                 gpipe.make_step(job_settings(setting, "off"), topology, random_corpus(2**16), count), 0
             )
             first[name] = name
-    refit_s = {}
+    later = {}
     for name in runs:
         trainer = made.get(name)
         if trainer is not None and trainer.planned is not None:
             tell(topology, f"observing {name}")
             plan, step_costs = trainer.planned
-            refit_s[name] = makespan(plan, refitted(topology, plan, step_costs, partial(_recorded, trainer)))
+            later[name] = refitted(topology, plan, step_costs, partial(_recorded, trainer))
     rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
-    for name, later_s in refit_s.items():
+    for name, refit in later.items():
         found, of = rows[name], made[name].planned
         assert of is not None
-        found |= predicted(found["median_s"], makespan(*of), later_s) | planned(of[0])
+        found |= predicted(found["median_s"], makespan(*of), of[0], refit) | planned(of[0])
     return {"rows": beside(rows, first), "auto": explored(tuning.contest), "layers": _LAYERS}
 
 

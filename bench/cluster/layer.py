@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fusedmoe
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import beside, first_of, in_turns, predicted, recorded_step, refitted, row
+from bench.cluster.turns import beside, degrees_of, first_of, in_turns, predicted, recorded_step, refitted, row
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
@@ -29,7 +29,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES, RESOURCES
+from fusedmoe.schedule.task import PHASES, RESOURCES, Task, TaskKind, resources_of
 from fusedmoe.schedule.workload import Workload
 
 
@@ -52,19 +52,17 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     runs = {name: partial(run, made[name], x_SM, dy_SM) for name in dict.fromkeys(first.values())}
     workload = off.experts.workload(setting.S, 4, setting.ep, setting.esp)
     costs = workload.step_costs(model, [0], off.parts)
-    refit_s = {}
-    for name in runs:
-        if plan := plans[name]:
-            number_layers([made[name]])  # spans then say the same layer as tasks
-            both = Plan.from_orders({one: (*plan.forward.on(one), *plan.backward.on(one)) for one in RESOURCES})
-            step = partial(recorded_step, topology, partial(run, made[name], x_SM, dy_SM))
-            refit_s[name] = _step_s(plan, refitted(topology, both, costs, step))
+    both = {name: both_passes(plan, costs) for name in runs if (plan := plans[name])}
+    later = {}
+    for name, plan in both.items():
+        number_layers([made[name]])  # spans then say the same layer as tasks
+        step = partial(recorded_step, topology, partial(run, made[name], x_SM, dy_SM))
+        later[name] = refitted(topology, plan, costs, step)
     rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
-    for name, later_s in refit_s.items():
-        plan, found = plans[name], rows[name]
-        assert plan is not None
-        found |= predicted(found["median_s"], _step_s(plan, costs), later_s)
-        found["degrees"] = [max(one.degrees.values()) for one in (plan.forward, plan.backward)]
+    for name, plan in both.items():
+        found = rows[name]
+        found |= predicted(found["median_s"], makespan(plan, costs), plan, later[name])
+        found["degrees"] = list(degrees_of(plan))
     parts = {phase: {kind: vars(of) for kind, of in costs.layers[0].chunks[phase].items()} for phase in PHASES}
     fastest = min((name for name in rows if name != "off"), key=lambda name: rows[name]["median_s"])
     timelines = {}
@@ -74,20 +72,20 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     return {
         "rows": beside(rows, first),
         "parts": parts,
-        "around_s": _around_s(costs),
         "layers": 1,
         "timelines": timelines,
     }
 
 
-def _around_s(costs: StepCosts) -> float:
-    """No attention is in a layer by itself, but what surrounds the pipeline is."""
-    return sum(costs.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
-
-
-def _step_s(plans: Plans, costs: StepCosts) -> float:
-    """Both passes, by their plans."""
-    return _around_s(costs) + sum(makespan(one, costs) for one in (plans.forward, plans.backward))
+def both_passes(plans: Plans, costs: StepCosts) -> Plan:
+    """Both passes of a layer by itself as one plan. No attention is in it, but what surrounds the pipeline is."""
+    orders = {one: [*plans.forward.on(one), *plans.backward.on(one)] for one in RESOURCES}
+    for phase in PHASES:
+        around = [kind for kind in (TaskKind.OTHER, TaskKind.COUNT_EXCHANGE) if kind in costs.layers[0].dense_s[phase]]
+        for task in (Task(kind, None, 0, phase) for kind in around):
+            order = orders[resources_of(task.kind)[0]]
+            order.insert(0 if phase == "forward" else len(order), task)
+    return Plan.from_orders(orders)
 
 
 def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:

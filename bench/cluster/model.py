@@ -146,18 +146,18 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
 
-    refit_s = {}
+    later = {}
     for name in runs:
         if name != OFF:
             one = candidates[name]
             step.follow(one)
             followed = partial(recorded_step, topology, partial(model.step, step.buckets))
-            refit_s[name] = makespan(one.plan, refitted(topology, one.plan, step.costs_of(one.whole), followed))
+            later[name] = refitted(topology, one.plan, step.costs_of(one.whole), followed)
     seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
     rows = {name: row(of) for name, of in seconds.items()}
-    for name, later_s in refit_s.items():
+    for name, refit in later.items():
         one, found = candidates[name], rows[name]
-        found |= predicted(found["median_s"], one.predicted_s, later_s) | planned(one.plan)
+        found |= predicted(found["median_s"], one.predicted_s, one.plan, refit) | planned(one.plan)
     return {"rows": beside(rows, first), "auto": explored(tuning.contest), "observed": seen.as_dict()}
 
 

@@ -42,6 +42,7 @@ _STEPS = 12
 # The policies that are compared, as `ShardedExperts` is given them; the last is Hecate's in its mode of less memory.
 _RUNS: dict[str, dict[str, Any]] = {
     "hecate": {},
+    "exact": {"balance": "exact"},
     "algorithm1": {"policy": "algorithm1"},
     "ep": {"policy": "ep"},
     "fastermoe": {"policy": "ep", "calibrates": shadow},
@@ -130,8 +131,11 @@ class _Run:
         if self._step >= _WARM:
             for number, layer in enumerate(self._model.layers):
                 self._work.append(layer.experts.rows)
-                placement = self._even if layer.placed is None else layer.placed.now
-                found = load(self._trace.tokens_ILWE[self._step, number], placement, self._nodes)
+                tokens_WE, placed = self._trace.tokens_ILWE[self._step, number], layer.placed
+                if placed is not None and placed.balances is not None:
+                    found = placed.balances(placed.now, tokens_WE, False).load()
+                else:
+                    found = load(tokens_WE, self._even if placed is None else placed.now, self._nodes)
                 self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
         self._optimizer.step()
         self._watch()

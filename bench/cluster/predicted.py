@@ -8,11 +8,12 @@ and nothing else's: at 2 ranks (computed), 4 (emulated, blocks) and 8 (emulated-
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import Known, Link, Machine
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
@@ -27,8 +28,8 @@ _LINES = {"dispatch": "all-to-all/ep", "combine": "all-to-all/ep"}
 _GATHERED = {"all-gather": "all-gather/esp", "reduce-scatter": "reduce-scatter/esp"}
 
 
-def machine_of(setting: Mapping[str, Any], contention: float) -> Machine:
-    """`setting`: as results have it. `contention`: as measured; no rate says it."""
+def machine_of(setting: Mapping[str, Any]) -> Machine:
+    """`setting`: as results have it."""
     rate = "the rate that the link is held to"
     # A node's loopback is one bus for all of its ranks and both directions.
     inside = setting["intra_mbit"] * 1e6 / 8 / max(1, setting["ranks_per_node"])
@@ -44,7 +45,6 @@ def machine_of(setting: Mapping[str, Any], contention: float) -> Machine:
         intra=Link(none, Known(inside, rate), Known(_LOOPBACK_FRAME, "headers of TCP in 64 KiB")),
         inter=Link(none, Known(setting["inter_mbit"] * 1e6 / 8, rate), Known(_FRAME, "headers of TCP in 1,500 bytes")),
         cards=Known(1, "a pair of virtual interfaces"),
-        contention=Known(contention, "measured"),
         spread=Known(0.0, "what computes is measured on the slowest rank"),
     )
 
@@ -53,8 +53,11 @@ def costs_of(found: Mapping[str, Any]) -> CostModel:
     """The lines of the collectives of a setting's results, by the model."""
     setting = found["setting"]
     esp = setting["ranks_per_node"]
-    machine = machine_of(setting, found["profile"]["contention"])
-    return machine.costs(setting["ranks"], ep=setting["ranks"] // esp, esp=esp, mp=esp)
+    costs = machine_of(setting).costs(setting["ranks"], ep=setting["ranks"] // esp, esp=esp, mp=esp)
+    # As measured: no rate says it. First results have a number, the share that each kind of link keeps.
+    measured = found["profile"]["contention"]
+    contention = Contention(**measured) if isinstance(measured, Mapping) else Contention.between_links(measured)
+    return replace(costs, contention=contention)
 
 
 def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:

@@ -51,7 +51,7 @@ class StackProfile:
         return {
             "seconds": self.seconds,
             "lines": {name: vars(line) for name, line in self.model.lines.items()},
-            "contention": self.model.contention,
+            "contention": asdict(self.model.contention),
             "chunks": {phase: {kind: vars(chunks) for kind, chunks in layer.chunks[phase].items()} for phase in PHASES},
             "dense_s": layer.dense_s,
             "micro": None if layer.micro is None else asdict(layer.micro),

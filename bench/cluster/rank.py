@@ -27,7 +27,8 @@ from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Step, computation
 from bench.cluster.turns import setting_json, tell
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.cache import CACHE
+from fusedmoe.runtime.cache import CACHE, cached_profile, write
+from fusedmoe.schedule.cost import Contention
 
 _WAIT_S = 60.0
 
@@ -101,6 +102,8 @@ def main() -> None:
             duplex=True,
         )
         with topology.guard("the benchmark"):
+            if setting.emulated_flops is not None:
+                leave_waits_alone(topology)
             parts = Parts(setting, topology, rounds, out)
             for part in names.split(","):
                 tell(topology, f"{setting.name}: {part}")
@@ -111,6 +114,16 @@ def main() -> None:
                     new.rename(out / f"{part}.json")  # whole, or not there
     finally:
         dist.destroy_process_group()
+
+
+def leave_waits_alone(topology: Topology) -> None:
+    """Measures the machine, and keeps it as one whose computation neither slows down what travels nor is slowed by it:
+    a timed wait is as long beside anything. Collective."""
+    found, path = cached_profile(topology, torch.device("cpu"))
+    measured = found.costs.contention
+    links = Contention(intra_beside_inter=measured.intra_beside_inter, inter_beside_intra=measured.inter_beside_intra)
+    if topology.is_first:
+        write(path, replace(found, costs=replace(found.costs, contention=links)).to_json(), "what was measured")
 
 
 def setting_of(name: str, folder: Path) -> Setting:

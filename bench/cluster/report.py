@@ -158,6 +158,8 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
         console.print(f"times as fast as the door as it was: {found['over_before']:.2f}", highlight=False)
     if "hidden_by_blocks" in found:
         console.print(f"blocks in micro-batches hide {found['hidden_by_blocks']:.0%} of what can be hidden")
+    if any("parts" in row for row in found["rows"].values()):
+        console.print(_parts(found))
     if "hideable_s" in found:
         console.print(f"{_ms(found['hideable_s'])} can be hidden: what travels, or is computed, if that is less")
     if "auto" in found:
@@ -200,6 +202,25 @@ def _rows(title: str, found: Mapping[str, Any]) -> Table:
         if exposed:
             cells.append(f"{_ms(row['exposed_s'])}, {_ms(row['predicted_exposed_s'])}" if "exposed_s" in row else "")
         table.add_row(f"{name} (as {row['same_as']})" if "same_as" in row else name, *cells)
+    return table
+
+
+def _parts(found: Mapping[str, Any]) -> Table:
+    """By part and schedule, how much more a step should take in it than one that was recorded: where the two part."""
+    rows = {name: row for name, row in found["rows"].items() if "parts" in row and "same_as" not in row}
+    table = Table(title="predicted less measured in one step, of measured, by part", title_justify="left")
+    for column in ("part", *rows):
+        table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
+    by_part = {name: {part: both for part, *both in row["parts"]} for name, row in rows.items()}
+    for part in dict.fromkeys(part for parts in by_part.values() for part in parts):
+        cells = []
+        for parts in by_part.values():
+            should_s, took_s = parts.get(part, (None, None))
+            known = should_s is not None and took_s is not None
+            cells.append(
+                f"{1e3 * (should_s - took_s):+.0f} of {1e3 * took_s:.0f}" if known else _ms(should_s or took_s or 0.0)
+            )
+        table.add_row(part, *cells)
     return table
 
 

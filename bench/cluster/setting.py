@@ -164,8 +164,9 @@ PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=
 
 #: One layer on two ranks a node, whose pairs would be on the link between the nodes for as long as computation takes,
 #: and for twice as long; with eight, four and two experts a token. What travels does so once for each node. And on two
-#: ranks that really compute, whose pairs would be on the link for as long as that takes.
+#: ranks that really compute, whose pairs would be on the link for as long as that takes, or on one as fast as memory.
 _TOKENS = replace(EMULATED, layers=1, S=4096, gradient_bytes=0, pairs=True)
+_FAST = replace(LAYER, alone=False, pairs=True)
 _CHOICES = ((16, 8), (16, 4), (8, 2))
 TOKENS = (
     *(
@@ -174,6 +175,10 @@ TOKENS = (
         for inter_mbit in (100, 50)
     ),
     *(replace(LAYER, name=f"tokens-{k}-computed", E=E, k=k, pairs=True) for E, k in _CHOICES),
+    *(
+        replace(_FAST, name=f"tokens-{k}-fast", E=E, k=k, S=8192 * k, M=512, H=64, inter_mbit=40_000, bucket_kb=65_536)
+        for E, k in _CHOICES
+    ),
 )
 
 #: Small models of other frameworks, as many products as `COMPUTED` has in SwiGLU's three.

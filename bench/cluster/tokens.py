@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 import fusedmoe
-from bench.cluster.layer import make_layer, run
+from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.setting import Setting
 from bench.cluster.turns import in_turns, row
 from fusedmoe.comm import collectives
@@ -25,7 +25,6 @@ from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.measure import measured_costs, observe_layer
 from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.task import PHASES
 
 
 @contextmanager
@@ -63,8 +62,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             assert isinstance(made._plans, ScheduledPlans)
             plans = next(iter(made._plans.made.values()))
             after = workload.step_costs(model, [0], off.parts)
-            around_s = sum(after.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
-            predicted_s[what] = around_s + sum(makespan(one, after) for one in (plans.forward, plans.backward))
+            predicted_s[what] = makespan(both_passes(plans, after), after)
 
     def step_of(what: str, schedule: str) -> None:
         with travelling(what):

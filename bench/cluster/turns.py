@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,8 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.refit import observe, refit
+from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
 
@@ -73,21 +74,39 @@ def recorded_step(topology: Topology, step: Callable[[Recorder], object]) -> Tim
     return recorder.timeline()
 
 
-def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> StepCosts:
-    """The costs, refitted by a few steps that follow the plan; collective. `run`: such a step, on this rank."""
+class Refitted(NamedTuple):
+    """Costs by a few steps that followed a plan, and of the middle one each part: seconds by the costs before, and as
+    measured."""
+
+    costs: StepCosts
+    parts: list[Row]
+
+
+def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> Refitted:
+    """Collective. `run`: a step that follows the plan, on this rank."""
     run()
     steps = []
     for _ in range(_REFIT_STEPS):
         all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
         steps.append(all_gather_object(topology.world, run()))
-    return refit(costs, observe(plan, costs, steps))
+    middle = sorted(steps, key=lambda ranks: max(timeline.end_s for timeline in ranks))[len(steps) // 2]
+    return Refitted(refit(costs, observe(plan, costs, steps)), compare(plan, costs, middle))
 
 
-def predicted(median_s: float, predicted_s: float, refit_s: float | None = None) -> dict[str, float]:
+def predicted(
+    median_s: float, predicted_s: float, plan: Plan | None = None, later: Refitted | None = None
+) -> dict[str, Any]:
     """What something should take, beside the median, for its row: by the costs before any of its steps, and by those
     that its first steps refit."""
-    found = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
-    return found if refit_s is None else found | {"refit_s": refit_s, "refit_error": refit_s / median_s - 1.0}
+    found: dict[str, Any] = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
+    if plan is not None and later is not None:
+        refit_s = makespan(plan, later.costs)
+        found |= {
+            "refit_s": refit_s,
+            "refit_error": refit_s / median_s - 1.0,
+            "parts": [list(one) for one in later.parts],
+        }
+    return found
 
 
 def planned(plan: Plan) -> dict[str, Any]:

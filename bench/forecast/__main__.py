@@ -25,7 +25,7 @@ What is measured and what is not:
 The tuner measures: what it tries first, and in which order, is as forecast here.
 
 examples:
-  python -m bench.forecast                      both GPUs, all eight shapes
+  python -m bench.forecast                      both GPUs, all shapes
   python -m bench.forecast --check              the Triton form, kernel by kernel, beside what was measured
   python -m bench.forecast --gpu h200 --shape Qwen3-30B
 """
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpu", choices=GPUS, help="only this one (default: both)")
-    parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this one (default: all eight)")
+    parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this one (default: all)")
     parser.add_argument("--check", action="store_true", help="the Triton form beside what was measured")
     return parser
 

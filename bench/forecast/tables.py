@@ -54,7 +54,10 @@ def check_table(shapes: Sequence[Shape], gpu: Gpu, found: Measured) -> str:
     for shape in shapes:
         cells = [shape.name]
         for name in names:
-            seconds, real = kernel_seconds(name, shape, gpu), found.seconds[name, shape.name]
+            seconds, real = kernel_seconds(name, shape, gpu), found.seconds.get((name, shape.name))
+            if real is None:  # the shape has come since
+                cells.append(f"{1e6 * seconds:.0f}/–")
+                continue
             errors.append(seconds / real - 1)
             cells.append(f"{1e6 * seconds:.0f}/{1e6 * real:.0f} {errors[-1]:+.0%}")
         rows.append(cells)

@@ -4,7 +4,7 @@
 
 - run.py: all of it in the time given; steps.py: what "all" is, and four steps for a GPU that nobody has used before;
   part.py, process.py: what a part works with, and processes that are watched; rehearsal.py, pretend.py: without a GPU
-- shapes.py: the eight layers; case.py: random inputs of one of them
+- shapes.py: the nine layers; case.py: random inputs of one of them
 - precompile.py: what they launch, compiled before (`bench.aot`)
 - checks.py, exercise.py: the tests, and the kernels under compute-sanitizer; pool.py, notes.py: tests side by side
 - whole.py, training.py: a layer in a graph, compiled, without waits; the main job
@@ -14,4 +14,5 @@
 - suite.py: from a shape to rows; spool.py: rows as they come; session.py: a process that measures, and its time;
   suites.py: such processes one after the other
 - results.py: from rows to one file of results; device.py: where they come from; once.py: one kernel for a profiler
+- gluon_first.py: the Gluon form's first minutes on a GPU; two_procs.py: a layer over two processes that share one
 """

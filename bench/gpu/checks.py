@@ -68,19 +68,22 @@ def find_sanitizer() -> str | None:
 
 
 def profile(place: Place) -> Outcome:
-    """Two kernels at one shape under Nsight Compute; the figures are in the log."""
+    """Kernels at one shape under Nsight Compute, one in both forms; the figures are in the log."""
     program = _find("ncu")
     if program is None:
         return Outcome("skipped", "there is no ncu here")
     words, shape = [], "odd" if place.rehearsal else "30B-H1024"
-    for kernel, name in (("up", "up_kernel"), ("dW1", "dweight_kernel")):
+    forms = (("up", "triton"), ("dW1", "triton"), ("dW1", "gluon"))
+    # A rehearsal has no form in Gluon.
+    for kernel, form in forms[:2] if place.rehearsal else forms:
+        name = {"up": "up_kernel", "dW1": "dweight_kernel"}[kernel]
         options = ["--clock-control", "none", "--set", "detailed", "--kernel-name", name, "--launch-count", "1"]
-        once = [sys.executable, "-m", "bench.gpu.once", kernel, shape]
+        once = [sys.executable, "-m", "bench.gpu.once", kernel, shape, "--form", form]
         ended = place.run_program([program, *options, *once], {"FUSEDMOE_AUTOTUNE": "0"}, who=kernel)
         found = re.findall(r"^\s+(Duration|Memory Throughput|Compute \(SM\) Throughput)\s+(.*)", ended.output, re.M)
         if ended.code or not found:
-            return Outcome("skipped", f"{kernel}: {ended.why or last_line(ended.output)}", ended.output[-4000:])
-        words.append(f"{kernel}: " + ", ".join(" ".join([label, *value.split()]) for label, value in found))
+            return Outcome("skipped", f"{kernel}, {form}: {ended.why or last_line(ended.output)}", ended.output[-4000:])
+        words.append(f"{kernel}, {form}: " + ", ".join(" ".join([label, *value.split()]) for label, value in found))
     return Outcome("passed", "; ".join(words))
 
 

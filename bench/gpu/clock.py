@@ -9,7 +9,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,11 +26,12 @@ def nothing() -> None:
 
 
 class Step(NamedTuple):
-    """What is timed is `run(before())`, without `before()`."""
+    """What is timed is `run(before())`, without `before()`. `told`: what its results say besides, once it has run."""
 
     name: str
     run: Callable[[Any], object]
     before: Callable[[], Any] = nothing
+    told: Callable[[], Mapping[str, object]] = dict
 
 
 class Times(NamedTuple):

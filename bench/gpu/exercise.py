@@ -134,11 +134,27 @@ def ranks(device: torch.device) -> Pairs:
     layer = puts_layer(case, 2)
     y_SM = layer.forward()
     yield "puts y", y_SM, right.y_SM
-    for name, found, wanted in zip(GRADIENTS, layer.backward(y_SM, case.dy_SM), right.gradients, strict=True):
+    gradients = layer.ours(layer.backward(y_SM, case.dy_SM))
+    for name, found, wanted in zip(GRADIENTS, gradients, right.gradients, strict=True):
         yield f"puts {name}", found, wanted
 
 
-PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire, ranks)
+def gluon(device: torch.device) -> Pairs:
+    """The Gluon form of each product, on Hopper. The check compares; a tool that watches sees its launches."""
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
+        return
+    from bench.gpu.gluon_first import variants
+    from fusedmoe.kernels.triton.grouped.configs import gluon_candidates
+    from fusedmoe.kernels.triton.grouped.correctness import check
+
+    nothing = torch.zeros(0)
+    for variant in variants():
+        for one in gluon_candidates(variant, (9, 0)):
+            fault = check(variant, one.config, device)
+            yield f"{variant}, {one.config} {fault}", nothing, torch.zeros(1) if fault else nothing
+
+
+PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire, ranks, gluon)
 
 
 def _normal(*size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -92,19 +93,39 @@ def row_steps(case: Case) -> list[Step]:
     ]
 
 
-def grouped_steps(case: Case) -> list[Step]:
-    """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already."""
+def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None) -> list[Step]:
+    """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already.
+
+    Args:
+        choose: chooses their configurations instead of the tuner.
+    """
     from fusedmoe.kernels.triton import experts
+    from fusedmoe.kernels.triton.grouped import autotune
 
     layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
     weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_pairs(case.weight_SK, layout)
     call = experts.make_call(layout, case.x_SM)
+    chosen: dict[str, tuple[Any, Any]] = {}
+    own = choose or call.choose
+
+    def noted(key: Any, launch: Any) -> Any:
+        chosen[key.variant.operation] = key, own(key, launch)
+        return chosen[key.variant.operation][1]
+
+    def told(operation: str) -> Mapping[str, object]:
+        if operation not in chosen:
+            return {}
+        key, config = chosen[operation]
+        times = {} if choose or not case.x_SM.is_cuda else autotune.tuner(case.x_SM.device).times(key)
+        return {"config": str(config), "microseconds": times}
+
+    call.choose = noted
     h, a = experts.up(call, case.x_SM, weights, swiglu)
     dh, scaled_a, _ = experts.dhidden(call, case.dy_SM, h, weight_N, weights, swiglu)
     up_ENM = case.w1.view(case.shape.E, -1, case.shape.M)
 
     def step(name: str, function: Any, *arguments: Any) -> Step:
-        return Step(name, lambda _: function(call, *arguments))
+        return Step(name, lambda _: function(call, *arguments), told=lambda: told(name.lower()))
 
     return [
         step("up", experts.up, case.x_SM, weights, swiglu),

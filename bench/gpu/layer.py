@@ -22,14 +22,15 @@ class Layer:
     Attributes:
         name, version: of the library.
         forward: [S, M] from `leaves`, sorting of the routing included.
-        leaves: tokens, router weights, W1, W2, in whatever layout the variant wants.
+        leaves: tokens, router weights, W1, W2, in whatever layout the variant wants; of several ranks, each one's W1,
+            and then each one's W2.
         ours: turns the gradients of the leaves into those of the case's tensors.
     """
 
     name: str
     version: str | None
     forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, Tensor, Tensor, Tensor]
+    leaves: tuple[Tensor, ...]
     ours: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
 
     def backward(self, y_SM: Tensor, dy_SM: Tensor) -> tuple[Tensor, ...]:

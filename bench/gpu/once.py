@@ -1,9 +1,13 @@
-"""One kernel of a shape, once, by its default configuration: for profilers. `python -m bench.gpu.once up 30B-H1024`"""
+"""One kernel of a shape, once, by its default configuration: for profilers. `python -m bench.gpu.once up 30B-H1024`
+
+With `--form gluon` by the first configuration of its form in Gluon, which must have been checked before.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+from typing import Any
 
 import torch
 
@@ -13,17 +17,33 @@ from bench.gpu.rehearsal import TINY
 from bench.gpu.shapes import SHAPES
 
 
-def main(kernel: str, name: str) -> None:
+def main() -> None:
     os.environ["FUSEDMOE_AUTOTUNE"] = "0"
-    shape = next(shape for shape in (*SHAPES, *TINY) if shape.name == name)
+    shapes = {shape.name: shape for shape in (*SHAPES, *TINY)}
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.once", description="Runs one kernel of a layer, once.")
+    parser.add_argument("kernel", choices=["up", "down", "dhidden", "dinput", "dW1", "dW2"])
+    parser.add_argument("shape", choices=list(shapes), metavar="SHAPE", help=f"one of {', '.join(shapes)}")
+    parser.add_argument("--form", choices=["triton", "gluon"], default="triton", help="default: triton")
+    given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = make_case(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    step = next(step for step in grouped_steps(case) if step.name == kernel)
+    case = make_case(shapes[given.shape], device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    steps = grouped_steps(case, _gluon if given.form == "gluon" else None)
+    step = next(step for step in steps if step.name == given.kernel)
     step.run(step.before())
     if device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"once: {kernel} at {name}")
+    print(f"once: {given.kernel} at {given.shape}, {step.told()['config']}")
+
+
+def _gluon(key: Any, launch: Any) -> Any:
+    """Chooses the first configuration of the form in Gluon."""
+    from fusedmoe.kernels.triton.grouped.configs import by_shape, gluon_candidates
+
+    found = by_shape(gluon_candidates(key.variant, (9, 0)), key.rows, key.depth)
+    if not found:
+        raise SystemExit(f"{key.variant} has no form in Gluon")
+    return found[0]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""Everything that the benchmark will launch at the eight shapes, compiled in parallel before anything is timed.
+"""Everything that the benchmark will launch at all shapes, compiled in parallel before anything is timed.
 
 `python -m bench.gpu.precompile --target 90`: a line as each kernel is done, which is a sign of life. Kernels lie in
 Triton's cache afterwards, where the launches look for them.

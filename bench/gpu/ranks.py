@@ -58,20 +58,18 @@ def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
 
 class _Puts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks) -> Tensor:
-        # Both learn, which parts do not know here.
-        of_ranks = ([part.detach().requires_grad_() for part in w.tensor_split(ranks.count)] for w in (w1, w2))
-        experts = zip(*of_ranks, strict=True)
+    def forward(ctx: Any, ranks: _Ranks, x_SM: Tensor, weight_SK: Tensor, *weights: Tensor) -> Tensor:
+        # They learn, which they do not know here.
+        learning = [part.detach().requires_grad_() for part in weights]
+        tokens, routes = x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK)
         runs = [
             Forward(x, route, GroupedExperts(ops.Weights(*own), "swiglu"))
-            for x, route, own in zip(
-                x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK), experts, strict=True
-            )
+            for x, route, *own in zip(tokens, routes, *_halves(learning), strict=True)
         ]
         in_turn(runs)
         # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
         ctx.save_for_backward(*(tensor for run in runs for tensor in (*run.x, *run.h) if tensor is not None))
-        ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
+        ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, weights[0].dtype)
         return torch.cat([run.finish() for run in runs])
 
     @staticmethod
@@ -79,19 +77,35 @@ class _Puts(torch.autograd.Function):
         runs = [Backward(run, dy) for run, dy in zip(ctx.runs, dy_SM.tensor_split(len(ctx.runs)), strict=True)]
         in_turn(runs)
         dx, dweight = (torch.cat(parts) for parts in zip(*(run.finish() for run in runs), strict=True))
-        dw1, dw2 = (torch.cat([run.totals[which] for run in runs]) for which in (0, 1))  # type: ignore[index]
-        return dx, dweight.to(ctx.dtypes[0]), dw1.to(ctx.dtypes[1]), dw2.to(ctx.dtypes[1]), None
+        dweights = [run.totals[which].to(ctx.dtypes[1]) for which in (0, 1) for run in runs]  # type: ignore[index]
+        return None, dx, dweight.to(ctx.dtypes[0]), *dweights
+
+
+def _leaves(case: Case, count: int) -> tuple[Tensor, ...]:
+    """The case's tensors, but each rank's matrices by themselves: gradients of slices would be of the whole's size."""
+    parts = (part for whole in (case.w1, case.w2) for part in whole.tensor_split(count))
+    return (leaf(case.x_SM), leaf(case.weight_SK), *map(leaf, parts))
+
+
+def _halves(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """W1 and W2 of each rank."""
+    return weights[: len(weights) // 2], weights[len(weights) // 2 :]
+
+
+def _whole(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of `_leaves` as those of the case's tensors."""
+    return (*gradients[:2], *(torch.cat([*parts]) for parts in _halves(gradients[2:])))
 
 
 def puts_layer(case: Case, count: int) -> Layer:
-    leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
-    ranks = _Ranks(case, count)
-    return Layer("puts", package_version("fusedmoe"), lambda: _Puts.apply(*leaves, ranks), leaves)
+    leaves, ranks = _leaves(case, count), _Ranks(case, count)
+    return Layer("puts", package_version("fusedmoe"), lambda: _Puts.apply(ranks, *leaves), leaves, _whole)
 
 
 def copies_layer(case: Case, count: int) -> Layer:
-    leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
-    x_SM, weight_SK, w1, w2 = leaves
+    leaves = _leaves(case, count)
+    x_SM, weight_SK, *weights = leaves
+    experts = [ops.Weights(*own) for own in zip(*_halves(weights), strict=True)]
     own = case.shape.E // count
     expert_SK = case.expert_SK.tensor_split(count)
 
@@ -112,14 +126,13 @@ def copies_layer(case: Case, count: int) -> Layer:
             number = torch.arange(own, device=x_SM.device).repeat(count)
             expert_R1 = number.repeat_interleave(there_WE.flatten(), output_size=len(came_RM))[:, None]
             layout = ops.order(expert_R1, own)
-            experts = ops.Weights(*(whole[rank * own : (rank + 1) * own] for whole in (w1, w2)))
             weight_N = take_pairs(weight_R[:, None], layout)
-            out_RM = ops.experts(came_RM, layout, weight_N, experts, "swiglu")
+            out_RM = ops.experts(came_RM, layout, weight_N, experts[rank], "swiglu")
             out.append(out_RM.split([shares[rank] for shares in shares_WW]))
         back = [torch.cat([parts[rank] for parts in out]) for rank in range(count)]
         return torch.cat([unpermute(rows_NM, layout) for rows_NM, layout in zip(back, layouts, strict=True)])
 
-    return Layer("copies", package_version("fusedmoe"), forward, leaves)
+    return Layer("copies", package_version("fusedmoe"), forward, leaves, _whole)
 
 
 def part_steps(case: Case, count: int) -> list[Step]:

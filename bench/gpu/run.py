@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     told = "; ".join(f"{name}: {PLANS[name].about}, {PLANS[name].minutes:g} minutes" for name in steps)
     parser = argparse.ArgumentParser(
         prog="make bench-gpu ARGS=…",
-        description="Checks the kernels on this machine's GPU, then measures them and whole passes at eight shapes "
+        description="Checks the kernels on this machine's GPU, then measures them and whole passes at nine shapes "
         "against the least time their FLOP and bytes take, beside other libraries that are installed. Everything is "
         "compiled before, in parallel. A part that fails, hangs or dies is named and stops no other. Writes results, "
         "a summary (.json, .txt) and a log under --out as they come.",

@@ -78,7 +78,7 @@ _REPORT = _part("report", 15, "tables and picture", report)
 
 def _suite(name: str, seconds: float, *needs: str) -> Part:
     about = {"kernels": "every kernel against its limit", "passes": "the passes against theirs, beside other libraries"}
-    return _part(name, seconds, f"{about[name]}, at eight shapes", suites.measure, *needs, suite=name)
+    return _part(name, seconds, f"{about[name]}, at nine shapes", suites.measure, *needs, suite=name)
 
 
 def _sanitizers(seconds: float) -> Sequence[Part]:
@@ -146,7 +146,7 @@ PLANS = {
             [_VERSIONS],
             [_part("exercise", 90, "every kernel once, which compiles them", checks.exercise)],
             _sanitizers(115),
-            [_part("profile", 60, "two kernels under Nsight Compute", checks.profile)],
+            [_part("profile", 60, "kernels under Nsight Compute", checks.profile)],
         ],
     ),
 }

@@ -39,6 +39,7 @@ def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: 
     times, costs = clock.measure(steps, seconds), kernel_costs(shape)
     return [
         _row(shape, "kernel", step.name, NAME, [costs[step.name]], costs[step.name].flops, times[step.name])
+        | {**step.told()}
         for step in steps
     ]
 

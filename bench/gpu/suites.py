@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from bench.gpu.rehearsal import pretending, shapes_of
 from bench.gpu.results import document, save
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
+from fusedmoe.files import cache_dir
 
 SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
 # A process is not started with less, and has this much less time than is left, for starting and the last ceilings.
@@ -54,6 +56,10 @@ def keep(place: Place) -> Path | None:
     spool = Spool(rows_file(place))
     if not spool.of("row") or not spool.of("ceilings"):
         return None
+    if not place.rehearsal:
+        # What the tuner found: every configuration's verdict and time. It would be lost with the machine.
+        for file in cache_dir().glob("grouped-*.json"):
+            shutil.copy(file, place.stem.parent)
     checks = [{"name": name, "result": found.result, "word": found.word} for name, found in place.done.items()]
     found = document(spool, checks, shapes_of(place))
     return save(found | ({"rehearsal": True} if place.rehearsal else {}), place.stem.parent)

@@ -1,19 +1,29 @@
 """`make bench-placement`: placements of experts on long made loads, in simulation, into bench/results/.
 
-Long enough for every policy's own period: SmartMoE's is 25 iterations, FlexMoE's 10, Hecate's owners change every 100.
-Nothing is timed, so a busy machine gives the same numbers.
+Long enough for every policy's own period: of SmartMoE and FlexMoE the fastest of 5 to 100 iterations, named in the
+results; Hecate's owners change every 100. Only exact balance is timed: a busy machine gives the other
+numbers as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from bench.gpu.process import ROOT, Process, watch
+from bench.placement.baselines import CLUSTER_A
+from bench.placement.made_loads import make_loads
 from bench.provenance import provenance
+from fusedmoe.placement.balance import balance, cheapest_balance
+from fusedmoe.placement.hecate import materialise
+from fusedmoe.placement.placement import Nodes, Placement
 
 #: Where results are; what they measure.
 FILE = "placement_simulated.json"
@@ -21,6 +31,8 @@ MEASURED = ("fusedmoe/placement", "bench/placement")
 
 _ITERATIONS, _SEEDS, _MEMORIES = 220, (0, 1), (2, 4)
 _SECONDS = 3600
+# Of exact balance: ranks, in nodes of 8, experts, and calls whose median counts.
+_RANKS, _EXPERTS, _CALLS = (8, 64, 512), (64, 256), 9
 
 
 def main() -> int:
@@ -29,13 +41,16 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
     options = parser.parse_args()
     run, found = provenance(MEASURED) | {"iterations": options.iterations}, dict[str, Any]()
+    exact = {f"{ranks} ranks, {experts} experts": balanced(ranks, experts) for ranks in _RANKS for experts in _EXPERTS}
+    for name, cases in exact.items():
+        print(name, *(f"{case} {one['balance_s'] * 1e3:.1f} ms" for case, one in cases.items()), sep="  ", flush=True)
     for memory in _MEMORIES:
         for seed in _SEEDS:
             name = f"m = {memory}, seed {seed}"
             found[name] = simulated(options.iterations, seed, memory)
             rows = found[name]["policies"].items()
             print(name, *(f"{policy} {one['speedup']:.2f}x" for policy, one in rows), sep="  ", flush=True)
-            data = {"run": run, "simulations": found}
+            data = {"run": run, "simulations": found, "exact": exact}
             (options.results / FILE).write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
@@ -56,6 +71,37 @@ def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
     for row in data["policies"].values():
         row.pop("layer_speedups")
     return data
+
+
+def balanced(ranks: int, experts: int) -> dict[str, Any]:
+    """Seconds that exact balance of made loads takes, and what it gives: with no copies there, and with those of
+    Algorithm 1 on the loads of the iteration before."""
+    nodes, m = Nodes(ranks, 8), 2
+    trace = make_loads(2, 1, ranks, experts)
+    even, tokens_WE = Placement.even(ranks, experts), trace.tokens_ILWE[1, 0]
+    copied = materialise(even, trace.load_ILE[0, 0], nodes, experts, m)
+    found = {}
+    for name, before in (("no copies", even), ("copies", copied)):
+        exact = balance(before, tokens_WE, nodes, m)
+        found[name] = {
+            "balance_s": _median_s(lambda before=before: balance(before, tokens_WE, nodes, m)),
+            "cheapest_s": _median_s(lambda before=before: cheapest_balance(before, tokens_WE, nodes, m, CLUSTER_A)),
+            # Of a balance that was not asked before: what it works out once counts.
+            "split_s": _median_s(lambda exact=exact: replace(exact).sent_from(0)),
+            "over_mean": exact.busiest * ranks / int(tokens_WE.sum()),
+            "over_mean_before": balance(before, tokens_WE, nodes, 0).busiest * ranks / int(tokens_WE.sum()),
+            "new_copies": int((exact.placement.extra_W() - before.extra_W()).sum()),
+        }
+    return found
+
+
+def _median_s(call: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(_CALLS):
+        start = perf_counter()
+        call()
+        seconds.append(perf_counter() - start)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

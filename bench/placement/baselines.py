@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.placement.balance import balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -27,7 +28,7 @@ from fusedmoe.placement.hecate import (
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, Transfer, layer_s, load, transfers_s
+from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, load, transfers_s
 
 
 def costs_of_layer(
@@ -86,12 +87,14 @@ class Decision(NamedTuple):
     waits_s: for how long everything else waits for parameters (and state) on their way.
     sent_bytes: of all ranks, for parameters, gradients of replicas and state, hidden or not.
     replica_state: replicas have optimizer state of their own.
+    loads: [L], of ranks and links, where the policy says whose tokens go to which copy; None: as `load` has them.
     """
 
     placements: tuple[Placement, ...]
     waits_s: float
     sent_bytes: int
     replica_state: bool = False
+    loads: tuple[PlacementLoad, ...] | None = None
 
 
 Policy = Callable[[Situation], Decision]
@@ -125,6 +128,24 @@ def hecate(
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
+
+
+def exact(now: Situation, *, t: int, m: int, level: float | None = None) -> Decision:
+    """Hecate, and exact balance once the gates have chosen: what `ShardedExperts(balance="exact")` does.
+
+    `level`: as `balance` takes it, whatever that costs; None: what is cheapest. The copies that it adds are waited for.
+    """
+    predicted = hecate(now, t=t, m=m)
+    waits_s, found = predicted.waits_s, []
+    for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
+        if level is None:
+            found.append(cheapest_balance(placement, tokens_WE, now.nodes, m, now.costs))
+        else:
+            found.append(balance(placement, tokens_WE, now.nodes, m, level))
+        waits_s += gathered_s(placement, found[-1].placement, now.nodes, now.costs)
+    placements = tuple(one.placement for one in found)
+    sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
+    return Decision(placements, waits_s, sent, loads=tuple(one.load() for one in found))
 
 
 def shadowing(now: Situation, *, m: int) -> Decision:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from rich.table import Table
 
 from bench.placement.baselines import (
     CLUSTER_A,
+    Decision,
     Policy,
+    exact,
     expert_parallelism,
     hecate,
     replication,
@@ -34,7 +36,7 @@ from fusedmoe.placement.placement import Nodes
 from fusedmoe.runtime.progress import WorkBar
 
 DESCRIPTION = """\
-Follows the loads of experts, recorded or made up, under six ways to place them, and shows what
+Follows the loads of experts, recorded or made up, under eight ways to place them, and shows what
 each makes of the work of ranks and of what they receive from other nodes.
 
 The rank with the most tokens sets the pace of a layer. With expert parallelism (ep) that is
@@ -42,8 +44,10 @@ whoever owns the most popular expert. hecate owns every expert once and, before 
 copies those that the last 5 iterations asked for most: at most t experts travel (as many as the
 time beside attention hides), a rank has room for m copies in each layer. Every 100 iterations
 owners change as well. algorithm1 is hecate without the search that this library puts behind the
-paper's Algorithm 1. fastermoe, smartmoe (every 25 iterations) and flexmoe (every 10) are what
-others do; a rank has the same room for copies there.
+paper's Algorithm 1. exact is hecate, and once the gates have chosen it shares tokens over the
+copies, and adds copies, as is cheapest; even does so until all ranks have the same, whatever it
+costs. fastermoe, smartmoe and flexmoe are what others do; a rank has the same room for copies
+there, and the last two the period that makes them fastest.
 
 Columns of the table:
   straggler   work of the busiest rank over the mean; 1 is even. (×: how much less than ep)
@@ -71,7 +75,10 @@ examples:
     python -m bench.placement.loads --json | jq '.policies.hecate.straggler'
 """
 
-POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate")
+POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate", "exact", "even")
+
+#: Iterations between two changes that are tried for policies that do not say, or whose papers had other loads.
+PERIODS = (5, 10, 25, 50, 100)
 
 
 def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
@@ -137,15 +144,17 @@ def _run(arguments: argparse.Namespace) -> None:
     nodes = Nodes(trace.ranks, arguments.ranks_per_node)
     if arguments.save is not None:
         arguments.save.write_text(trace.to_json(), encoding="utf-8")
-    outcomes = _simulate(trace, nodes, arguments)
+    best = _simulate(trace, nodes, arguments)
+    outcomes = {name: outcome for name, (_, outcome) in best.items()}
+    settings = {name: setting for name, (setting, _) in best.items()}
     if arguments.png is not None:
         title = f"Layer {arguments.layer}: ep before, {arguments.policy} after, {nodes} ranks ({trace.source})"
         before, after = outcomes["ep"], outcomes[arguments.policy]
         draw(trace, before, after, nodes, arguments.layer, arguments.png, title=title)
     if arguments.json:
-        print(json.dumps(_as_dict(trace, nodes, outcomes, arguments), indent=2))
+        print(json.dumps(_as_dict(trace, nodes, outcomes, settings, arguments), indent=2))
     else:
-        _print(trace, nodes, outcomes, arguments)
+        _print(trace, nodes, outcomes, settings, arguments)
 
 
 def _trace(arguments: argparse.Namespace) -> LoadTrace:
@@ -166,25 +175,39 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
     )
 
 
-def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> dict[str, Outcome]:
+def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> dict[str, tuple[str, Outcome]]:
+    """What each policy makes of the loads, in the fastest of its settings, and which that is."""
     t, m = arguments.overlap, arguments.memory
-    policies: tuple[Policy, ...] = (
-        expert_parallelism,
-        partial(shadowing, m=m),
-        swaps,
-        partial(replication, m=m),
-        partial(hecate, t=t, m=m, calibrated=arguments.calibrate, searches=False),
-        partial(hecate, t=t, m=m, calibrated=arguments.calibrate),
+
+    def periods(policy: Callable[..., Decision], **more: int) -> dict[str, Policy]:
+        return {f"every {every}": partial(policy, every=every, **more) for every in PERIODS}
+
+    policies: tuple[dict[str, Policy], ...] = (
+        {"": expert_parallelism},
+        {"": partial(shadowing, m=m)},
+        periods(swaps),
+        periods(replication, m=m),
+        {"": partial(hecate, t=t, m=m, calibrated=arguments.calibrate, searches=False)},
+        {"": partial(hecate, t=t, m=m, calibrated=arguments.calibrate)},
+        {"": partial(exact, t=t, m=m)},
+        {"": partial(exact, t=t, m=m, level=1.0)},
     )
-    outcomes = {}
-    for name, policy in zip(POLICIES, policies, strict=True):
-        with WorkBar(f"simulating {name}") as bar:
-            outcomes[name] = replay(trace, policy, nodes, CLUSTER_A, show=bar.show)
-    return outcomes
+    best = {}
+    for name, settings in zip(POLICIES, policies, strict=True):
+        outcomes = []
+        for setting, policy in settings.items():
+            with WorkBar(f"simulating {name} {setting}") as bar:
+                outcomes.append((setting, replay(trace, policy, nodes, CLUSTER_A, show=bar.show)))
+        best[name] = min(outcomes, key=lambda one: one[1].iteration_s)
+    return best
 
 
 def _as_dict(
-    trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], arguments: argparse.Namespace
+    trace: LoadTrace,
+    nodes: Nodes,
+    outcomes: dict[str, Outcome],
+    settings: dict[str, str],
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """The outcomes in plain types; times in seconds, sizes in bytes."""
     ep, layer = outcomes["ep"], arguments.layer
@@ -200,7 +223,9 @@ def _as_dict(
         "costs": vars(CLUSTER_A),
         "policies": {
             name: {
+                "setting": settings[name],
                 "straggler": one.straggler,
+                "straggler_most": float(one.straggler_IL.max()),
                 "ingress_bytes": one.ingress_bytes,
                 "layers_s": one.layers_s,
                 "waits_s": one.waits_s,
@@ -223,7 +248,13 @@ def _as_dict(
     }
 
 
-def _print(trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], arguments: argparse.Namespace) -> None:
+def _print(
+    trace: LoadTrace,
+    nodes: Nodes,
+    outcomes: dict[str, Outcome],
+    settings: dict[str, str],
+    arguments: argparse.Namespace,
+) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     ep, after, layer = outcomes["ep"], outcomes[arguments.policy], arguments.layer
     console.print(trace.source or "loads from an unnamed source", markup=False, soft_wrap=True)
@@ -237,7 +268,7 @@ def _print(trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], argumen
         table.add_column(column, justify="right")
     for name, one in outcomes.items():
         table.add_row(
-            name,
+            f"{name} {settings[name]}".rstrip(),
             f"{one.straggler:.2f} ({_ratio(ep.straggler, one.straggler)})",
             f"{one.ingress_bytes / 1e6:.2f} ({_ratio(ep.ingress_bytes, one.ingress_bytes)})",
             f"{one.layers_s * 1e3:.1f}",

@@ -126,7 +126,7 @@ def replay(
         decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, nodes, costs))
         peak_bytes = _peak_bytes(placements, decision, costs)
         placements = decision.placements
-        found = [load(tokens_WE, one, nodes) for tokens_WE, one in zip(tokens_LWE, placements, strict=True)]
+        found = decision.loads or [load(tokens, one, nodes) for tokens, one in zip(tokens_LWE, placements, strict=True)]
         rows.append(
             (
                 [one.work_W for one in found],

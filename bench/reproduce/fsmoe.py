@@ -14,7 +14,7 @@ from bench.paper_degree import paper_cases, paper_degree, unconstrained_degree
 from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS, PUBLISHED, run_grid, workloads
 from fusedmoe.models.config import MODELS
-from fusedmoe.schedule.cost import fit
+from fusedmoe.schedule.cost import ALONE, Contention, fit
 from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree, three_queues_s
 from fusedmoe.schedule.policies import POLICIES
@@ -153,7 +153,7 @@ DEGREES = Table(
 _HEADS = 3
 
 
-def differing(testbed: Testbed, contention: float, limit: int, cases: Sequence[Workload] | None = None) -> int:
+def differing(testbed: Testbed, contention: Contention, limit: int, cases: Sequence[Workload] | None = None) -> int:
     """Cases of Table 4 whose best degrees up to `limit` differ between the passes."""
     found = 0
     for work in workloads(testbed) if cases is None else cases:
@@ -169,7 +169,7 @@ def degrees(progress: Progress) -> list[Table]:
     rows = []
     for number, (name, limit) in enumerate(tried):
         testbed = TESTBEDS[name]
-        ours = tuple(differing(testbed, contention, limit) for contention in (1.0, testbed.costs.contention))
+        ours = tuple(differing(testbed, contention, limit) for contention in (ALONE, testbed.costs.contention))
         paper = PUBLISHED["B"]["differing_degrees"] if (name, limit) == ("B", 8) else None
         rows.append(Row(f"{name}, up to {limit} chunks", paper, ours, "{:.0f}", (1,) if paper else ()))
         progress(number + 1, len(tried))
@@ -333,7 +333,7 @@ def gains(
     testbed = TESTBEDS[name]
     work = Workload(1, seq_len, model_dim, hidden, testbed.nodes, 2, 1.2, expert, testbed.nodes, testbed.gpus)
     layer = work.layer_costs(testbed.costs)
-    contention = 1.0 if alone else testbed.costs.contention
+    contention = ALONE if alone else testbed.costs.contention
     costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), contention)
     ours_s = makespan(POLICIES["fsmoe"].plan(costs), costs)
     return [makespan(POLICIES[policy].plan(costs), costs) / ours_s for policy in over]

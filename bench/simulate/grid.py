@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.cost import ALONE, Contention
 from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
@@ -146,7 +147,7 @@ def run_grid(
     total, done = sum(len(found) + _WHOLE_CASES * min(sample, len(found)) for _, _, found in cases), 0
     results = []
     for name, testbed, found in cases:
-        contentions = (1.0, testbed.costs.contention)
+        contentions = (ALONE, testbed.costs.contention)
         rows: list[list[dict[str, float]]] = [[] for _ in contentions]
         differing = [0 for _ in contentions]
         sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
@@ -166,11 +167,11 @@ def run_grid(
         for contention, part, count in zip(contentions, rows, differing, strict=True):
             names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION))
             columns = {name: np.array([row.get(name, np.nan) for row in part]) for name in names}
-            results.append(Result(name, contention, columns, count))
+            results.append(Result(name, contention.share("intra", "inter"), columns, count))
     return results
 
 
-def _rows(costs: StepCosts, contentions: tuple[float, ...]) -> Iterator[dict[str, float]]:
+def _rows(costs: StepCosts, contentions: tuple[Contention, ...]) -> Iterator[dict[str, float]]:
     """Seconds by column of what plans layer by layer, for each contention. What has one communication queue is the same
     for all."""
     same = {name: makespan(POLICIES[name].plan(costs), costs) for name in (BASELINE, *COLUMNS) if name in _ONE_QUEUE}

@@ -209,7 +209,7 @@ def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tens
 def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
     of = Layout.of(layout)
     # No token goes to a rank twice, and none without a pair: bounds that need no numbers.
-    rows: Any = min(of.rows, of.tokens * peers)
+    rows = torch.sym_min(of.rows, of.tokens * peers)
     like, small = of.row_SK, torch.int16 if of.experts < 2**14 else torch.int32
     counts_W, offsets_W1 = like.new_empty(peers), like.new_empty(peers + 1, dtype=torch.int32)
     source_T, pair_T, row_SK = like.new_empty(rows), like.new_empty(rows), like.new_empty(like.shape)
@@ -303,7 +303,7 @@ def _(x_TM: Tensor, weight_N: Tensor | None, *others: Any) -> tuple[Tensor, ...]
 
 @operator("dispatch_backward")
 def dispatch_backward(
-    dx_RM: Tensor,
+    dx_RM: Tensor | None,
     dweight_N: Tensor | None,
     order_N: Tensor,
     row_N: Tensor | None,
@@ -315,20 +315,20 @@ def dispatch_backward(
     rows: int,
     way: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns gradients of `tokens` tokens, and of the weights of `rows` rows (none of None)."""
-    with _Traffic(way, "dispatch_backward", send_PC, come_QPC, dx_RM.device, row_N is None) as traffic:
-        dx_TM = traffic.bring_back(dx_RM.contiguous(), tokens)
+    """Returns gradients of `tokens` tokens, and of the weights of `rows` rows (none of None, of either)."""
+    with _Traffic(way, "dispatch_backward", send_PC, come_QPC, order_N.device, row_N is None) as traffic:
+        dx_TM = order_N.new_empty(0) if dx_RM is None else traffic.bring_back(dx_RM.contiguous(), tokens)
         if dweight_N is None:
-            return dx_TM, dx_RM.new_empty(0)
+            return dx_TM, dx_TM.new_empty(0)
         dweight_P = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N.contiguous())
         return dx_TM, traffic.part.return_weights(dweight_P, row_N, rows).contiguous()
 
 
 @register_fake(dispatch_backward)
-def _(dx_RM: Tensor, dweight_N: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    tokens, rows = others[6:8]
-    dweight = dx_RM.new_empty(0) if dweight_N is None else dweight_N.new_empty(rows)
-    return dx_RM.new_empty((tokens, dx_RM.shape[1])), dweight
+def _(dx_RM: Tensor | None, dweight_N: Tensor | None, order_N: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    tokens, rows = others[5:7]
+    dx_TM = order_N.new_empty(0) if dx_RM is None else dx_RM.new_empty((tokens, dx_RM.shape[1]))
+    return dx_TM, dx_TM.new_empty(0) if dweight_N is None else dweight_N.new_empty(rows)
 
 
 @operator("combine")
@@ -359,28 +359,42 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x_TM, weight_N, row_N, code_N, ctx.k, send_PC, come_QPC, ctx.way = inputs
     ctx.crossing = _crossings.get(ctx.way)
     ctx.tokens, ctx.rows = x_TM.shape[0], None if weight_N is None else weight_N.shape[0]
+    part = None if ctx.crossing is None else ctx.crossing.part
+    # Ranks that have met know what no rank needs the gradient of; ranks of a graph have not asked.
+    ctx.learn = (True, True) if part is None else (part.tokens_learn, part.weights_learn)
+    if not all(ctx.learn):
+        ctx.mark_non_differentiable(*(rows for rows, learns in zip(output, ctx.learn, strict=False) if not learns))
+        ctx.set_materialize_grads(False)  # or there would be zeros for these
+        ctx.shapes = x_TM.new_empty(()).expand(output[0].shape), output[1].new_empty(()).expand(output[1].shape)
     ctx.save_for_backward(output[2], row_N, code_N, send_PC, come_QPC)
 
 
-def _dispatch_gradient(ctx: Any, dx_RM: Tensor, dweight_N: Tensor, *_: Any) -> tuple[Any, ...]:
+def _dispatch_gradient(ctx: Any, dx_RM: Tensor | None, dweight_N: Tensor | None, *_: Any) -> tuple[Any, ...]:
     order_N, row_N, code_N, *sizes = ctx.saved_tensors
-    weighted, rows = (None, 0) if ctx.rows is None else (dweight_N, ctx.rows)
-    dx_TM, dweight = dispatch_backward(
-        dx_RM, weighted, order_N, row_N, code_N, ctx.k, *sizes, ctx.tokens, rows, ctx.way
-    )
-    return dx_TM, None if weighted is None else dweight, None, None, None, None, None, None
+    tokens_learn, weights_learn = ctx.learn[0], ctx.learn[1] and ctx.rows is not None
+    if tokens_learn and dx_RM is None:
+        dx_RM = torch.zeros_like(ctx.shapes[0])
+    if weights_learn and dweight_N is None:
+        dweight_N = torch.zeros_like(ctx.shapes[1])
+    given = dx_RM if tokens_learn else None, dweight_N if weights_learn else None
+    rows = ctx.rows if weights_learn else 0
+    dx_TM, dweight = dispatch_backward(*given, order_N, row_N, code_N, ctx.k, *sizes, ctx.tokens, rows, ctx.way)
+    return dx_TM if tokens_learn else None, dweight if weights_learn else None, None, None, None, None, None, None
 
 
 def _keep_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, dweight_N, _, row_N, code_N, ctx.k, send_PC, come_QPC, _, _, ctx.way = inputs
-    ctx.crossing, ctx.weighted = _crossings.get(ctx.way), dweight_N is not None
+    dx_RM, dweight_N, _, row_N, code_N, ctx.k, send_PC, come_QPC, ctx.tokens, _, ctx.way = inputs
+    ctx.crossing, ctx.given = _crossings.get(ctx.way), (dx_RM is not None, dweight_N is not None)
     ctx.save_for_backward(row_N, code_N, send_PC, come_QPC)
 
 
 def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
     row_N, code_N, *sizes = ctx.saved_tensors
-    g_RM, g_weight, *_ = dispatch(g_TM, g_N if ctx.weighted else None, row_N, code_N, ctx.k, *sizes, ctx.way)
-    return g_RM, g_weight if ctx.weighted else None, *(None,) * 9
+    tokens, weights = ctx.given
+    if not tokens:  # weights travel beside tokens, as narrow as can be
+        g_TM = g_N.new_zeros((ctx.tokens, 1))
+    g_RM, g_weight, *_ = dispatch(g_TM, g_N if weights else None, row_N, code_N, ctx.k, *sizes, ctx.way)
+    return g_RM if tokens else None, g_weight if weights else None, *(None,) * 9
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

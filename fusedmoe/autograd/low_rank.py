@@ -133,7 +133,7 @@ class _Stored(Function):
         adapters, layout = _adapters(saved[:4], ctx.scales), Layout.of(saved[4:])
         wanted = ctx.needs_input_grad[6:]
         given = (dy_SM, x_SM, hidden_NL, layout, weight_N, ctx.weights, adapters, ACTIVATIONS[ctx.activation])
-        dx_SM, dweight_N, factors = low_rank_backward(*given, any(wanted))
+        dx_SM, dweight_N, factors = low_rank_backward(*given, any(wanted), ctx.needs_input_grad[0])
         grads = (grad if wants else None for grad, wants in zip(factors, wanted, strict=True))
         dweight_N = None if weight_N is None or dweight_N is None else dweight_N.to(weight_N.dtype)
         return dx_SM, dweight_N, None, None, None, None, *grads
@@ -205,26 +205,26 @@ def low_rank_experts_backward(
     layout: LayoutTensors,
     activation: str,
     trained: bool,
+    wants_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns gradients of x_SM, weight_N and the four factors; an empty tensor for what has none."""
     weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
     given = (dy_SM, x_SM, hidden_NL, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
-    dx_SM, dweight_N, grads = low_rank_backward(*given, trained)
+    dx_SM, dweight_N, grads = low_rank_backward(*given, trained, wants_x)
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
     # A schema knows no optional results.
     factors = (grads.up_a, grads.up_b, grads.down_a, grads.down_b)
-    rest = (x_SM.new_empty(0) if grad is None else grad for grad in (dweight_N, *factors))
-    dweight, *dfactors = rest
-    return dx_SM, dweight, dfactors[0], dfactors[1], dfactors[2], dfactors[3]
+    rest = (x_SM.new_empty(0) if grad is None else grad for grad in (dx_SM, dweight_N, *factors))
+    dx, dweight, *dfactors = rest
+    return dx, dweight, dfactors[0], dfactors[1], dfactors[2], dfactors[3]
 
 
 @register_fake(low_rank_experts_backward)
 def _(dy_SM: Tensor, hidden_NL: Any, x_SM: Tensor, weight_N: Any, *others: Any) -> tuple[Tensor, ...]:
-    trained = others[-1]
-    given = [weight_N, *(factor if trained else None for factor in others[5:9])]
-    empty = (x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
-    return x_SM.new_empty(x_SM.shape), *empty
+    trained, wants_x = others[-2:]
+    given = [x_SM if wants_x else None, weight_N, *(factor if trained else None for factor in others[5:9])]
+    return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -242,10 +242,12 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     tensors, layout = saved[:10], saved[10:]
     given = (*tensors[:6], ctx.b2_start, *tensors[6:], ctx.scales, layout, ctx.activation)
     trained = any(ctx.needs_input_grad[7:11])
-    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained)
+    wants_x = ctx.needs_input_grad[0]
+    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained, wants_x)
     grads = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
     frozen = (None,) * 5
-    return dx_SM, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None
+    dx = dx_SM if wants_x else None
+    return dx, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None
 
 
 register_gradient(low_rank_experts_operator, _gradients, _keep)

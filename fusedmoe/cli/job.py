@@ -164,6 +164,7 @@ def shard_experts(
         policy="hecate" if settings.placement == "fssdp" else settings.placement,
         memory=settings.placement_memory,
         overlap=settings.placement_overlap,
+        balance=settings.placement_balance,
         rematerialises=settings.rematerialise,
     )
 

@@ -3,8 +3,8 @@
 Measures what schedules are made by: all-to-all between the ranks that hold experts,
 all-gather and reduce-scatter between the shards of an expert, all-reduce between replicas,
 and matrix products, each in many sizes, on all ranks at once. The time of each is a straight
-line, α + β·n, with n in bytes or FLOP; contention is the share of its speed that a link
-keeps while the other kind of link works too.
+line, α + β·n, with n in bytes or FLOP; contention is the share of their speed that products
+and each kind of link keep while another of them works, too.
 
 What is found is kept in $FUSEDMOE_CACHE, or else ~/.cache/fusedmoe, one file for each
 machine, layout of ranks and dtype. Layers with schedule="auto" and fusedmoe train --schedule
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import permutations
 from pathlib import Path
 
 from fusedmoe.cli.job import Launch, ranks_of, settle
@@ -41,6 +42,9 @@ _FLAGS = (
     *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),
 )
+
+# What works on each resource, in words.
+_WORKS = {"compute": "products", "intra": "links inside a node", "inter": "links between nodes"}
 
 #: No budget is larger than this, in seconds.
 MOST_S = 100.0
@@ -94,10 +98,10 @@ def _show(measured: Profile, path: Path) -> None:
         table.add_row(name, most, str(len(points)), _time(line.alpha_s), rate, r2)
     console.print(measured.costs.machine, markup=False)
     console.print(table)
-    # Contention is between two kinds of links, and measured where a layout has both.
-    if {"all-to-all/ep", "all-gather/esp"} <= measured.costs.lines.keys():
-        share = f"{measured.costs.contention:.0%}"
-        console.print(f"contention: while both kinds of links work, each keeps {share} of its speed")
+    of = measured.costs.contention
+    shares = ((a, b, of.share(a, b)) for a, b in permutations(_WORKS, 2))
+    if lost := ", ".join(f"{_WORKS[a]} beside {_WORKS[b]} {share:.0%}" for a, b, share in shares if share < 1):
+        console.print(f"contention, the speed that each keeps: {lost}", highlight=False)
     kept = f"; kept in {path}" if path.exists() else ""
     console.print(f"measured in {measured.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
 

@@ -25,7 +25,7 @@ from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS
 from fusedmoe.plans import POLICIES, CostModel
 from fusedmoe.ranks import ALGORITHMS
-from fusedmoe.training import PLACEMENT_POLICIES
+from fusedmoe.training import PLACEMENT_BALANCES, PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")
@@ -70,6 +70,7 @@ class Settings:
     placement: str = "ep"
     placement_memory: int = 2
     placement_overlap: int | None = None
+    placement_balance: str = "predicted"
     rematerialise: bool = False
     dtype: str = "fp32"
     device: str = "auto"
@@ -261,6 +262,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "experts that may travel for a layer and step",
             chosen="as many as computation hides, measured in the first 5 steps",
         ),
+        Flag("placement_balance", "loads by which copies compute rows", str, PLACEMENT_BALANCES),
         Flag("rematerialise", "copies of experts are fetched again for the backward pass", bool),
         Flag("device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
         Flag("timeout_s", "seconds a rank waits for another", float, metavar="S"),

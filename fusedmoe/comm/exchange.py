@@ -167,7 +167,10 @@ class Sized(Part):
         forwarding: how tokens go on inside nodes; None: they go to each rank by themselves.
     Attributes:
         counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
+        tokens_learn, weights_learn: gradients of tokens and of router weights go back: some rank needs them.
     """
+
+    tokens_learn = weights_learn = True
 
     def __init__(
         self,
@@ -334,6 +337,7 @@ class Exchange(Sized):
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
         width, weights: elements of a row that will travel, and the dtype of the router weights beside it.
+        learn: this rank needs gradients of its tokens, and of their router weights.
     Attributes:
         most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
             ranks, from 1/K to 1. Both are the same on all of them.
@@ -357,6 +361,7 @@ class Exchange(Sized):
         call: str = "a layer",
         width: int = 0,
         weights: torch.dtype | None = None,
+        learn: tuple[bool, bool] = (True, True),
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
@@ -370,7 +375,7 @@ class Exchange(Sized):
             ep.job.board.go_on()
         counts_PE = counts_E.view(ep.size, -1)
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
-        note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
+        note = ((2 * me + (refusal is not None)) * 4 + 2 * learn[0] + learn[1]) * len(_DTYPES) + _DTYPES.index(dtype)
         form = width * (len(_DTYPES) + 1) + (1 + _DTYPES.index(weights) if weights in _DTYPES else 0)
         known = [counts_E.new_full((), number) for number in (note, form, 0)]
         metadata = tokens_Pp.sum(), counts_E.sum(), *known[:2], known[2] if bad is None else bad.number
@@ -403,8 +408,8 @@ class Exchange(Sized):
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
         tokens_QP, pairs_QP, note_QP, form_QP, bad_QP, _ = all_QPC[..., -_METADATA:].transpose(2, 0, 1)
-        ranks_QP = note_QP // len(_DTYPES) // 2
-        culprits = sorted(ranks_QP[note_QP // len(_DTYPES) % 2 > 0].tolist())
+        ranks_QP, learn_QP = note_QP // len(_DTYPES) // 8, note_QP // len(_DTYPES)
+        culprits = sorted(ranks_QP[learn_QP // 4 % 2 > 0].tolist())
         # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}", agreed=True)
@@ -423,6 +428,7 @@ class Exchange(Sized):
             raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
         tokens, pairs = int(tokens_QP.sum()), int(pairs_QP.sum())
         self.most_pairs, self.share = int(pairs_QP.max()), tokens / pairs if pairs else 1.0
+        self.tokens_learn, self.weights_learn = bool((learn_QP & 2).any()), bool((learn_QP & 1).any())
         come_QPC = all_QPC[..., :-_METADATA]
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
@@ -444,7 +450,7 @@ def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
     counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-_METADATA]
-    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // len(_DTYPES) // 2
+    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // len(_DTYPES) // 8
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())

@@ -40,7 +40,12 @@ class ChunkExperts(Protocol):
         any_degree: the backward's chunks may be others than the forward's. Then what a chunk keeps is one tensor whose
             n-th row belongs to the n-th sorted row.
         keeps_rows: the backward reads the rows that the forward was given; else it gets None for them.
+        tokens_learn, weights_learn: gradients of rows and of their weights are asked for (`Exchange.tokens_learn`);
+            else the backward returns None for them. Set before the first forward.
     """
+
+    tokens_learn: bool
+    weights_learn: bool
 
     @property
     def parameters(self) -> Sequence[Tensor | None]: ...
@@ -57,7 +62,7 @@ class ChunkExperts(Protocol):
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         """Gradients of rows, of their weights, and of the parameters, these added up over the chunks.
 
         `totals`: what the chunk before gave; None at the first one. Of half precision in float32 from the second on.
@@ -66,7 +71,7 @@ class ChunkExperts(Protocol):
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         """Gradients of rows and of their weights, and what gives those of the parameters later."""
         ...
 
@@ -78,46 +83,47 @@ class ChunkExperts(Protocol):
 
 
 class GroupedExperts:
-    """Feed-forward experts by their own kernels. A chunk keeps its pre-activations.
+    """Feed-forward experts by their own kernels, beside communication. A chunk keeps its pre-activations.
 
     Args:
         learns: w1, w2, b1 and b2 that have gradients; None: those that require them.
     Attributes:
-        wanted: the gradients that are computed: those of rows and router weights, which go back to other ranks in any
-            case, and those of parameters that have one.
+        wanted: the gradients that are computed.
     """
 
-    any_degree = True
+    any_degree = tokens_learn = weights_learn = True
 
     def __init__(self, weights: Weights, activation: str, learns: Sequence[bool] | None = None) -> None:
         # Once for all chunks: kernels would copy matrices with other strides in each of them.
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
-        self.wanted = Wanted(True, True, *(learning(self.parameters) if learns is None else learns))
-        self.keeps_rows = self.wanted.w1
+        self._learns = learning(self.parameters) if learns is None else learns
+        self.keeps_rows = self._learns[0]
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.tokens_learn, self.weights_learn, *self._learns)
 
     def for_backward(self) -> GroupedExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
+        return experts_forward(x_RM, layout, weight_R, self.weights, self.activation, shared=True)
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         # Kernels add to what the chunks before gave: no second tensor of the parameters' size.
         given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.wanted)
-        grads = experts_backward(dy_RM, x_RM, kept, *given)
-        assert grads.x_SM is not None
+        grads = experts_backward(dy_RM, x_RM, kept, *given, shared=True)
         return grads.x_SM, grads.weight_N, grads.parameters
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         given = (layout, weight_R, self.weights, self.activation, self.wanted)
-        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given)
-        assert dx_RM is not None
+        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given, shared=True)
         return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
 
     def weight_gradients(
@@ -131,7 +137,7 @@ class GroupedExperts:
     ) -> Totals:
         """The second half of `backward`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.wanted)
-        return experts_backward_weights(dy_RM, x_RM, left, *given).parameters
+        return experts_backward_weights(dy_RM, x_RM, left, *given, shared=True).parameters
 
 
 def learning(parameters: Sequence[Tensor | None]) -> list[bool]:
@@ -144,6 +150,7 @@ class AutogradExperts:
 
     # What a chunk keeps has its rows.
     any_degree = keeps_rows = False
+    tokens_learn = weights_learn = True
 
     def __init__(self, compute: Compute | None, parameters: Sequence[Tensor]) -> None:
         self._compute: Callable[..., Tensor] | None = compute
@@ -157,33 +164,32 @@ class AutogradExperts:
         assert self._compute is not None
         with torch.enable_grad():
             # Leaves of a graph of its own: the pass around it runs without autograd, and asks for gradients by hand.
-            x_RM = x_RM.detach().requires_grad_()
-            weight_R = None if weight_R is None else weight_R.detach().requires_grad_()
+            x_RM = x_RM.detach().requires_grad_(self.tokens_learn)
+            weight_R = None if weight_R is None else weight_R.detach().requires_grad_(self.weights_learn)
             y_RM = no_wider(self._compute(x_RM, layout, weight_R), x_RM)
             check_rows("experts in chunks", "their result", y_RM, len(x_RM))
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
-        # Nothing here learns: rows go back all the same, for other ranks wait for as many as they have sent.
-        if not y_RM.requires_grad:
-            return torch.zeros_like(own_x_RM), None, totals
-        # Parameters that are frozen get no gradient; those that these rows did not use have None.
-        wanted = [p for p in self.parameters if p.requires_grad]
-        inputs = [own_x_RM, *([] if own_weight_R is None else [own_weight_R]), *wanted]
-        dx_RM, *others = torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True)
-        dweight_R = others.pop(0) if own_weight_R is not None else None
-        found = iter(others)
-        grads = (next(found) if p.requires_grad else None for p in self.parameters)
-        totals = add_all(totals, tuple(grads))
-        return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, totals
+        # Of what is frozen there is no gradient; of what these rows did not use it is None.
+        inputs = [one for one in (own_x_RM, own_weight_R, *self.parameters) if one is not None and one.requires_grad]
+        grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True) if y_RM.requires_grad else ())
+        dx_RM, dweight_R, *own = (
+            next(grads, None) if one is not None and one.requires_grad else None
+            for one in (own_x_RM, own_weight_R, *self.parameters)
+        )
+        # Rows go back all the same, for other ranks wait for as many as they have sent.
+        if dx_RM is None and own_x_RM.requires_grad:
+            dx_RM = torch.zeros_like(own_x_RM)
+        return dx_RM, dweight_R, add_all(totals, tuple(own))
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         """Gives all gradients, and what adds them up."""
         # Autograd makes all gradients at once: nothing is left for later but the sum.
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)

@@ -143,7 +143,8 @@ class Collectives(Dispatcher):
         if by_node and tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
             hop = sending(sent.tokens, self.all_to_all.nodes)
             sent = sent._replace(tokens=hop.tokens)
-        form = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
+        form: dict[str, Any] = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
+        form["learn"] = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
         exchange = self.exchange(layout.counts_E, x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop, **form)
         # Padding does not travel; how much of it there is the host knows now.
         pairs = exchange.pairs.sent
@@ -211,9 +212,15 @@ class Collectives(Dispatcher):
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
-    def in_graph(self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange."""
-        if len(routed.x_SM):
+    def in_graph(
+        self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor, masked: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange.
+
+        Args:
+            masked: a mask says how many tokens there are when the graph runs; the graph then has all of the exchange.
+        """
+        if masked or len(routed.x_SM):
             return self.by_operators(routed, experts, bad), loss
         y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
         # Gradients of the loss go through the exchange, so that no rank waits for this one in the backward.
@@ -264,14 +271,19 @@ class Collectives(Dispatcher):
         Args:
             copies: of experts, that travel in turns with rows; then there is a plan.
         """
+        x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
         chunk_experts = None if assigned is None else experts.in_chunks(x_SM)
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
         if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
             assigned = None
         if assigned is None or chunk_experts is None:
-            rows_RM, handle = self._dispatch(*_with_backward(x_SM, met, experts))
-            return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
+            rows_RM, handle = self._dispatch(x_SM, met)
+            y_RM = no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM)
+            # Experts that learn take part in the backward also where they have used none of their parameters.
+            if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
+                y_RM = y_RM.detach().requires_grad_()
+            return self.combine(y_RM, handle)
         # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
         there, back = assigned.plans.degrees
         if there != back and not chunk_experts.any_degree:
@@ -279,6 +291,7 @@ class Collectives(Dispatcher):
                 f"experts that are modules of their own need one degree for both passes, not {there} forward and "
                 f"{back} backward: their backward follows the forward's chunks"
             )
+        chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
@@ -296,20 +309,19 @@ class Collectives(Dispatcher):
         )
 
 
-def _with_backward(x_SM: Tensor, met: Met, experts: LocalExperts) -> tuple[Tensor, Met]:
-    """Returns tokens and weights, of which one has a gradient if the experts learn.
+def _with_backward(x_SM: Tensor, met: Met) -> tuple[Tensor, Met]:
+    """Returns tokens and weights that have gradients where any rank's have: all take part in the dispatch's backward,
+    or some would wait. Where none have, as in the first layer of a frozen model, nothing goes back."""
+    if torch.is_grad_enabled():
+        if met.exchange.tokens_learn and not x_SM.requires_grad:
+            x_SM = x_SM.detach().requires_grad_()
+        if met.exchange.weights_learn and met.weight_N is not None and not met.weight_N.requires_grad:
+            met = met._replace(weight_N=met.weight_N.detach().requires_grad_())
+    return x_SM, met
 
-    Tokens of other ranks may have one while those of this rank have none: all that train experts take part in the
-    dispatch's backward, or the others would wait for them.
-    """
-    weight_N = met.weight_N
-    if x_SM.requires_grad or (weight_N is not None and weight_N.requires_grad) or not torch.is_grad_enabled():
-        return x_SM, met
-    if not (isinstance(experts, nn.Module) and any(parameter.requires_grad for parameter in experts.parameters())):
-        return x_SM, met
-    if weight_N is None:
-        return x_SM.detach().requires_grad_(), met
-    return x_SM, met._replace(weight_N=weight_N.detach().requires_grad_())
+
+def _learn(experts: LocalExperts) -> bool:
+    return isinstance(experts, nn.Module) and any(parameter.requires_grad for parameter in experts.parameters())
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,8 +377,8 @@ class _TokensPass(Pass):
             self._alive.append(tensor)
         return tensor
 
-    def run(self) -> Tensor:
-        """Runs the plan, and returns what came of the rows, in chunk order."""
+    def run(self) -> Tensor | None:
+        """Runs the plan, and returns what came of the rows, in chunk order; None: nobody needs it."""
         # Copies of experts, and gradients beside the last pass, have the link before this layer's rows.
         if self.settings.copies is not None:
             self.settings.copies.wait()
@@ -375,7 +387,7 @@ class _TokensPass(Pass):
         self.execute()
         rows = [chunk_rows for chunk_rows in self._rows if chunk_rows is not None]
         self._rows.clear()
-        return concatenated(rows)
+        return concatenated(rows) if rows else None
 
 
 class TokensForward(_TokensPass, ForwardPass):
@@ -437,6 +449,7 @@ class _ByPlan(Function):
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
         out_TM = forward.run()
+        assert out_TM is not None
         received, kept = zip(*((chunk.x_RM, chunk.kept) for chunk in forward.own.values()), strict=True)
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if experts.any_degree else ()
@@ -467,9 +480,10 @@ class _ByPlan(Function):
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM
-        dx_SM = kernels.gather_sum(backward.run(), chunks.layout)
-        dweight_N = None
-        if ctx.rows is not None:
+        dx_TM, dx_SM, dweight_N = backward.run(), None, None
+        if dx_TM is not None:
+            dx_SM = kernels.gather_sum(dx_TM, chunks.layout)
+        if ctx.rows is not None and exchange.weights_learn:
             # Gradients of weights go home in one message after the last chunk, as the weights have come.
             dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
             dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, ctx.rows)

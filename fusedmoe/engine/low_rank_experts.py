@@ -16,7 +16,7 @@ from fusedmoe.kernels.low_rank import Adapters, low_rank_backward, low_rank_forw
 class LowRankChunks:
     """Frozen experts and their adapters, which alone have gradients. A chunk keeps its hidden_NL."""
 
-    any_degree = keeps_rows = True
+    any_degree = keeps_rows = tokens_learn = weights_learn = True
 
     def __init__(self, weights: Weights, adapters: Adapters, activation: str) -> None:
         self.weights, self.adapters = weights.contiguous(), adapters.contiguous()
@@ -31,18 +31,18 @@ class LowRankChunks:
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
         given = (dy_RM, x_RM, kept, layout, weight_R, self.weights, self.adapters, self.activation)
         trained = any(factor.requires_grad for factor in self.parameters)
-        dx_RM, dweight_R, factors = low_rank_backward(*given, trained)
+        dx_RM, dweight_R, factors = low_rank_backward(*given, trained, self.tokens_learn)
         # In the order of `parameters`, which has none where there is no adapter.
         grads = [grad for grad in factors if grad is not None] if trained else [None] * len(self.parameters)
         return dx_RM, dweight_R, add_all(totals, grads)
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         """Gives all gradients: those of the factors are too small to wait for."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, partial(add_all, grads=grads)

@@ -37,10 +37,9 @@ from fusedmoe.kernels.one_sided import (
     Wait,
     contiguous,
     find_rows,
-    plan_sends,
-    read_metadata,
 )
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
+from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 from fusedmoe.runtime.recorder import Recorder, span

@@ -30,7 +30,7 @@ class PartExperts:
         learns: which parts have gradients; None: those that require them.
     """
 
-    any_degree = True
+    any_degree = tokens_learn = weights_learn = True
 
     def __init__(
         self, parts: Sequence[Tensor], how: WeightParts, activation: str, learns: Sequence[bool] | None = None
@@ -42,20 +42,22 @@ class PartExperts:
 
     def for_backward(self) -> PartExperts:
         # Without the joined weights: a graph that kept them would keep a copy of all experts.
-        return PartExperts(self.parameters, self._how, self._activation, self._learns)
+        experts = PartExperts(self.parameters, self._how, self._activation, self._learns)
+        experts.tokens_learn, experts.weights_learn = self.tokens_learn, self.weights_learn
+        return experts
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._experts(x_RM).forward(x_RM, layout, weight_R)
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         dx_RM, dweight_R, joined = self._experts(dy_RM).backward(dy_RM, x_RM, kept, layout, weight_R, _joined(totals))
         return dx_RM, dweight_R, self._split(joined)
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         dx_RM, dweight_R, rest = self._experts(dy_RM).backward_rows(dy_RM, x_RM, kept, layout, weight_R)
         return dx_RM, dweight_R, lambda totals: self._split(rest(_joined(totals)))
 
@@ -64,6 +66,7 @@ class PartExperts:
             w1, w2 = self._how.join([part.to(like.dtype) for part in self.parameters])
             learns = (*learning_weights(self._how, w1, w2, self._learns), False, False)
             self._joined = GroupedExperts(Weights(w1, w2, None, None, 0), self._activation, learns)
+            self._joined.tokens_learn, self._joined.weights_learn = self.tokens_learn, self.weights_learn
         return self._joined
 
     def _split(self, joined: Totals) -> Totals:

@@ -211,17 +211,18 @@ class Pass:
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
-        assert rows is not None
-        chunk.rows = chunk.part.reduce_scatter(self.use(rows))
+        if rows is not None:  # else nobody needs their gradients, and none go back
+            chunk.rows = chunk.part.reduce_scatter(self.use(rows))
         if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
             chunk.beside = chunk.pairs.reduce_scatter(self.use(chunk.beside))
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        rows = self._carry("combine", chunk.part.combine, task, chunk)
+        rows = None if chunk.rows is None else self._carry("combine", chunk.part.combine, task, chunk)
         if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
             chunk.beside = chunk.pairs.combine(self.use(chunk.beside))
-        self.finish(task, rows)
+        if rows is not None:
+            self.finish(task, rows)
 
     def _carry(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
         """Moves a chunk's rows between nodes, with hooks at both ends. The chunk lets go of them."""

@@ -94,7 +94,7 @@ def through_experts_in_graph(
 class _AutogradAgain:
     """Experts by autograd, whose graph is made once more in the backward pass: an operator keeps tensors alone."""
 
-    any_degree = keeps_rows = True
+    any_degree = keeps_rows = tokens_learn = weights_learn = True
 
     def __init__(self, experts: ChunkExperts) -> None:
         self._experts, self.parameters = experts, experts.parameters
@@ -109,7 +109,7 @@ class _AutogradAgain:
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
-    ) -> tuple[Tensor, Tensor | None, Totals]:
+    ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
         with recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
@@ -117,7 +117,7 @@ class _AutogradAgain:
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, Rest]:
         assert x_RM is not None
         with recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
@@ -226,7 +226,9 @@ def scheduled_experts(
         weights = [None] * degree if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
         forward.keep = keep
-        y_SM = kernels.gather_sum(forward.run(), chunks.layout)
+        out_TM = forward.run()
+        assert out_TM is not None
+        y_SM = kernels.gather_sum(out_TM, chunks.layout)
         zero = x_SM.new_zeros(())
         sizes = torch.tensor(exchange.sizes.send_PC), torch.tensor(exchange.sizes.come_QPC)
         known = torch.tensor([degree, exchange.most_pairs, exchange.share], dtype=torch.float64)
@@ -314,7 +316,9 @@ def scheduled_experts_backward(
         rows_TM = kernels.permute(dy_SM.contiguous(), chunks.layout)
         backward = TokensBackward(batch, forward_chunks, chunks, rows_TM, weights, x, h)
         del rows_TM  # a chunk gives up what it has sent
-        dx_SM = kernels.gather_sum(backward.run(), chunks.layout)
+        dx_TM = backward.run()
+        assert dx_TM is not None
+        dx_SM = kernels.gather_sum(dx_TM, chunks.layout)
         dweight_N = x_RM.new_empty(0)
         if rows is not None:
             dweights = [chunk.weight_R.to(weight_P.dtype) for chunk in backward.own.values()]  # type: ignore[union-attr]

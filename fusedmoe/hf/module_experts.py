@@ -9,8 +9,8 @@ activation by a kernel of ours or the module's own functions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -102,56 +102,80 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         # Between products that read all of a cache each call costs many times what it does alone: one token is not
         # sorted, looked up or added up row by row.
         numbers, sizes, token_N = [number_P[pair] for pair in pairs], [1] * len(pairs), None
-        rows = [x_TH] * len(pairs)
+        rows_NH = x_TH.expand(len(pairs), -1)
     else:
         # By expert, so that each matrix is read once.
         pairs.sort(key=number_P.__getitem__)
-        counts = Counter(number_P[pair] for pair in pairs)
+        counts = Counter(map(number_P.__getitem__, pairs))
         numbers, sizes = list(counts), list(counts.values())
-        token_N = torch.tensor([pair // K for pair in pairs], dtype=torch.long)
-        rows = [*x_TH[token_N].split_with_sizes(sizes)]
+        pair_N = torch.tensor(pairs, dtype=torch.long)
+        token_N = pair_N.div(K, rounding_mode="floor")
+        rows_NH = x_TH[token_N]
     if not pairs:
         return torch.zeros_like(hidden_states)
-    rows_NI = _product(experts, rows, first, numbers, sizes)
+    rows_NI = _product(experts, rows_NH, first, numbers, sizes)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = _product(experts, rows_NI.to(dtype).split_with_sizes(sizes), "down_proj", numbers, sizes)
+    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", numbers, sizes)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
     # Weights and sums in float32 at least, as in the library's own kernels.
     total = torch.promote_types(dtype, torch.float32)
     rows_NH, weight_1P = rows_NH.to(total), top_k_weights.reshape(1, -1).to(total)
-    weight_1N = weight_1P if token_N is None and len(pairs) == K else weight_1P[:, pairs]
     if token_N is None:
+        weight_1N = weight_1P if len(pairs) == K else weight_1P[:, pairs]
         return torch.mm(weight_1N, rows_NH).to(hidden_states.dtype)
-    rows_NH = rows_NH * weight_1N.t()
+    if len(pairs) == len(number_P):  # as mostly: each token has K rows, which lie together in the order of pairs
+        rows_TKH = torch.empty_like(rows_NH).index_copy_(0, pair_N, rows_NH).view(-1, K, rows_NH.shape[1])
+        return torch.bmm(weight_1P.view(-1, 1, K), rows_TKH).squeeze(1).to(hidden_states.dtype)
+    rows_NH = rows_NH * weight_1P[:, pair_N].t()
     return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
 
 
-def _product(experts: Any, rows: Sequence[Tensor], name: str, numbers: list[int], sizes: list[int]) -> Tensor:
-    """Returns [N, O]: the rows [n, I] of each of some experts times its matrix, plus its bias.
+def _product(experts: Any, rows_NI: Tensor, name: str, numbers: list[int], sizes: list[int]) -> Tensor:
+    """Returns [N, O]: the rows of each of some experts times its matrix, plus its bias.
 
     Args:
         numbers, sizes: of the experts, and how many rows each has.
     """
-    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows[0].dtype
+    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
-    parts = []
-    for number, rows_nI, size in zip(numbers, rows, sizes, strict=True):
-        matrix_IO = weight_EIO.select(0, number).to(dtype)
+    several = 4 * len(numbers) > len(weight_EIO)
+    biases = getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None
+    converts = weight_EIO.dtype != dtype
+    if several and adapter is None and not (skinny or converts) and _takes_groups(rows_NI, weight):
+        counts_E = [0] * len(weight)
+        for number, size in zip(numbers, sizes, strict=True):
+            counts_E[number] = size
+        ends_E = torch.tensor([*accumulate(counts_E)], dtype=torch.int32)
+        out_NO: Tensor = nn.functional.grouped_mm(rows_NI, weight_EIO, offs=ends_E)
+        return out_NO if biases is None else out_NO.add_(biases.repeat_interleave(torch.tensor(counts_E), 0))
+    # Views of all experts in one call take as long as those of some by themselves.
+    matrices = weight_EIO.unbind() if several else weight_EIO
+    out_NO = rows_NI.new_empty(len(rows_NI), weight_EIO.shape[2])
+    parts = rows_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
+    for number, size, rows_nI, out_nO in zip(numbers, sizes, *parts, strict=True):
+        matrix_IO = matrices[number].to(dtype) if converts else matrices[number]
         # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
         if 1 < size <= skinny:
-            parts.append(torch.mm(matrix_IO.t(), rows_nI.t()).t())
+            out_nO.copy_(torch.mm(matrix_IO.t(), rows_nI.t()).t())
+            if biases is not None:
+                out_nO += biases[number]
+        elif biases is not None:
+            torch.addmm(biases[number], rows_nI, matrix_IO, out=out_nO)
         else:
-            parts.append(torch.mm(rows_nI, matrix_IO))
+            torch.mm(rows_nI, matrix_IO, out=out_nO)
         if adapter is not None:
             low = rows_nI @ adapter.a_ErI[number].t().to(dtype)
-            parts[-1] = torch.addmm(parts[-1], low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
-    out_NO = torch.cat(parts)
-    if experts.has_bias:
-        bias_EO = getattr(experts, f"{name}_bias")
-        out_NO += bias_EO[[number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]].to(dtype)
+            out_nO.addmm_(low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)
     return out_NO
+
+
+def _takes_groups(rows_NI: Tensor, weight: Tensor) -> bool:
+    """Returns whether PyTorch multiplies the rows of all experts in one call, which spares one for each."""
+    known = hasattr(nn.functional, "grouped_mm") and rows_NI.dtype in (torch.float32, torch.bfloat16)
+    # PyTorch 2.10 refuses weights that lie as a file has them.
+    return known and rows_NI.is_contiguous() and weight.data_ptr() % 16 == rows_NI.data_ptr() % 16 == 0
 
 
 def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
@@ -168,6 +192,8 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
     up_bias, down_bias = product_biases(experts, x_TH.dtype)
     adapters = ops.Adapters(up_adapter, down_adapter)
     bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
+    if bits and experts._is_expert_parallel:
+        _refuse_split(experts)
     # Products beside frozen ones know no gradient of these.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
         if bits:
@@ -288,6 +314,11 @@ def _activation(act: Any) -> str:
 
 def check_experts(experts: Any) -> None:
     """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
+    # A decoder's few products take little longer than to look again at what is known.
+    plain = not (parametrize.is_parametrized(experts) or torch.compiler.is_compiling())
+    seen = plain and (type(experts), *((id(p), p.dtype) for p in experts._parameters.values() if p is not None))
+    if seen and experts.__dict__.get("_fusedmoe_seen") == seen:
+        return
     who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
     lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
     if lacks:
@@ -311,8 +342,20 @@ def check_experts(experts: Any) -> None:
                 f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
                 "expert, or choose another experts_implementation"
             )
+        if isinstance(tensor, QuantisedMatrices) and experts._is_expert_parallel:
+            _refuse_split(experts)
         if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
             raise ConfigError(
                 f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
                 "the model without quantisation, or choose another experts_implementation"
             )
+    if seen:
+        experts._fusedmoe_seen = seen
+
+
+def _refuse_split(experts: Any) -> NoReturn:
+    # What quantises a matrix that is split makes each rank a whole one.
+    raise ConfigError(
+        f"fusedmoe.hf: {type(experts).__name__} is quantised and split over ranks, and each rank would have all of it; "
+        "load it without ep_size, or without quantisation"
+    )

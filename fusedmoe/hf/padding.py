@@ -42,7 +42,7 @@ def mask_padding(model: Any) -> Any:
             )
     if any("_fusedmoe_padding" in vars(module) for module in experts.values()):
         return model
-    padding = _Padding()
+    padding = _Padding(outer)
     outer.register_forward_pre_hook(padding.begin, with_kwargs=True)
     outer.register_forward_hook(padding.end, always_call=True)
     for module in experts.values():
@@ -65,10 +65,13 @@ class _Padding:
 
     mask: Tensor | None = None
 
+    def __init__(self, model: nn.Module) -> None:
+        # Asked once: compilers do not ask a function for its arguments.
+        arguments = [*inspect.signature(model.forward).parameters]
+        self._position = arguments.index("attention_mask") if "attention_mask" in arguments else len(arguments)
+
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if len(args) > 1:
-            mask = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        mask = args[self._position] if len(args) > self._position else kwargs.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ConfigError(f"fusedmoe.hf.mask_padding: attention_mask must be [batch, tokens], got {got}")
@@ -88,7 +91,7 @@ class _Masked:
         mask_BL = self._mask()
         if mask_BL is None:
             return None
-        given = inspect.signature(_arguments).bind(*args, **kwargs).arguments
+        given = _arguments(*args, **kwargs)
         number_TK = given["top_k_index"]
         last = len(number_TK) // max(len(mask_BL), 1)
         if last * len(mask_BL) != len(number_TK) or last > mask_BL.shape[1]:
@@ -110,5 +113,6 @@ class _Masked:
         return mask
 
 
-def _arguments(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> None:
-    """Names the arguments of experts."""
+def _arguments(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> dict[str, Any]:
+    """Returns the arguments of experts by name."""
+    return {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}

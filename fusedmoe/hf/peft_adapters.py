@@ -78,6 +78,9 @@ def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
 
 def stored(experts: Any, name: str) -> Any:
     """Returns a parameter without what is added to it: for its shape, dtype and device."""
+    parameter = experts._parameters.get(name)
+    if type(parameter) is nn.Parameter:
+        return parameter
     if (bits := quantised(experts, name)) is not None:
         return bits
     if parametrize.is_parametrized(experts, name):
@@ -97,6 +100,7 @@ def replace_activation(computes: Callable[[Any], bool]) -> None:
     wrapper: Any = sys.modules["peft.tuners.lora.layer"].ParamWrapper
     if not hasattr(wrapper._activate_lora, "_fusedmoe"):
         wrapper._activate_lora = _activation(wrapper._activate_lora, computes)
+        wrapper.merge = _merging(wrapper.merge)
 
 
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
@@ -122,6 +126,23 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
     return activate
 
 
+def _merging(original: Callable[..., None]) -> Callable[..., None]:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(stored(self.get_base_layer(), self.parameter_name), DTensor):
+            _refuse_split(self.get_base_layer(), self.parameter_name, "merge it in one process, into a model without")
+        original(self, *args, **kwargs)
+
+    return merge
+
+
+def _refuse_split(experts: Any, name: str, cure: str) -> NoReturn:
+    # peft adds all of the adapter to a rank's part of the parameter.
+    kind = type(experts).__name__.removeprefix("Parametrized")
+    raise ConfigError(
+        f"fusedmoe.hf: {kind}.{name} is split over ranks, so that its adapter cannot be added to it; {cure} ep_size"
+    )
+
+
 def _serves(wrapper: Any, experts: Any, name: str) -> bool:
     """Returns whether a parameter of experts is a matrix for each, frozen, and adapted by peft alone."""
     if name not in _MATRICES or wrapper.num_experts == 1:
@@ -131,6 +152,8 @@ def _serves(wrapper: Any, experts: Any, name: str) -> bool:
         if parametrize.is_parametrized(experts, name):
             return False
         parameter = getattr(experts, name)
+    if parameter.requires_grad and isinstance(parameter, DTensor):
+        _refuse_split(experts, name, "freeze the parameter, or load the model without")
     if parameter.requires_grad:
         _warn_once(experts, name, "the parameter is trained, too")
     return parameter.dim() == 3 and parameter.dtype in _FLOATS and not parameter.requires_grad

@@ -113,20 +113,26 @@ class Gradients:
 
 
 def experts_forward(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes y_SM and the pre-activation H of every row.
 
     Args:
         x_SM: tokens; layout says which rows copy which token, sorted by expert.
         weight_N: factor of each sorted row, or None for 1.
+        shared: communication holds some of a GPU's multiprocessors meanwhile. Changes time and rounding only.
     Returns:
         y_SM like x_SM, and h_NH: [N, 2, H] or [N, H], to be kept for the backward.
     """
     if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
-        return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
+        return experts.experts_forward(x_SM, layout, weight_N, weights, activation, shared)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
     blocks, most, step = row_blocks(layout, x_SM, hidden)
@@ -166,6 +172,7 @@ def experts_backward(
     activation: Activation,
     into: Gradients | None = None,
     wanted: Wanted = ALL,
+    shared: bool = False,
 ) -> Gradients:
     """Gradients of `experts_forward` from its inputs and H. An expert without rows gets zero gradients.
 
@@ -173,10 +180,12 @@ def experts_backward(
         x_SM: None where no gradient of W1 is wanted.   h_NH: None where none but the output bias's is.
         into: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
         wanted: what is computed; each has the same bits whatever else is.
+        shared: as of `experts_forward`.
     """
     if has_kernels(dy_SM):  # whose halves share nothing but what the first one leaves
-        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
-        grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into, wanted)
+        given = (layout, weight_N, weights)
+        dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h_NH, *given, activation, wanted, shared)
+        grads = experts_backward_weights(dy_SM, x_SM, left, *given, into, wanted, shared)
         return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
     # In one loop, so that a block is in the cache still when the second half comes to it.
     rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
@@ -199,13 +208,14 @@ def experts_backward_rows(
     weights: Weights,
     activation: Activation,
     wanted: Wanted = ALL,
+    shared: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Hidden]:
     """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs."""
     # What waits for rows need not wait for products that only parameters need (Lancet §4).
     if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
-        return experts.experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
+        return experts.experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, wanted, shared)
     rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, wanted)
     a_NH = dy_SM.new_empty((layout.rows, weights.w2.shape[2])) if wanted.w2 else None
     dh_NH = dy_SM.new_empty((layout.rows, rows.width)) if wanted.w1 or wanted.b1 else None
@@ -226,6 +236,7 @@ def experts_backward_weights(
     weights: Weights,
     into: Gradients | None = None,
     wanted: Wanted = ALL,
+    shared: bool = False,
 ) -> Gradients:
     """The second half of `experts_backward`: the parameters' gradients, its `x_SM` and `weight_N` None.
 
@@ -236,7 +247,8 @@ def experts_backward_weights(
     if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
-        return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, wanted).added_to(into)
+        given = (layout, weight_N, weights, wanted, shared)
+        return experts.experts_backward_weights(dy_SM, x_SM, left, *given).added_to(into)
     dy_SM = dy_SM.contiguous()
     blocks, most, _ = row_blocks(layout, dy_SM, weights.w2.shape[2])
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, most)

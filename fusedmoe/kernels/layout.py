@@ -130,7 +130,8 @@ class Layout:
 def row_bound(tokens: int, k: int, experts: int, capacity: int | None) -> int:
     """The rows that routing can make at most."""
     positions = tokens * k
-    return positions if capacity is None else min(positions, experts * capacity)
+    # In a graph both may be known only when it runs.
+    return positions if capacity is None else torch.sym_min(positions, experts * capacity)
 
 
 def offsets(counts_E: Tensor) -> Tensor:

@@ -166,15 +166,17 @@ def low_rank_backward(
     adapters: Adapters,
     activation: Activation,
     trained: bool,
-) -> tuple[Tensor, Tensor | None, FactorGradients]:
-    """Gradients of x_SM, of weight_N (zero in padding rows), and of the factors if these are trained."""
+    wants_x: bool = True,
+) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
+    """Gradients of x_SM if wanted, of weight_N (zero in padding rows), and of the factors if these are trained."""
     if isinstance(weights, Weights) and has_kernels(x_SM):
-        return _backward_by_products(dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained)
+        given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained
+        return _backward_by_products(*given, wants_x)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     up_E, down_E, dim, hidden = _matrices(weights)
     blocks, most, step = row_blocks(layout, x_SM, hidden)
-    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if wants_x else None
     dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
     x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((most, width)) for width in widths)
@@ -196,13 +198,18 @@ def low_rank_backward(
         if ds is not None and weights.b2 is not None:
             for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ weights.b2[expert])
-        for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
-            torch.mm(dh_e, up_E[expert], out=dx_e)
-            up.add_input_gradient(expert, dh_e, t_e, dx_e)
+        if dx_NM is not None:
+            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
+                torch.mm(dh_e, up_E[expert], out=dx_e)
+                up.add_input_gradient(expert, dh_e, t_e, dx_e)
+        elif up.trained:
+            for expert, dh_e, t_e in block.by_expert(dh, up.inner(block.rows)):
+                up.add_input_gradient(expert, dh_e, t_e, None)
         down.add_gradients(block, a, dy, block.of(down_Nr))
         if up.trained:  # only here the tokens themselves are read
             up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
-    return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
+    dx_SM = None if dx_NM is None else gather_sum(dx_NM, layout, weight_N)
+    return dx_SM, dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
 
 
 def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
@@ -273,10 +280,12 @@ class _Sums:
         """Returns a buffer for dh·B of as many rows."""
         return self._t[:rows]
 
-    def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor) -> None:
-        """Puts dh·B of an expert's rows into `t_e`, and adds that times A to `dx_e`."""
-        if self._adapter is not None:
-            torch.mm(dh_e, self._b_E[expert], out=t_e)
+    def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor | None) -> None:
+        """Puts dh·B of an expert's rows into `t_e`, and adds that times A to `dx_e`, if that is wanted."""
+        if self._adapter is None:
+            return
+        torch.mm(dh_e, self._b_E[expert], out=t_e)
+        if dx_e is not None:
             dx_e.addmm_(t_e, self._a_E[expert], alpha=self._adapter.scale)
 
     def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
@@ -334,11 +343,17 @@ def low_rank_input_gradient(
     dout_NO: Tensor, weight: Tensor, adapter: LowRank | None, layout: Layout, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the rows of `low_rank_product`, and scale·dout·B, [N, r], from which A's gradient is made."""
-    drows_NK = grouped_product(dout_NO, weight, None, layout, not transposed)
+    drows_NK, t_Nr = grouped_product(dout_NO, weight, None, layout, not transposed), _inner(dout_NO, adapter, layout)
+    if adapter is not None:
+        drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False))
+    return drows_NK, t_Nr
+
+
+def _inner(dout_NO: Tensor, adapter: LowRank | None, layout: Layout) -> Tensor:
+    """Returns scale·dout·B."""
     if adapter is None:
-        return drows_NK, dout_NO.new_empty((layout.rows, 0))
-    t_Nr = grouped_product(dout_NO, adapter.b_EOr, None, layout, False).mul_(adapter.scale)
-    return drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False)), t_Nr
+        return dout_NO.new_empty((layout.rows, 0))
+    return grouped_product(dout_NO, adapter.b_EOr, None, layout, False).mul_(adapter.scale)
 
 
 def low_rank_factor_gradients(
@@ -370,7 +385,8 @@ def _backward_by_products(
     adapters: Adapters,
     activation: Activation,
     trained: bool,
-) -> tuple[Tensor, Tensor | None, FactorGradients]:
+    wants_x: bool,
+) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     # In padding rows all is zero: what grouped products give, and so what activations make of it.
     dout_NM = permute(dy_SM, layout)
@@ -386,7 +402,12 @@ def _backward_by_products(
         dweight_N = torch.mul(da_NH, a_NH, out=act_NH).sum(1)
         if (bias := _full_bias(weights)) is not None:
             dweight_N += grouped_product(dout_NM, bias[:, None], None, layout, True)[:, 0]
-    dx_NM, up_t = low_rank_input_gradient(dh_NH, weights.w1.flatten(1, -2), adapters.up, layout, True)
+    dx_SM = None
+    if wants_x:
+        dx_NM, up_t = low_rank_input_gradient(dh_NH, weights.w1.flatten(1, -2), adapters.up, layout, True)
+        dx_SM = gather_sum(dx_NM, layout, weight_N)
+    else:
+        up_t = _inner(dh_NH, adapters.up, layout)
     grads: list[Tensor | None] = [None] * 4
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if trained and adapters.up is not None:
@@ -395,7 +416,7 @@ def _backward_by_products(
     if trained and adapters.down is not None:
         given = (down_t * factor, a_NH, dout_NM, down_Nr * factor)
         grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
-    return gather_sum(dx_NM, layout, weight_N), dweight_N, FactorGradients(*grads)
+    return dx_SM, dweight_N, FactorGradients(*grads)
 
 
 def _full_bias(weights: Weights) -> Tensor | None:

@@ -211,7 +211,7 @@ def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
     return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
-def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+def define_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
     """Plans what this rank puts: which tokens to which peer in which order, and the routing metadata.
 
     Args:
@@ -262,7 +262,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     )
 
 
-def read_metadata(
+def define_arrivals(
     metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
 ) -> list[Arrivals]:
     """Reads the routing metadata: the layout of what has been put here, chunk by chunk.

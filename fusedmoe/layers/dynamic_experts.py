@@ -6,7 +6,7 @@ these tables: those of rank 0, of rank 1, …, as many for each as the rank with
 expert are split over the places of its copies; dispatch, experts and combine do not know of it.
 
 Worked example: rank 0 owns experts 0 and 1, rank 1 owns 2 and has a replica of 0. The tables are [0, 1] and [2, 0], so
-places 0, 1, 2, 3 hold experts 0, 1, 2, 0. Rows of rank 0 for expert 0 go to places 0 and 3 (`price.dispatch` splits
+places 0, 1, 2, 3 hold experts 0, 1, 2, 0. Rows of rank 0 for expert 0 go to places 0 and 3 (`traffic.dispatch` splits
 them), and after the backward pass the replica's gradient goes from rank 1 to rank 0, which adds it to its own.
 """
 
@@ -33,6 +33,7 @@ from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
+from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
@@ -44,6 +45,8 @@ Travel = Literal["at once", "in turns", "by tasks"]
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
+# The same, and whether replicas may be added -> which of them computes whose rows.
+Balances = Callable[[Placement, NDArray[np.int64], bool], Balance]
 
 
 class DynamicExperts:
@@ -64,6 +67,7 @@ class DynamicExperts:
             from the end of the layer's backward. "in turns": between the traffic of one layer and that of the next, as
             a step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `call` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
+        balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
@@ -93,6 +97,7 @@ class DynamicExperts:
         self.rematerialises, self.hooked, self.begun = False, False, False
         self.travel: Travel = "at once"
         self.correct: Correct | None = None
+        self.balances: Balances | None = None
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
@@ -168,7 +173,7 @@ class DynamicExperts:
         """Leaves experts with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
-        self.correct, self.sparse, self.recorder, self._returns = None, None, None, None
+        self.correct, self.balances, self.sparse, self.recorder, self._returns = None, None, None, None, None
         self.neighbours = None, None
         self._works, self._aliases = [], ()
         self._load_E = np.zeros_like(self._load_E)
@@ -191,7 +196,7 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered = ()
+        self._gathered, self._added = (), False
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
@@ -311,24 +316,30 @@ class DynamicExperts:
 
     # Running.
 
-    def split(self, layout: Layout, training: bool) -> Layout:
+    def split(self, layout: Layout, training: bool, adds: bool = True) -> Layout:
         """Sorts rows that are sorted by expert by the places they go to. Collective.
 
-        `layout` has no slack. Its tokens are counted for the next prediction if `training`.
+        `layout` has no slack. Its tokens are counted for the next prediction if `training`. `adds`: replicas may come.
         """
         if self.clocked and training:
             self._came.note(self._device)
         counts_E = layout.counts_E
         # All ranks must know all counts: who sends what to which copy follows from them alone.
-        ones = [1] * self.group.size
+        ones, mine = [1] * self.group.size, self.group.index
         tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
-        if training:
-            # Loads are predicted from training steps: others see other tokens.
-            self._load_E += tokens_WE[self.group.index]
+        if training:  # others see other tokens than those that loads are predicted for
+            self._load_E += tokens_WE[mine]
         if self.correct is not None and training:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
-        sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
+        if self.balances is not None:
+            # Once a step: a forward that is computed again must find the copies that it had.
+            if training and adds and not self._added:
+                self._added = True
+                self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
+            sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
+        else:
+            sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:

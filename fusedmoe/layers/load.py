@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
-from fusedmoe.losses import balance_loss_of_sums
+from fusedmoe.losses import balance_loss_of_sums, logsumexp_of_rows
 
 # Training forwards without `tell`, after which a gate that waits for it says so: more than a step accumulates.
 _UNTOLD = 100
@@ -157,7 +157,7 @@ class RoutingCounters:
         logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
         prob_SE = logits_SE.softmax(1)
         balance = balance_loss_of_sums(prob_SE.sum(0).unsqueeze(0), chosen_E.unsqueeze(0), S, K)
-        z = logits_SE.logsumexp(1).square().sum()
+        z = logsumexp_of_rows(logits_SE).square().sum()
         of_scores.add_(torch.stack([torch.full_like(z, S), torch.special.entr(prob_SE).sum(), z, S * balance]))
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
 from fusedmoe.layers.expert_networks import Experts, require_own_experts
 from fusedmoe.layers.gates.base import Gate, SoftRouting
+from fusedmoe.layers.gates.whole_batch import ExpertChoice
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
@@ -166,13 +167,15 @@ class MoELayer(nn.Module):
         expert's too. All else is as if the padding were not there. Hooks see all of x and y. How many tokens there are
         is asked of the mask's device, once a forward: on CUDA that waits, unless the mask is on the host.
 
-        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, MP ranks, placements, a mask or, with a
-        schedule, experts of your own. Else, and where rows travel without `fullgraph`, a compiled model calls it as it
-        is. Where no rows travel nothing waits for the device, so that a CUDA graph can hold the layer; on CUDA logits
-        that are not finite are then told by a later call, or by `check`.
+        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, MP ranks, placements, a mask before
+        `ExpertChoice` or, with a schedule, experts of your own. Else, and with a mask or rows that travel without
+        `fullgraph`, a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a
+        CUDA graph can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
         """
-        if torch.compiler.is_compiling() and self._compiles and mask is None:
-            return self._forward(x, None)
+        # How many tokens a mask leaves is known when a graph runs, and `ExpertChoice` would need to know before.
+        takes = mask is None or (graph_takes_sizes() and not isinstance(self.gate, ExpertChoice))
+        if torch.compiler.is_compiling() and self._compiles and takes:
+            return self._forward(x, mask)
         return self._guarded(x, mask)
 
     def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -203,16 +206,16 @@ class MoELayer(nn.Module):
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
             counts = self.mp_tokens.counts(len(x_SM))
-            y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder)
+            y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder, mask is not None)
             y_SM = self.mp_tokens.join(y_SM, counts, recorder)
         else:
-            y_SM = self._route(x_SM, refusal, recorder)
+            y_SM = self._route(x_SM, refusal, recorder, mask is not None)
         if mask is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, real_S, y_SM)
         y = y_SM.view(x.shape)
         return leave(self.hooks, y) if self.hooks else y
 
-    def _route(self, x_SM: Tensor, refusal: str | None, recorder: Recorder | None) -> Tensor:
+    def _route(self, x_SM: Tensor, refusal: str | None, recorder: Recorder | None, masked: bool) -> Tensor:
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
@@ -239,9 +242,9 @@ class MoELayer(nn.Module):
 
                 y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, number)
                 # Gradients of the loss go through the exchange, where this rank has no others.
-                aux = aux if len(y_SM) else aux + zero
+                aux = aux if masked or len(y_SM) else aux + zero
             else:
-                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, number, aux)
+                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, number, aux, masked)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)

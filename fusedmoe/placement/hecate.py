@@ -233,7 +233,7 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
         load_LE: [L, E], what each expert will be asked for. Layers of equal tokens are expected.
         t: overlap degree, as for materialisation.
     Returns:
-        The shardings themselves where nothing changes.
+        The shardings themselves where nothing changes; so for these loads again.
     Raises:
         ConfigError: sizes that do not fit together, or placements with replicas.
     """
@@ -263,27 +263,58 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
             owner_LE[layer, expert] = rank
             work_W[rank] += load_LE[layer, expert]
             free_W[rank] -= 1
+    busiest_LT, room = order_LE[:, :t], slots(layers, experts, nodes.ranks)
+    before_LE = np.array([sharding.owners for sharding in shardings])
+    stays = (before_LE == owner_LE)[owner_LE >= 0].all() and np.bincount(before_LE.ravel()).max() <= room
+    found_LE = before_LE if stays else _with_busiest(before_LE, owner_LE, busiest_LT, free_W, nodes)
+    # Placed once more, from where they are now, some of the busiest come elsewhere: that is done as long as it leaves
+    # fewer of them crowded, and no longer. So the next sharding at the same loads has nothing to change.
+    while True:
+        next_LE = _with_busiest(found_LE, owner_LE, busiest_LT, free_W, nodes)
+        if _crowded(next_LE, busiest_LT, nodes) >= _crowded(found_LE, busiest_LT, nodes):
+            break
+        found_LE = next_LE
+    chosen = tuple(Placement(nodes.ranks, tuple(owners)) for owners in found_LE.tolist())
+    return tuple(shardings) if chosen == tuple(shardings) else chosen
+
+
+def _with_busiest(
+    before_LE: NDArray[np.int64],
+    others_LE: NDArray[np.int64],
+    busiest_LT: NDArray[np.int64],
+    free_W: NDArray[np.int64],
+    nodes: Nodes,
+) -> NDArray[np.int64]:
+    """Returns owners, [L, E], of all experts: of the busiest, which `others_LE` leaves at -1, those of before if they
+    have room."""
+    owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
     # The t experts with the most load will be copied anyway, so owning one is little work: they move only if they must.
     homeless = []
     for place in range(t):
-        for layer in range(layers):
-            expert = int(order_LE[layer, place])
-            rank = shardings[layer].owners[expert]
+        for layer, expert in enumerate(busiest_LT[:, place].tolist()):
+            rank = int(before_LE[layer, expert])
             # A rank that owns its share of a layer's t busiest experts keeps no more of them: it would have to send
             # them all, and to sum their gradients.
-            crowded = (owner_LE[layer, order_LE[layer, :place]] == rank).sum() * nodes.ranks >= t
+            crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not crowded:
                 owner_LE[layer, expert] = rank
                 free_W[rank] -= 1
             else:
                 homeless.append((layer, expert))
     for layer, expert in homeless:
-        owned_W = np.bincount(owner_LE[layer, order_LE[layer, :t]] + 1, minlength=nodes.ranks + 1)[1:]
+        owned_W = np.bincount(owner_LE[layer, busiest_LT[layer]] + 1, minlength=nodes.ranks + 1)[1:]
         rank = _least(owned_W, free_W, nodes, prefer_free=True)
         owner_LE[layer, expert] = rank
         free_W[rank] -= 1
-    chosen = tuple(Placement(nodes.ranks, tuple(owners)) for owners in owner_LE.tolist())
-    return tuple(shardings) if chosen == tuple(shardings) else chosen
+    return owner_LE
+
+
+def _crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], nodes: Nodes) -> int:
+    """Counts the busiest experts of each layer that a rank owns above its share of them."""
+    layers, t = busiest_LT.shape
+    owned_LW = np.zeros((layers, nodes.ranks), dtype=np.int64)
+    np.add.at(owned_LW, (np.arange(layers)[:, None], np.take_along_axis(owner_LE, busiest_LT, axis=1)), 1)
+    return int(np.maximum(owned_LW - -(-t // nodes.ranks), 0).sum())
 
 
 def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_free: bool = False) -> int:

@@ -47,6 +47,8 @@ from fusedmoe.schedule.tuning import PlanCandidate
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
+# Of what steps take: before, tasks had taken what they take beside each other.
+_OBSERVED_VERSION = 2
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
@@ -143,7 +145,7 @@ def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
 
 
 def _observed_path(facts: dict[str, Any]) -> Path:
-    return cache_dir() / f"steps-{fingerprint(facts)}.json"
+    return cache_dir() / f"steps-{fingerprint({'format': _OBSERVED_VERSION, **facts})}.json"
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

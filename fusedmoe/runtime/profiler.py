@@ -1,7 +1,7 @@
 """The profiler: what collectives and matrix products take on this machine, measured where they will run (FSMoE §4.1).
 
     found = profile(topology, device)
-    found.costs                         # lines with r², and the contention between the two kinds of links
+    found.costs                         # lines with r², and what products and collectives lose beside each other
 
 Every collective runs on the topology's own groups through the library's own functions, on all ranks at once, as in a
 layer. Nothing is drawn from the global generators, and nothing is kept.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,12 +36,12 @@ from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, Observed, line_through
+from fusedmoe.schedule.cost import ALONE, Contention, CostModel, FusedCosts, Line, Observed, line_through
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import observe
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
+from fusedmoe.schedule.task import LINKS, PIPELINE, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ FAIR_R2 = 0.9
 ROUNDS = 5
 
 # How often each plan's step is measured.
-_STEP_ROUNDS = 3
+_STEP_ROUNDS = 5
 
 # The paper's ladders: 1 to 24 (1 to 12) units of elements, of a collective's buffer in fp32 and of a product's left
 # factor. Copies are as large as what a layer keeps: memory that is new costs more than memory that is used again.
@@ -76,8 +77,14 @@ _PROBES = 3
 # Of the budget, for probes and for what the estimates are off.
 _RESERVE = 0.25
 
-# Two collectives, each alone, then at once: there the second waits for nothing.
-_APART_TOGETHER = [Plan.parse(text) for text in ("inter: D0", "intra: AG0", "intra: AG0\ninter: D0\nafter AG0:")]
+# What works on each resource where it is measured how they disturb each other: a task, and its line.
+_BESIDE = {
+    "compute": (Task(TaskKind.EXPERT, 0), "gemm"),
+    "intra": (Task(TaskKind.ALL_GATHER, 0), "all-gather/esp"),
+    "inter": (Task(TaskKind.DISPATCH, 0), "all-to-all/ep"),
+}
+# No share that is measured is less: it would be noise.
+_LEAST_SHARE = 0.05
 # Exchanges of one row, one after the other.
 _SIGNALS = 8
 _EMPTY, _EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
@@ -173,15 +180,19 @@ def line_names(topology: Topology) -> tuple[str, ...]:
     return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
 
 
-def contention_of(inter_s: float, intra_s: float, together_s: float) -> float:
-    """Returns the share of their speed that two collectives go on at while both run, in (0, 1].
+def shares_of(alone_s: tuple[float, float], together_s: tuple[float, float]) -> tuple[float, float]:
+    """Returns the shares of their speeds that two tasks go on at while both run, in (0, 1].
 
-    Alone they take `inter_s` and `intra_s`; begun together, `together_s` until both are done.
+    Args:
+        alone_s: seconds of each by itself.
+        together_s: seconds of each where they begin together.
     """
-    short, long = sorted((inter_s, intra_s))
-    # While both run each has the share c: the shorter one takes short / c, and the longer one then has long − short
-    # left.
-    return short / max(short, together_s - (long - short))
+    first = int(together_s[1] < together_s[0])  # to end
+    both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
+    # While both run, the first one does all that it has to do; the other one does what is left by itself.
+    done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
+    shares = [min(1.0, max(_LEAST_SHARE, done_s[which] / both_s)) for which in range(2)]
+    return shares[0], shares[1]
 
 
 class _Work(NamedTuple):
@@ -208,8 +219,9 @@ class _Profiler:
 
     def run(self, machine: str) -> Profile:
         ladder = self._ladder()
-        contends = {"all-to-all/ep", "all-gather/esp"} <= self._works.keys()
-        total = ROUNDS * (len(ladder) + len(_APART_TOGETHER) * contends)
+        beside = [resource for resource, (_, name) in _BESIDE.items() if name in self._works]
+        pairs = list(combinations(beside, 2))
+        total = ROUNDS * (len(ladder) + (len(beside) + len(pairs)) * bool(pairs))
         rounds: list[np.ndarray] = []
         round_s = 0.0
         while len(rounds) < ROUNDS and (not rounds or self._elapsed_s() + round_s < self._budget_s):
@@ -227,7 +239,7 @@ class _Profiler:
         fitted = {name: line_through(of) for name, of in points.items()}
         fitted = {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         lines = self._of_rank_0(fitted)
-        contention = self._contention(lines, points, total) if contends else 1.0
+        contention = self._contention(beside, pairs, lines, points, total) if pairs else ALONE
         tiled = self._device.type == "cpu"
         costs = CostModel(lines, contention, machine, self._fused(), tiled=tiled, task_s=task_s)
         return Profile(costs, {name: tuple(pairs) for name, pairs in points.items()}, self._elapsed_s())
@@ -387,33 +399,57 @@ class _Profiler:
         return float(self._slowest([self._clock() - self._began])[0])
 
     def _contention(
-        self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int
-    ) -> float:
-        """Returns the share of their speed that both collectives keep, begun as a layer's plan begins them."""
-        names = ("all-to-all/ep", "all-gather/esp")
+        self,
+        beside: Sequence[str],
+        pairs: Sequence[tuple[str, str]],
+        lines: Mapping[str, Line],
+        points: Mapping[str, Sequence[tuple[float, float]]],
+        total: int,
+    ) -> Contention:
+        """Returns the shares of their speeds that products and collectives keep beside each other: of each pair of
+        resources, both begin together, as a layer's plan has them run."""
+        plans = [(each,) for each in beside] + list(pairs)
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
-        # About as long as each other, within the sizes that were measured, and all of it within the time.
-        longest_s = min(*(points[name][-1][1] for name in names), left_s / (4 * ROUNDS))
-        width = self._buffer.element_size()
-        sizes = {
-            name: int(min(max(lines[name].amount(longest_s), points[name][0][0]), points[name][-1][0])) // width
-            for name in names
-        }
-        bodies: dict[str, Callable[[Task], None]] = {
-            TaskKind.DISPATCH: lambda task: self._works[names[0]].run(sizes[names[0]]),
-            TaskKind.ALL_GATHER: lambda task: self._works[names[1]].run(sizes[names[1]]),
-        }
+        # About as long as each other, and all of it within the time; none longer than what was measured, but products
+        # may be repeated.
+        longest_s = min(*(points[_BESIDE[r][1]][-1][1] for r in beside if r in LINKS.values()), left_s / (8 * ROUNDS))
+        bodies: dict[str, Callable[[Task], None]] = {}
+        for resource in beside:
+            task, name = _BESIDE[resource]
+            (least, _), *_, (most, most_s) = points[name]
+            times = max(1, round(longest_s / most_s))
+            size = self._size(name, min(max(lines[name].amount(longest_s / times), least), most))
+            bodies[task.kind] = partial(self._repeat, name, size, times)
         rounds = []
         for number in range(ROUNDS):
-            seconds = []
-            for plan in _APART_TOGETHER:
+            seconds: list[float] = []
+            for resources in plans:
+                tasks = {resource: [_BESIDE[resource][0]] for resource in resources}
+                # None waits for another, as it would in a layer.
+                plan = Plan.from_orders(tasks, {_BESIDE[resource][0]: () for resource in resources})
                 self._ready()
                 self._together()
                 execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
-                seconds.append(self._recorder.timeline().duration_s)
-                self._show(total - (ROUNDS - number) * len(_APART_TOGETHER) + len(seconds), total)
+                spans = {span.resource: span for span in self._recorder.timeline().spans}
+                began_s = min(span.start_s for span in spans.values())
+                seconds += [spans[resource].end_s - began_s for resource in resources]
+                self._show(total - (ROUNDS - number) * len(plans) + plans.index(resources) + 1, total)
             rounds.append(self._slowest(seconds))
-        return contention_of(*(float(middle) for middle in np.median(rounds, axis=0)))
+        medians = iter(np.median(rounds, axis=0).tolist())
+        alone_s = {resource: next(medians) for resource in beside}
+        shares: dict[str, float] = {}
+        for first, second in pairs:
+            found = shares_of((alone_s[first], alone_s[second]), (next(medians), next(medians)))
+            shares |= {f"{first}_beside_{second}": found[0], f"{second}_beside_{first}": found[1]}
+        return Contention(**shares)
+
+    def _repeat(self, name: str, size: int, times: int, task: Task) -> None:
+        for _ in range(times):
+            self._works[name].run(size)
+
+    def _size(self, name: str, n: float) -> int:
+        """Returns the size, in elements, of so many bytes or FLOP of a line."""
+        return int(n / (2 * _SIDE)) if name == "gemm" else int(n / self._buffer.element_size())
 
 
 def observe_steps(

@@ -21,22 +21,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fusedmoe.schedule.cost import Contention
 from fusedmoe.schedule.step_costs import (
     MAX_DEGREE,
     LayerCosts,
     StageTime,
     StepCosts,
     chunk_times,
-    links_bound_s,
     pass_bound_s,
     work_s,
 )
-from fusedmoe.schedule.task import LINKS, PIPELINE, TaskKind
+from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
 # Ranges of blocks that are looked at begin in one of so many layers at one end, and end in one at the other.
 _ENDS = 2
@@ -92,30 +93,30 @@ class _Pass(NamedTuple):
         return self.together - self.blocks[self.dense].one
 
 
-def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float) -> _Pass:
+def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, contention: Contention) -> _Pass:
     """Returns a layer's pass for all numbers of chunks up to `limit`. `weights`: weight gradients are W tasks."""
     counts = np.arange(1.0, limit + 1)
     micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if weights and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
-    chunk_s = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
+    chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
     if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
-        chunk_s[TaskKind.EXPERT] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
+        chunk_s[TaskKind.EXPERT] += micro.apart_s / rows_count - expert_later.seconds(rows_count)
     dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
-    dense_s = dense.alpha_s + dense.whole_s / dense_count
+    dense_s = dense.seconds(dense_count)
     dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
-    links = np.maximum(inter + share * intra, intra + share * inter)
-    through = np.maximum(gathered + of_one * urgent + reduced, links)
+    at_least = (c * of_one * urgent + i * intra + x * inter for c, i, x in contention.weights)
+    through = reduce(np.maximum, at_least, gathered + of_one * urgent + reduced)
     parts_s = ((kind, chunk_s[kind]) for kind in PIPELINE if kind in chunk_s)
     blocks = [_Block(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
     place = 0 if phase == "forward" else len(blocks)
     blocks.insert(place, _Block("compute", dense_s, dense_count * dense_s))
-    dense_later_s = dense_count * dense_later.alpha_s + dense_later.whole_s
-    later_s = dense_later_s + rows_count * expert_later.alpha_s + expert_later.whole_s
+    dense_later_s = dense_count * dense_later.seconds(dense_count)
+    later_s = dense_later_s + rows_count * expert_later.seconds(rows_count)
     return _Pass(tuple(blocks), place, dense_s + dispatch + through + combine, dense_later_s, later_s)
 
 
@@ -164,20 +165,20 @@ def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], be
 
 def _split_s(costs: StepCosts, limit: int) -> float:
     """Returns the bound of micro-batches through all layers."""
-    share = min(1.0, (1 - costs.contention) / costs.contention)  # `links_bound_s`, which of the two is more
     compute = {"compute": 1.0}
-    links = [{"inter": 1.0, "intra": share}, {"intra": 1.0, "inter": share}]
+    machines = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
+    machines = [compute, *(weights for weights in machines if weights["intra"] or weights["inter"])]
 
     def passes(phase: str, weights: bool) -> list[_Pass]:
         layers = {id(layer): layer for layer in costs.layers}  # often one object many times
-        known = {key: _pass(layer, phase, limit, weights, share) for key, layer in layers.items()}
+        known = {key: _pass(layer, phase, limit, weights, costs.contention) for key, layer in layers.items()}
         return [known[id(layer)] for layer in costs.layers]
 
-    forward_s = _least_of_largest(_ranges(passes("forward", False), [compute, *links], 0.0))
+    forward_s = _least_of_largest(_ranges(passes("forward", False), machines, 0.0))
     backward_s = math.inf
     for weights in (False, True):
         back = passes("backward", weights)[::-1]
-        sums = list(_ranges(back, [compute, *links], _own_gradient_s(costs)))
+        sums = list(_ranges(back, machines, _own_gradient_s(costs)))
         head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
         all_s = [layer.work(compute) + layer.later for layer in back]
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # nothing need follow W tasks
@@ -187,7 +188,7 @@ def _split_s(costs: StepCosts, limit: int) -> float:
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _waits(costs.layers[layer])):
                 rest_s, before = costs.all_reduce.seconds(left), [layer.together for layer in back[:done]]
-                for of in links:
+                for of in machines[1:]:
                     sums.append(([*before, *(layer.work(of) for layer in back[done:])], of["inter"] * rest_s))
                 if done:
                     urgent = [layer.work(compute) for layer in back[:done]]
@@ -250,15 +251,16 @@ def _by_layer_s(costs: StepCosts, limit: int) -> float:
     # From the end of any layer's backward pass on, links have to carry the gradients that are ready only then, in one
     # piece at best, and all passes that follow.
     best, after = head, 0.0
-    gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
+    gradient, compute, inter, intra = 0, 0.0, 0.0, 0.0  # of the layers before, which follow in the backward pass
     for layer in layers:
         if _waits(layer):
             gradient += layer.gradient_bytes
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
-        best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
+        best = max(best, head - after + costs.contention.least_s(compute, intra, inter + reduced))
         after += _layer_pass_s(costs, layer, "backward", limit)
         work = work_s(layer.chunks["backward"])
         inter, intra = inter + work["inter"], intra + work["intra"]
+        compute += work["compute"] + layer.dense_total_s("backward")
     return best + (costs.optimizer_s or 0.0)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import combinations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, Task, TaskKind
+from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind
 
 #: Lines of a cost model: collectives and the groups that they run in, matrix products, copies of rows in another order.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
@@ -26,15 +28,95 @@ LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp
 LEAST_BETA = 1e-15
 
 _FORMAT = "fusedmoe-costs"
-_VERSION = 1
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Contention:
+    """The speed that a task keeps while another resource works, too, as a share of its speed alone, (0, 1]; beside both
+    others it keeps the product of the two shares.
+
+    Example, a product of 4 s and an all-to-all of 3 s that begin together, by `compute_beside_inter=0.5` and
+    `inter_beside_compute=0.75`: after 4 s the all-to-all has ended (0.75 · 4 s = 3 s), and 2 s of the product are left
+    (4 s − 0.5 · 4 s), which then ends after 6 s in all.
+
+    Raises `ConfigError` for a share outside (0, 1], and one so small that no sum of times has room for it.
+    """
+
+    compute_beside_intra: float = 1.0
+    compute_beside_inter: float = 1.0
+    intra_beside_compute: float = 1.0
+    intra_beside_inter: float = 1.0
+    inter_beside_compute: float = 1.0
+    inter_beside_intra: float = 1.0
+
+    def __post_init__(self) -> None:
+        for what, share in asdict(self).items():
+            if not (isinstance(share, (int, float)) and 1e-9 <= share <= 1):
+                raise ConfigError(
+                    f"contention: {what} is a share of the speed, more than 0 and at most 1, not {share!r}"
+                )
+
+    @classmethod
+    def between_links(cls, share: float) -> Contention:
+        """Returns that of links which keep this share beside each other, and leave computation alone."""
+        return cls(intra_beside_inter=share, inter_beside_intra=share)
+
+    def share(self, resource: str, beside: str) -> float:
+        """Returns the share of its speed that a task on a resource keeps while one on another runs."""
+        return 1.0 if resource == beside else float(getattr(self, f"{resource}_beside_{beside}"))
+
+    @cached_property
+    def speeds(self) -> tuple[tuple[float, ...], ...]:
+        """The speed of each resource by which of them work: resource n of `RESOURCES` is bit n of the index."""
+        sets = [[r for n, r in enumerate(RESOURCES) if which >> n & 1] for which in range(1 << len(RESOURCES))]
+        return tuple(tuple(math.prod(self.share(r, one) for one in working) for r in RESOURCES) for working in sets)
+
+    def disturbs(self, resources: Collection[str]) -> bool:
+        """Returns True if any of these resources disturbs another."""
+        return any(self.share(r, one) < 1 for r in resources for one in resources)
+
+    @cached_property
+    def weights(self) -> tuple[tuple[float, ...], ...]:
+        """Weights of the resources' work, in the order of `RESOURCES`, whose sums bound the time that all of it takes.
+
+        While any set of resources works, the work that is done in a second, each at its speed there, is never worth
+        more than a second by such weights. So no order of the work takes less than its worth. These are the corners
+        of all weights of which that is true: the largest of their sums is the least time of any work that can be
+        spread over time as one likes.
+        """
+        count = len(RESOURCES)
+        rates = np.array([[s * (which >> n & 1) for n, s in enumerate(of)] for which, of in enumerate(self.speeds)][1:])
+        sides, ends = np.concatenate([rates, -np.eye(count)]), np.repeat([1.0, 0.0], [len(rates), count])
+        corners: list[np.ndarray] = []
+        for chosen in combinations(range(len(sides)), count):
+            matrix = sides[list(chosen)]
+            if abs(np.linalg.det(matrix)) > 1e-12:
+                found = np.maximum(np.linalg.solve(matrix, ends[list(chosen)]), 0.0)
+                if (rates @ found).max() <= 1 + 1e-9:
+                    corners.append(found / max(1.0, float((rates @ found).max())))
+        # Without those that another one equals or beats in all.
+        kept: list[np.ndarray] = []
+        for corner in sorted(corners, key=lambda one: float(-one.sum())):
+            if not any((corner <= other + 1e-9).all() for other in kept):
+                kept.append(corner)
+        return tuple(tuple(map(float, corner)) for corner in kept)
+
+    def least_s(self, compute: float, intra: float, inter: float) -> float:
+        """Returns the seconds that so many seconds of work on each resource take at least, in any order."""
+        return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
+
+
+#: Resources that leave each other alone.
+ALONE = Contention()
 
 
 class Costs(Protocol):
     """Everything that a simulation has to know beside the plan."""
 
     @property
-    def contention(self) -> float:
-        """The speed of a link's task while the other link is in use too, as a share of its speed alone; (0, 1]."""
+    def contention(self) -> Contention:
+        """The speeds that resources keep beside each other."""
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         """The duration of each task of the plan when it has its resources for itself."""
@@ -45,7 +127,7 @@ class Durations:
     """Costs that are given task by task."""
 
     given: Mapping[Task, float]
-    contention: float = 1.0
+    contention: Contention = ALONE
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         return self.given
@@ -183,11 +265,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The lines of one machine, by the names in `LINES`, and the contention between its two kinds of links.
+    """The lines of one machine, by the names in `LINES`, each as it is with nothing beside it, and its contention.
 
     Attributes:
-        contention: when a collective inside the node and one between nodes run at the same time, each goes on at this
-            share of its own speed.
+        contention: the speeds of products and of both kinds of links while others of them work, too.
         machine: says what was measured, for whoever reads it.
         fused: None for a machine without fused operations, or where nothing is known of them: then no layer chooses
             them by cost.
@@ -196,11 +277,11 @@ class CostModel:
         task_s: seconds that the executor takes for a task, whatever it does.
         observed: what the parts of layers took where they ran, by `Workload.shapes`; it goes before the lines.
 
-    Raises `ConfigError` for an unknown line and a contention outside (0, 1].
+    Raises `ConfigError` for an unknown line, and a contention that is a number.
     """
 
     lines: Mapping[str, Line] = field(default_factory=dict)
-    contention: float = 1.0
+    contention: Contention = ALONE
     machine: str = ""
     fused: FusedCosts | None = None
     tiled: bool = False
@@ -211,7 +292,11 @@ class CostModel:
         unknown = sorted(set(self.lines) - set(LINES))
         if unknown:
             raise ConfigError(f"cost model: {unknown[0]!r} is not one of {', '.join(LINES)}")
-        check_contention(self.contention)
+        if not isinstance(self.contention, Contention):
+            raise ConfigError(
+                f"cost model: contention is a fusedmoe.plans.Contention, not {self.contention!r}; a share of links "
+                "beside each other is Contention.between_links(share)"
+            )
 
     def line(self, name: str) -> Line:
         """Returns the line of that name. Raises `ConfigError` where the model has none."""
@@ -222,7 +307,8 @@ class CostModel:
     def to_json(self) -> str:
         """Returns indented JSON; `from_json` makes an equal model of it."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "machine": self.machine}
-        data |= {"contention": self.contention, "lines": {name: vars(line) for name, line in self.lines.items()}}
+        data |= {"contention": asdict(self.contention)}
+        data |= {"lines": {name: vars(line) for name, line in self.lines.items()}}
         if self.fused is not None:
             data["fused"] = asdict(self.fused)
         if self.tiled:
@@ -237,7 +323,10 @@ class CostModel:
         """Reads the model written by `to_json`. Raises `ConfigError` for anything else."""
         data: Any = parse_json(source, "cost model")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
-            raise ConfigError(f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
+            raise ConfigError(
+                f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION}); write it anew: '
+                "fusedmoe profile --json"
+            )
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
             for name, line in lines.items():
@@ -251,7 +340,8 @@ class CostModel:
                 raise ConfigError(f"cost model: a task cannot take {task_s!r} s")
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
             seen = {shapes: Observed.from_dict(parts) for shapes, parts in data.get("observed", {}).items()}
-            return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True, task_s, seen)
+            contention = Contention(**data["contention"])
+            return cls(lines, contention, data["machine"], fused, data.get("tiled") is True, task_s, seen)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
 
@@ -259,9 +349,3 @@ class CostModel:
 def _is_time(value: Any) -> bool:
     """Returns True for a number of seconds that leaves room for sums and products."""
     return isinstance(value, (int, float)) and 0 <= value <= 1e9
-
-
-def check_contention(value: float) -> None:
-    """Raises `ConfigError` unless 0 < value ≤ 1, and not so little that no sum of times has room for it."""
-    if not (isinstance(value, (int, float)) and 1e-9 <= value <= 1):
-        raise ConfigError(f"contention is a share of the speed, more than 0 and at most 1, not {value!r}")

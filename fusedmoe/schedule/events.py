@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 from fusedmoe.schedule.task import RESOURCES
 
 _COUNT, _NEVER = len(RESOURCES), float("inf")
-_INTRA, _INTER = RESOURCES.index("intra"), RESOURCES.index("inter")
 
 #: Added to the number of a task's resource: it starts only where its resource would be idle.
 SPARE = _COUNT
@@ -64,7 +63,8 @@ def run(
     on: Sequence[int],
     seconds: Sequence[float],
     priority: Sequence[float] | None = None,
-    contention: float = 1.0,
+    speeds: Sequence[Sequence[float]] | None = None,
+    works: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Returns starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
     priority starts, then the one with the lower number. A task that has started ends: nothing is interrupted.
@@ -73,7 +73,8 @@ def run(
         on: the number of each task's resource in `RESOURCES`. With `SPARE` added the task starts only where nothing
             else can, now or as soon as what takes no time has ended.
         priority: None: all the same.
-        contention: the speed of both links while both are in use.
+        speeds: of tasks while several resources work (`cost.Contention.speeds`); None: all go on as if alone.
+        works: the number of the resource that each task keeps busy, where links share a queue; None: as `on`.
     """
     count = len(before)
     by_rank = rank = list(range(count))
@@ -81,6 +82,7 @@ def run(
         by_rank, rank = sorted(by_rank, key=priority.__getitem__), [0] * count
         for number, place in enumerate(by_rank):
             rank[place] = number
+    at = on if works is None else works
     waits = [len(found) for found in before]
     ready: list[list[int]] = [[] for _ in range(2 * _COUNT)]
     for number, place in enumerate(by_rank):
@@ -91,10 +93,10 @@ def run(
     starts, ends = [0.0] * count, [0.0] * count
     end = [_NEVER] * _COUNT  # of what runs on each
     running, known = [-1] * _COUNT, [-1] * _COUNT
-    # Between two events nothing starts or ends, so all speeds are constant. Of a link's task three numbers are kept:
-    # the work that was left when its speed last changed, when that was, and its end if the speed stays. So a task that
-    # is never slowed down ends at exactly start + duration.
-    left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, 1.0
+    # Between two events nothing starts or ends, so all speeds are constant. Of what runs three numbers are kept: the
+    # work that was left when its speed last changed, when that was, and its end if the speed stays. So a task that is
+    # never slowed down ends at exactly start + duration.
+    left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, [1.0] * _COUNT
     now, never = 0.0, _NEVER
     while True:
         # Every free resource takes its most urgent ready task.
@@ -103,20 +105,24 @@ def run(
                 place = by_rank[heappop(heap)]
                 running[resource], starts[place] = place, now
                 end[resource] = now + seconds[place]
-        # A link's task that began since the last event starts with all of its work left.
-        if contention < 1.0:
-            for link in (_INTRA, _INTER):
-                if running[link] != known[link]:
-                    known[link] = place = running[link]
-                    left[link], since[link], end[link] = seconds[place], now, now + seconds[place] / speed
-            wanted = contention if end[_INTRA] < never and end[_INTER] < never else 1.0
-            # The other link began or ended: what is left of both is done at another speed from now on.
-            if wanted != speed:
-                for link in (_INTRA, _INTER):
-                    if end[link] < never:
-                        left[link] = max(0.0, left[link] - (now - since[link]) * speed)
-                        since[link], end[link] = now, now + left[link] / wanted
-                speed = wanted
+        if speeds is not None:
+            busy = [resource for resource in range(_COUNT) if end[resource] < never]
+            work = [at[place] for place in running]
+            together = 0
+            for resource in busy:
+                together |= 1 << work[resource]
+            for resource in busy:
+                place, wanted = running[resource], speeds[together][work[resource]]
+                # What began since the last event has all of its work left; what was there before goes on at another
+                # speed where something else began or ended.
+                if place != known[resource]:
+                    known[resource], left[resource] = place, seconds[place]
+                elif wanted != speed[resource]:
+                    left[resource] = max(0.0, left[resource] - (now - since[resource]) * speed[resource])
+                else:
+                    continue
+                since[resource], speed[resource] = now, wanted
+                end[resource] = now + left[resource] / wanted
         soonest = min(end)
         # Tasks that only fill idle time may start where nothing is ready and no event is due now.
         if spare and soonest > now:
@@ -130,8 +136,8 @@ def run(
             return starts, ends
         now = soonest
         # All that ends at this moment frees its resource before anything starts.
-        for resource, at in enumerate(end):
-            if at == now:
+        for resource, ends_at in enumerate(end):
+            if ends_at == now:
                 end[resource] = never
                 place = running[resource]
                 ends[place] = now

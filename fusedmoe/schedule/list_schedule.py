@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_dependencies
@@ -58,10 +58,9 @@ class ListSchedule:
         self._order = issue_order(self._before, self._followers)
         self._starts, self._end_s = self._improved(hopeless_s)
 
-    def makespan_s(self, contention: float = 1.0) -> float:
-        """Returns the `makespan` of the plan, with links that disturb each other so much."""
-        both = {RESOURCES.index(link) for link in ("intra", "inter")}
-        if contention == 1.0 or not both <= set(self._on):
+    def makespan_s(self, contention: Contention = ALONE) -> float:
+        """Returns the `makespan` of the plan, with resources that disturb each other so much."""
+        if not contention.disturbs([RESOURCES[number] for number in set(self._on)]):
             return self._end_s
         before, followers = ([list(waited) for waited in each] for each in (self._before, self._followers))
         # With the orders fixed, contention only makes tasks longer; it changes no order.
@@ -69,7 +68,7 @@ class ListSchedule:
             for earlier, place in pairwise(order):
                 before[place].append(earlier)
                 followers[earlier].append(place)
-        return max(run(before, followers, self._on, self._seconds, contention=contention)[1])
+        return max(run(before, followers, self._on, self._seconds, speeds=contention.speeds)[1])
 
     def plan(self) -> Plan:
         """Returns the plan of the orders in which the tasks start."""

@@ -20,11 +20,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import ALONE, Contention, Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
-from fusedmoe.schedule.task import PIPELINE, Task, TaskKind
+from fusedmoe.schedule.task import LINKS, PIPELINE, Task, TaskKind
 
 Orders = dict[str, list[Task]]
 Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
@@ -84,7 +84,7 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Returns T(r) of `one_queue`: exact for any times, by the same argument. Nothing there can contend."""
+    """Returns T(r) of `one_queue`: exact for any times where links leave computation alone, by the same argument."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
@@ -102,7 +102,7 @@ def choose_degree(
     gar: float = 0.0,
     *,
     order: Order = three_queues,
-    contention: float = 1.0,
+    contention: Contention = ALONE,
     limit: int = MAX_DEGREE,
     least: int = 1,
 ) -> DegreeChoice:
@@ -121,7 +121,7 @@ def choose_degree(
 
     # In the order of what a degree takes at least, up to the first where this is longer than the best one found: no
     # later one can win. Where there is a closed form the bound would cost as much as the pass.
-    closed = order is one_queue or (order is three_queues and contention == 1.0)
+    closed = _is_closed(order, contention)
     bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
     choices: list[DegreeChoice] = []
     best_s = math.inf
@@ -139,16 +139,22 @@ def pass_s(
     gar: float = 0.0,
     *,
     order: Order = three_queues,
-    contention: float = 1.0,
+    contention: Contention = ALONE,
 ) -> float:
     """Returns the seconds of one layer's pass with this degree."""
-    if order is one_queue:
-        return one_queue_s(degree, chunk_times(chunks, degree), gar)
-    if order is three_queues and contention == 1.0:
-        return three_queues_s(degree, chunk_times(chunks, degree), gar)
+    if _is_closed(order, contention):
+        closed_s = one_queue_s if order is one_queue else three_queues_s
+        return closed_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
     of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {TaskKind.GRADIENT_ALL_REDUCE: gar}
     return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
+
+
+def _is_closed(order: Order, contention: Contention) -> bool:
+    """Returns True where an order's pass has a closed form: nothing that it runs at once disturbs each other."""
+    if order is one_queue:
+        return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
+    return order is three_queues and contention == ALONE
 
 
 @lru_cache(maxsize=1024)

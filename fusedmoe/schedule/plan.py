@@ -251,6 +251,12 @@ class Plan:
         return followers_of(self.before), [RESOURCES.index(resource) for resource in on]
 
     @cached_property
+    def works(self) -> list[int]:
+        """The number in `RESOURCES` of what each task in `sequence` keeps busy (of a fused operation, of compute), also
+        where one queue has the tasks of both links."""
+        return [RESOURCES.index(resources_of(task.kind)[0]) for task in self.sequence]
+
+    @cached_property
     def waits(self) -> dict[Task, tuple[Task, ...]]:
         """The tasks on other resources that each task waits for: its own resource runs in order in any case."""
         on, sequence = self.resources, self.sequence

@@ -4,10 +4,10 @@
     costs = refit(costs, seen)              # the same where nothing was seen
 
 A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
-multiplied; of several, a line goes through them. So lines of a machine, which know no model, become those of the layers
-that ran, with all that surrounds them: ranks tell each other how many rows they will send, which is "count-exchange";
-what else a pass takes beside its tasks is "other", each layer's part of it; and what stands between the passes and
-after them is the loss and the optimizer.
+multiplied; of several, a line goes through them, or a curve where large chunks take more than in proportion.
+So lines of a machine, which know no model, become those of the layers that ran, with all that surrounds them: ranks
+tell each other how many rows they will send, which is "count-exchange"; what else a pass takes beside its tasks is
+"other", each layer's part of it; and what stands between the passes and after them is the loss and the optimizer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fusedmoe.schedule.cost import Line, Observed, Sample, line_through
+import numpy as np
+
+from fusedmoe.schedule.cost import ALONE, Contention, Line, Observed, Sample, fit, line_through
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # No clock is finer.
@@ -32,19 +34,29 @@ _PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks in a step, and of several steps the
-    median.
+    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks, as they would be with nothing
+    beside them, in the middle ones of several steps.
+
+    All parts are of the same steps: of parts that are medians each by itself, the one that was held up in each step
+    would be missing, and their sum too short.
 
     Args:
-        costs: of the step, before: it says what each all-reduce carries.
+        costs: of the step, before: it says what each all-reduce carries, and how resources disturb each other.
         steps: of each step the timelines of all ranks, from where it began (so not aligned). Of steps with a loss it is
             also seen what surrounds the plan's tasks.
     """
+    by_length = sorted(steps, key=_step_s)
+    disturbed = len(steps) // 3  # at either end
     taken: dict[Sample, list[float]] = {}
-    for timelines in steps:
-        for sample, seconds in _samples(plan, costs, timelines).items():
+    for timelines in by_length[disturbed : len(steps) - disturbed]:
+        for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
             taken.setdefault(sample, []).append(statistics.mean(seconds))
-    return Observed({sample: statistics.median(seconds) for sample, seconds in taken.items()})
+    return Observed({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
+
+
+def _step_s(timelines: Sequence[Timeline]) -> float:
+    """Returns the seconds of a step on the slowest rank."""
+    return max(timeline.end_s for timeline in timelines)
 
 
 class Row(NamedTuple):
@@ -61,21 +73,20 @@ class Row(NamedTuple):
 
 
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
-    """Compares a step with its prediction: each part, and the whole step last.
+    """Compares a step with its prediction: each part, as long as it takes beside the others, and the whole step last.
 
     `timelines`: of all ranks, from where the step began.
     """
     predicted: dict[str, float] = {}
-    for task, seconds in costs.seconds(plan).items():
-        part = _part_name(task.kind, task.phase)
-        predicted[part] = predicted.get(part, 0.0) + seconds
+    for span in simulate(plan, costs).spans:
+        part = _part_name(span.kind, span.phase)
+        predicted[part] = predicted.get(part, 0.0) + span.duration_s
     measured: dict[str, float] = {}
     for sample, tasks_s in _samples(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
     rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
-    step_s = max(timeline.end_s for timeline in timelines)
-    return [*rows, Row("step", makespan(plan, costs), step_s)]
+    return [*rows, Row("step", makespan(plan, costs), _step_s(timelines))]
 
 
 def _part_name(kind: str, phase: str | None) -> str:
@@ -98,8 +109,14 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
-    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of."""
+def _samples(
+    plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
+) -> dict[Sample, list[float]]:
+    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of.
+
+    `contention`: by it, seconds are those that the tasks would take with nothing beside them, and the experts' without
+    the copies between other chunks in the two passes; None: as they were.
+    """
     timeline = _last(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
@@ -115,8 +132,9 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
 
     tasks: dict[Task, tuple[Sample, float]] = {}
     shared = _surrounding(timeline, runs)
-    for span in filter(runs, timeline.spans):
-        (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
+    spans = [span for span in timeline.spans if runs(span)]
+    for span, seconds in zip(spans, _alone_s(spans, contention or ALONE), strict=True):
+        kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
         if kind == TaskKind.ATTENTION and chunk is None:
             shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
@@ -126,7 +144,8 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
-            if (kind, phase) == (TaskKind.EXPERT, "backward") and there and back and there != back:
+            alone = contention is not None and (kind, phase) == (TaskKind.EXPERT, "backward")
+            if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
@@ -143,6 +162,23 @@ def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dic
     for sample, seconds in tasks.values():
         samples.setdefault(sample, []).append(seconds)
     return samples
+
+
+def _alone_s(spans: Sequence[Span], contention: Contention) -> list[float]:
+    """Returns the seconds that each of some spans would take with nothing beside it: in each of its own seconds it has
+    done as much as its speed was beside those that ran meanwhile."""
+    changes = [
+        (moment, RESOURCES.index(s.resource), by) for s in spans for moment, by in ((s.start_s, 1), (s.end_s, -1))
+    ]
+    running, done_s, now_s = [0] * len(RESOURCES), [0.0] * len(RESOURCES), 0.0
+    at: dict[float, list[float]] = {}  # seconds of work that each resource can have done until then
+    for moment, resource, by in sorted(changes):
+        speeds = contention.speeds[sum(1 << number for number, count in enumerate(running) if count)]
+        done_s = [done + speed * (moment - now_s) for done, speed in zip(done_s, speeds, strict=True)]
+        at[moment], now_s = done_s, moment
+        running[resource] += by
+    on = (RESOURCES.index(span.resource) for span in spans)
+    return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
 def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
@@ -255,11 +291,30 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> 
         return part
     # Several numbers of chunks tell starts and work apart; one number only scales what was predicted.
     if len(points) > 1:
-        line = line_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
-        return StageTime(line.alpha_s, line.beta_s)
+        return _stage_through(
+            [(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
+        )
     ((count, seconds),) = points.items()
-    expected_s = part.alpha_s + part.whole_s * share / count
+    expected_s = part.seconds(count / share)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
+
+
+def _stage_through(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
+    """Returns the best time through seconds by a chunk's share of all rows. `start_s`: what a chunk takes to start, by
+    the lines of the machine."""
+    if fit(points).alpha_s >= 0:
+        line = line_through(points)
+        return StageTime(line.alpha_s, line.beta_s)
+    # A line that starts below zero would have many chunks take less than nothing: large chunks take more than in
+    # proportion there, and each number of chunks that was seen is still to be met. What hides in that is how long a
+    # chunk takes to start, which the machine's line knows.
+    from scipy.optimize import nnls
+
+    n, seconds = np.array(points).T
+    start_s = min(start_s, float(seconds.min()) / 2)
+    parts = np.stack([n / seconds, n * n / seconds], 1)
+    (whole_s, excess_s), _ = nnls(parts, 1 - start_s / seconds)
+    return StageTime(start_s, float(whole_s), float(excess_s))
 
 
 def _refit_line(line: Line, points: Mapping[int, float]) -> Line:

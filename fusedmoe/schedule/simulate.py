@@ -3,8 +3,8 @@
     timeline = simulate(plan, costs)
 
 Three resources, each one task at a time in the plan's order; a task starts as soon as the one before it on its
-resource and all that it waits for have ended. While a task on `intra` and one on `inter` run at the same time, both go
-on at the contention's share of their speed; computation is not slowed down.
+resource and all that it waits for have ended. While tasks run on several resources, each of them goes on at the share
+of its speed that the contention leaves it beside the others (`cost.Contention`).
 
 A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends.
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Costs, check_contention
+from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.events import run, run_in_order
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
@@ -139,7 +139,6 @@ def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
 def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     """Returns starts and ends in the order of `plan.sequence`."""
     seconds, contention = costs.seconds(plan), costs.contention
-    check_contention(contention)
     try:
         durations = [seconds[task] for task in plan.sequence]
     except KeyError as error:
@@ -147,9 +146,9 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     if not all(0 <= duration < math.inf for duration in durations):
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
-    # Links that cannot disturb each other need no event loop: starts follow from what is waited for.
-    if contention < 1 and plan.intra and plan.inter:
-        return run(plan.before, *plan.graph, durations, contention=contention)
+    # Resources that do not disturb each other need no event loop: starts follow from what is waited for.
+    if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
+        return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
     return run_in_order(plan.before, durations)
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Line, check_contention
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
@@ -26,20 +26,32 @@ _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r."""
+    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r + excess_s/r².
+
+    `excess_s`: what a large chunk takes beyond its share of the whole, as where it is too large for caches or for the
+    buffers of a link.
+    """
 
     alpha_s: float
     whole_s: float
+    excess_s: float = 0.0
 
-    def seconds(self, degree: int) -> float:
-        return self.alpha_s + self.whole_s / degree
+    def seconds(self, degree: Any) -> Any:
+        """Returns the seconds of one of so many chunks; of an array of degrees an array."""
+        return self.alpha_s + (self.whole_s + self.excess_s / degree) / degree
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds in one chunk without its start."""
+        return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
         """Adds the time of what follows."""
-        return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s)
+        excess_s = self.excess_s + other.excess_s
+        return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s, excess_s)
 
     def __mul__(self, times: float) -> StageTime:
-        return StageTime(self.alpha_s * times, self.whole_s * times)
+        return StageTime(self.alpha_s * times, self.whole_s * times, self.excess_s * times)
 
 
 def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
@@ -127,14 +139,11 @@ class StepCosts:
 
     layers: tuple[LayerCosts, ...]
     all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
-    contention: float = 1.0
+    contention: Contention = ALONE
     loss_s: float | None = None
     optimizer_s: float | None = None
     task_s: float = 0.0
     workload: object = None
-
-    def __post_init__(self) -> None:
-        check_contention(self.contention)
 
     @property
     def can_split(self) -> bool:
@@ -270,22 +279,14 @@ def resource_bound_s(
             compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
     reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
     inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return max(compute, links_bound_s(inter, intra, costs.contention))
+    return costs.contention.least_s(compute, intra, inter)
 
 
-def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
+def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = ALONE) -> float:
     """Returns the seconds that no order beats: what each resource has to do, with what must come before and after."""
     d, ag, x, rs, c = times
-    # Before the first dispatch has ended and after the last reduce-scatter links inside the node have nothing to do.
+    # Before the first dispatch has ended and after the last combine has begun nothing else has anything to do.
     return max(
         d + ag + r * x + rs + c,
-        d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
+        d + contention.least_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
     )
-
-
-def links_bound_s(inter: float, intra: float, contention: float) -> float:
-    """Returns the least time for the work of both links, which disturb each other by `contention` (`CostModel`)."""
-    # The longer link works all the time; beside it the shorter one costs what contention takes from it. Below a
-    # contention of one half they had better take turns.
-    less, more = sorted((inter, intra))
-    return more + less * min(1.0, (1 - contention) / contention)

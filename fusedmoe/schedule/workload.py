@@ -254,9 +254,9 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     seconds = {}
     for phase in PHASES:
         parts = layer.chunks[phase]
-        there, back = (shards * parts[part].whole_s for part in (first, last))
+        there, back = (shards * parts[part].moved_s for part in (first, last))
         # What the backward pass has more than the forward is the weights' gradients.
-        whole_s = parts[TaskKind.EXPERT].whole_s / (1 if phase == "forward" else 1 + workload.trained_share)
+        whole_s = parts[TaskKind.EXPERT].moved_s / (1 if phase == "forward" else 1 + workload.trained_share)
         down_s = whole_s / GEMMS[workload.expert]
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))

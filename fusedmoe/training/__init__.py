@@ -17,13 +17,14 @@ from fusedmoe.training.data_parallel import (
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning
-from fusedmoe.training.sharded_experts import PLACEMENT_POLICIES, ShardedExperts
+from fusedmoe.training.sharded_experts import PLACEMENT_BALANCES, PLACEMENT_POLICIES, ShardedExperts
 from fusedmoe.training.step_plan import PlannedStep, plan_step
 from fusedmoe.training.step_tuning import StepTuning
 from fusedmoe.training.survival import NodeMemory, Survival
 
 __all__ = [
     "KEPT_OPERATORS",
+    "PLACEMENT_BALANCES",
     "PLACEMENT_POLICIES",
     "TUNED",
     "GradientBuckets",

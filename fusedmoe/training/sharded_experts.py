@@ -23,6 +23,7 @@ from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.measure import measured_costs
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.placement.balance import Balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -43,6 +44,9 @@ from fusedmoe.training.gradient_buckets import moe_layers
 PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 
 _HECATE = ("hecate", "algorithm1")
+
+#: From what copies and their rows follow: from earlier steps, or also from what the gates have just chosen.
+PLACEMENT_BALANCES = ("predicted", "exact")
 
 #: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
@@ -109,6 +113,10 @@ class ShardedExperts:
         reshard: owners may change, by Algorithm 2 or by a function of your own.
         calibrates: True looks again once the gate has chosen, and fetches more copies where that pays. Or a function
             that does so: (placement, tokens_WE, nodes, memory, costs) -> a placement that has all of `placement`.
+        balance: "exact": once the gate has chosen, rows are shared over the copies so that the busiest rank computes as
+            few as is worth it, in evaluation too; and in a step's first training forward copies are added where that
+            saves more time than they take on their way (`fusedmoe.placement.balance`). It is worked out on the host in
+            each forward. "predicted": the copies are those of the policy, and rows spread evenly over them.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
@@ -123,10 +131,10 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
-            already, numbers that cannot be, or an optimizer whose state cannot move with single experts; in the first
-            step, where it cannot be tried on a small parameter before. In a step in which owners change: a copy of the
-            model that is trained by itself, or that not all ranks have. A function that places experts on other ranks
-            than the layer has, or changes owners with `reshard=False`.
+            already, numbers that cannot be, `balance="exact"` with `calibrates`, or an optimizer whose state cannot
+            move with single experts; in the first step, where it cannot be tried on a small parameter before. In a step
+            in which owners change: a copy of the model that is trained by itself, or that not all ranks have. A
+            function that places experts on other ranks than the layer has, or changes owners with `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
@@ -141,6 +149,7 @@ class ShardedExperts:
         overlap: int | None = None,
         reshard: bool = True,
         calibrates: bool | Correction = False,
+        balance: str = "predicted",
         rematerialises: bool = False,
         costs: PlacementCosts | None = None,
         heap: Heap | None = None,
@@ -152,6 +161,11 @@ class ShardedExperts:
             )
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
+        if balance not in PLACEMENT_BALANCES or (balance == "exact" and calibrates):
+            raise ConfigError(
+                f"ShardedExperts: balance = {balance!r} and calibrates = {calibrates!r}; choose one of "
+                f"{', '.join(PLACEMENT_BALANCES)}, and exact without calibrates: it adds copies by itself"
+            )
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
         self._layers = _dynamic(model)
@@ -184,10 +198,10 @@ class ShardedExperts:
         if not self._layers:
             self._hooks: list[Any] = []
             return
-        asks = self._measures or calibrates or callable(policy)
+        asks = self._measures or calibrates or callable(policy) or balance == "exact"
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
-        facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates)}
+        facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
         facts |= {"averaged": len(self.averaged), "rematerialises": rematerialises}
         # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
         topology.agree(facts | {"costs": self._costs, "heap": heap is not None}, "ShardedExperts")
@@ -202,6 +216,8 @@ class ShardedExperts:
             placed.sparse, placed.clocked = self._sparse, self._measures
             if self._correction is not None:
                 placed.correct = partial(self._corrected, placed.nodes)
+            if balance == "exact":
+                placed.balances = partial(self._balanced, placed.nodes)
         # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
@@ -353,6 +369,9 @@ class ShardedExperts:
     def _corrected(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
         assert self._correction is not None
         return self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
+
+    def _balanced(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
+        return cheapest_balance(placement, tokens_WE, nodes, self._memory if adds else 0, self._costs)
 
     def _install(self, placements: Sequence[Placement]) -> None:
         shardings = [one.sharding for one in placements]

@@ -71,7 +71,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     )
     factors = torch.randn(2, 2, 4), torch.randn(2, 5, 2), torch.randn(2, 2, 5), torch.randn(2, 4, 2)
     given = (torch.randn(6, 9), torch.randn(3, 4), None, *weights, *factors, [1.0, 1.0], layout.tensors)
-    yield "low_rank_experts_backward", (x_SM, *given, "gelu", True)
+    yield "low_rank_experts_backward", (x_SM, *given, "gelu", True, True)
     given = (torch.randn(6, 4), torch.randn(6, 2), w, *factors[:2], 1.0, True, layout.tensors, True)
     yield "low_rank_linear_backward", (torch.randn(6, 5).requires_grad_(), *given)
     for name in ("split_rows", "join_rows"):

@@ -124,9 +124,10 @@ def test_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
     stub(monkeypatch, tmp_path, "ncu", f'echo "$@"; {seen}')
     outcome = checks.profile(place)
     assert outcome.result == "passed"
-    assert outcome.word == "; ".join(f"{name}: Duration us 41.2, Memory Throughput % 63.1" for name in ("up", "dW1"))
+    forms = ("up, triton", "dW1, triton", "dW1, gluon")
+    assert outcome.word == "; ".join(f"{name}: Duration us 41.2, Memory Throughput % 63.1" for name in forms)
     stub(monkeypatch, tmp_path, "ncu", "echo no permission; exit 1")
-    assert checks.profile(place)[:2] == ("skipped", "up: no permission")
+    assert checks.profile(place)[:2] == ("skipped", "up, triton: no permission")
 
 
 def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

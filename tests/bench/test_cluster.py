@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bench.cluster import __main__ as command
-from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
+from bench.cluster import balance, job, model, network, placed, predicted, profile, report, stacks
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
-from bench.cluster.layer import make_layer, run
+from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.rank import Parts, setting_of
+from bench.cluster.rank import Parts, leave_waits_alone, setting_of
 from bench.cluster.report import MEASURED, goals, show
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
 from bench.cluster.stacks import cross, plan_of, same_results
@@ -31,7 +32,8 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime import cache
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.runtime.profiler import Profile
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -46,7 +48,9 @@ TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9,
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
 TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # By which experts and links take about as long, and starting costs little.
-COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, 0.8)
+COSTS = CostModel(
+    {name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, Contention.between_links(0.8)
+)
 
 lacking = missing()
 needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")
@@ -351,7 +355,7 @@ def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     assert own.layers[0].chunks["backward"]["all-gather"].seconds(1) == pytest.approx(gathered_s)
     assert own.layers[0].chunks["forward"]["expert"] == costs.layers[0].chunks["forward"]["expert"]
     assert own.layers[0].micro == costs.layers[0].micro
-    assert own.contention == 0.9 and len(own.layers) == setting.layers
+    assert own.contention == Contention.between_links(0.9) and len(own.layers) == setting.layers
     lines, steps = predicted.tables(setting.name, found)
     assert (lines.row_count, steps.row_count) == (4, 1)
 
@@ -541,8 +545,6 @@ def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
     def row(median_s: float, error: float) -> dict[str, Any]:
         return {
             **{"median_s": median_s, "min_s": median_s, "max_s": median_s, "predicted_s": median_s, "error": error},
@@ -572,3 +574,36 @@ def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch
     )
     out = capsys.readouterr().out
     assert "settings are not compared: rows of commits" in out and "auto in all settings" not in out
+
+
+def test_both_passes_of_a_layer_and_all_around_them() -> None:
+    """What surrounds the pipeline is in its prediction, and so is the copy between other chunks of the two passes."""
+    kinds = ("dispatch", "expert", "combine")
+    bare = Workload(1, 512, 16, 32, 4, k=1, ep=2).step_costs(COSTS, [0], kinds)
+    around = {"forward": {"other": 0.25, "count-exchange": 0.5}, "backward": {"other": 0.125}}
+    costs = replace(bare, layers=(replace(bare.layers[0], dense_s=around, regroup_s=2.0),))
+    for degrees in ((2, 2), (2, 4)):
+        plans = Schedule("fsmoe", degrees).plans(kinds, None)
+        passes_s = sum(makespan(one, bare) for one in (plans.forward, plans.backward))
+        regrouped_s = makespan(both_passes(plans, costs), costs) - passes_s - 0.875
+        assert regrouped_s == pytest.approx(2.0 if degrees == (2, 4) else 0.0, rel=0.02, abs=1e-9)
+
+
+def test_where_prediction_and_step_part_is_printed() -> None:
+    parts = [["expert forward", 1.0, 1.5], ["other forward", None, 0.25], ["step", 2.0, 2.5]]
+    console = Console(record=True, width=120)
+    console.print(report._parts({"rows": {"off": {}, "fsmoe": {"parts": parts}, "joint": {"same_as": "fsmoe"}}}))
+    text = console.export_text()
+    assert "-500 of 1500" in text and "-500 of 2500" in text and "250 ms" in text and "joint" not in text
+
+
+def test_waits_are_as_long_beside_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.CACHE, str(tmp_path))
+    disturbed = Contention(0.5, 0.6, 0.7, 0.8, 0.9, 0.4)
+    lines = {name: Line(1e-4, 1e-9) for name in ("gemm", "copy")}
+    measured = Profile(CostModel(lines, disturbed, tiled=True), {name: ((1.0, 1.0),) for name in lines}, 1.0)
+    monkeypatch.setattr(cache, "profile", lambda *_, **__: measured)
+    leave_waits_alone(Topology())
+    found, _ = cache.cached_profile(Topology(), torch.device("cpu"))
+    assert found.costs.contention == Contention(intra_beside_inter=0.8, inter_beside_intra=0.4)
+    assert found == replace(measured, costs=replace(measured.costs, contention=found.costs.contention))

@@ -25,13 +25,15 @@ def test_the_triton_form_takes_what_it_was_measured_to_take() -> None:
     """Each product within a fifth, three of four within a twelfth, passes within a tenth."""
     found = measured(H100)
     assert found is not None and "H100" in found.gpu
+    shapes = [shape for shape in SHAPES if ("up", shape.name) in found.seconds]
     errors = [
         abs(kernel_seconds(name, shape, H100) / found.seconds[name, shape.name] - 1)
-        for shape in SHAPES
+        for shape in shapes
         for name in PRODUCTS
     ]
+    assert len(shapes) >= 8
     assert max(errors) < 0.2 and sorted(errors)[3 * len(errors) // 4] < 1 / 12, sorted(errors)[-12:]
-    for shape in SHAPES:
+    for shape in shapes:
         for name in ("forward", "backward"):
             assert pass_tflops(name, shape, H100) == pytest.approx(found.tflops[name, shape.name], rel=0.1), shape
 

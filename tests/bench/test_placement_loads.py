@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench.placement.loads import POLICIES, main
+from bench.placement.__main__ import balanced
+from bench.placement.loads import PERIODS, POLICIES, main
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.placement.placement import Placement
 
@@ -24,6 +25,8 @@ def test_json(capsys):
     assert list(data["policies"]) == list(POLICIES) and (data["ranks"], data["ranks_per_node"]) == (8, 4)
     ep, ours = data["policies"]["ep"], data["policies"]["hecate"]
     assert ep["speedup"] == 1.0 and ours["straggler"] < ep["straggler"] and ours["layers_s"] < ep["layers_s"]
+    assert data["policies"]["flexmoe"]["setting"] in {f"every {every}" for every in PERIODS} and ours["setting"] == ""
+    assert data["policies"]["even"]["straggler_most"] < 1.05 < ours["straggler_most"]
     assert len(ours["layer_speedups"]) == 2 and ours["replicas"] <= 2 * 2 and ours["owned"] == 3
     layer = data["layer"]
     assert layer["policy"] == "flexmoe" and Placement.parse(layer["placement"]).experts == 12
@@ -38,6 +41,13 @@ def test_loads_that_were_saved(capsys, tmp_path):
     assert main(["--trace", str(path), "--json", "--png", str(picture)]) == 0
     assert capsys.readouterr().out == made
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exact_balance_is_timed():
+    for name, one in balanced(8, 16).items():
+        assert all(one[f"{what}_s"] > 0 for what in ("balance", "cheapest", "split"))
+        assert 1 <= one["over_mean"] < 1.01 <= one["over_mean_before"] or name == "copies"
+        assert (one["new_copies"] > 0) == (one["over_mean_before"] > one["over_mean"])
 
 
 def test_help_teaches(capsys):

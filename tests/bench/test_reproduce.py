@@ -23,7 +23,7 @@ from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_
 from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import ALONE, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
@@ -204,8 +204,8 @@ def test_differing_degrees_are_counted_for_each_number_of_heads():
         there, back = work.layer_costs(testbed.costs).chunks.values()
         differ += choose_degree(there, limit=8).degree != choose_degree(back, limit=8).degree
     assert 0 < differ < len(cases)
-    assert fsmoe.differing(testbed, 1.0, 8, cases) == 3 * differ
-    assert fsmoe.differing(testbed, 1.0, 1, cases) == 0
+    assert fsmoe.differing(testbed, ALONE, 8, cases) == 3 * differ
+    assert fsmoe.differing(testbed, ALONE, 1, cases) == 0
 
 
 def test_printed_cases_are_exact_where_gather_and_scatter_take_the_same():

@@ -124,3 +124,10 @@ def test_report_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert report.main([]) == 1
     (tmp_path / "gpu_other.json").write_text("{}")
     assert report.main([]) == 1
+
+
+def test_both_forms_stand_beside_each_other(results: dict[str, Any]) -> None:
+    found = results
+    row = next(row for row in found["rows"] if row["kind"] == "kernel")
+    row |= {"config": "gluon 128x256x64", "microseconds": {"128x256x64": 200.0, "64x64x64": 300.0, "gluon a": 150.0}}
+    assert f"| {row['shape']} | {row['name']} | 200 | 150 | 25% | gluon 128x256x64 |" in report.table(found)

@@ -40,7 +40,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, sealed
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
@@ -94,7 +94,9 @@ def _line(number: float) -> Line:
 
 
 def _profile(*_: Any, **how: Any) -> Profile:
-    costs = CostModel(dict.fromkeys(line_names(ALONE), _line(1)), 0.5, how["machine"], tiled=True)
+    costs = CostModel(
+        dict.fromkeys(line_names(ALONE), _line(1)), Contention.between_links(0.5), how["machine"], tiled=True
+    )
     return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
 

@@ -22,7 +22,7 @@ from fusedmoe.graph import GraphBackend
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.runtime.cache import CACHE, cached_profile
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import (
     ShardedExperts,
@@ -44,7 +44,7 @@ from tests.training.placed import DIM, EXPERTS, Model, optimizer_of
 
 CPU = torch.device("cpu")
 # Links so slow that plans have chunks and buckets.
-SLOW = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, 0.9)
+SLOW = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, Contention.between_links(0.9))
 PLANS = ("fsmoe", "tutel_improved")
 
 

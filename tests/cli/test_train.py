@@ -31,7 +31,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.training import PlanTuning
 from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
@@ -282,15 +282,22 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
     assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
-@pytest.mark.parametrize(("placement", "stops"), [("fssdp", False), *slowly(("fssdp", True), ("algorithm1", False))])
+@pytest.mark.parametrize(
+    ("placement", "stops", "balance"),
+    [
+        ("fssdp", False, "predicted"),
+        *slowly(("fssdp", True, "predicted"), ("algorithm1", False, "predicted"), ("fssdp", True, "exact")),
+    ],
+)
 def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
-    cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool
+    cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool, balance: str
 ) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=6, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 4, "dtype": "fp64", "ep": 4, "esp": 1})
     even, whole, parts = (tmp_path / name for name in ("even", "whole", "parts"))
     cluster.run(4, train, settings, even, None, None)
     settings = settings.changed({"placement": placement, "placement_overlap": 3, "rematerialise": True})
+    settings = settings.changed({"placement_balance": balance})
     cluster.run(4, train, settings, whole, None, None)
     check_losses(whole, even)
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
@@ -324,7 +331,9 @@ def test_experts_that_move_are_whole_and_everywhere() -> None:
 
 
 # By which experts and links take about as long, and starting little.
-COSTS = CostModel({name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, 0.8, "made up")
+COSTS = CostModel(
+    {name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, Contention.between_links(0.8), "made up"
+)
 
 
 def test_ranks_that_read_different_text_are_told(cluster: Cluster, tmp_path: Path, text: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,49 +13,13 @@ import transformers
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf import experts_forward
-
-MODELS = Path(transformers.__file__).parent / "models"
-
-
-def classes() -> list[tuple[str, str]]:
-    """(module, class) of all that `use_experts_implementation` decorates."""
-    found = []
-    for path in sorted(MODELS.glob("*/modeling_*.py")):
-        text = path.read_text()
-        if "@use_experts_implementation" not in text:
-            continue
-        for node in ast.parse(text).body:
-            decorated = isinstance(node, ast.ClassDef) and any(
-                "use_experts_implementation" in ast.unparse(one) for one in node.decorator_list
-            )
-            if decorated:
-                found.append((f"transformers.models.{path.parent.name}.{path.stem}", node.name))  # type: ignore[attr-defined]
-    return found
-
-
-class AnyConfig:
-    """Numbers and names that suit what they are called; every class has names of its own."""
-
-    _experts_implementation = "eager"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if re.search("act", name) and not re.search("size|factor", name):
-            return "silu"
-        if re.search("experts|num_local", name):
-            return 4
-        if re.search("eps", name):
-            return 1e-6
-        if re.search("alpha|limit|beta|scale|cap", name):
-            return 1.5
-        return 16 if re.search("size|dim|hidden", name) else False
+from fusedmoe.hf.__main__ import census, expert_classes, make_experts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), classes(), ids=lambda value: value.rpartition(".")[2])
+@pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda value: value.rpartition(".")[2])
 def test_class(module: str, name: str) -> None:
-    made: Any = getattr(import_module(module), name)(AnyConfig()).double()
+    made = make_experts(module, name).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.uniform_(-0.5, 0.5)
@@ -88,7 +49,21 @@ def test_class(module: str, name: str) -> None:
             torch.testing.assert_close(grad, others[index], rtol=close, atol=close)
 
 
-def test_there_are_classes() -> None:
-    assert len(classes()) >= 60
+def test_there_are_expert_classes() -> None:
+    assert len(expert_classes()) >= 60
     with pytest.raises(ConfigError, match="has no has_gate"):
         experts_forward(torch.nn.Identity(), *(torch.zeros(1, 1),) * 3)
+
+
+def version(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
+
+def test_the_guide_has_the_census() -> None:
+    """The table is that of the command; classes of later releases than the oldest have theirs behind the name."""
+    page = Path(__file__).parents[2] / "docs/guides/hugging-face.md"
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    installed = version(transformers.__version__)
+    for way, names in census().items():
+        told = [name.partition(" ") for name in rows[way].split(", ") if name != "none"]
+        assert sorted(names) == [name for name, _, since in told if not since or version(since) <= installed]

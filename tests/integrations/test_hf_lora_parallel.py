@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import fusedmoe.hf
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.test_hf_lora import NAMES, never_folded
@@ -76,6 +76,16 @@ def refused(rank: int, world: int, folder: str) -> None:
             model(input_ids=tokens)
     fusedmoe.hf.apply(model)
     model(input_ids=tokens, labels=tokens).loss.backward()
+    del model
+    # What peft would add to parts of parameters.
+    model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world, "tp_size": 1})
+    model = adapted(model, target_parameters=NAMES)
+    with pytest.raises(ConfigError, match="_proj is split over ranks, .* merge it in one process"):
+        model.merge_adapter()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name or parameter.requires_grad)
+    with pytest.raises((ConfigError, RankError), match="_proj is split over ranks, .* freeze the parameter"):
+        model(input_ids=tokens)
     del model
     model = load(rank, world, folder, {"fsdp_size": world // 2, "ep_size": world, "tp_size": 2})
     with pytest.raises(ConfigError, match="tp_size=2"):

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
+from fusedmoe.hf import module_experts
 from fusedmoe.hf import quantised as hf_quantised
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.test_hf_lora import NAMES
@@ -128,3 +129,14 @@ def test_refusals() -> None:
     packed, _ = pair(STORES["4 bits"], "gpt-oss")
     with pytest.raises(ConfigError, match="gate_up_proj is quantised, which only experts whose gate is SwiGLU"):
         fusedmoe.hf.apply(packed)
+
+
+def test_split_over_ranks_they_are_refused() -> None:
+    experts = make("mixtral", fusedmoe.hf.NAME).model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    whole = hf_quantised.QuantisedMatrices((8, 32, 24), torch.float32, torch.device("cpu"))
+    with (
+        patch.object(module_experts, "stored", lambda *_: whole),
+        pytest.raises(ConfigError, match="MixtralExperts is quantised and split over ranks"),
+    ):
+        module_experts.check_experts(experts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.autograd.order import order
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import Arrivals, chunk_of, find_rows, for_all_shards, plan_sends, read_metadata
+from fusedmoe.kernels.one_sided import Arrivals, chunk_of, define_arrivals, define_sends, find_rows, for_all_shards
 
 
 def ranges(count: int, degree: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
     tokens = torch.randint(0, most, (peers,), generator=random).tolist()
     capacity, lines = most, local + most * slots
     batches = [route(seed + p, count, slots, experts, 3 if drops else None) for p, count in enumerate(tokens)]
-    sends = [plan_sends(lay, w.reshape(-1)[lay.pair_N], peers, degree, capacity, lines) for lay, w in batches]
+    sends = [define_sends(lay, w.reshape(-1)[lay.pair_N], peers, degree, capacity, lines) for lay, w in batches]
 
     # What each rank wants to know of (sender, sorted row): which token, its weight, in the receiver's order.
     for me in range(peers):
@@ -57,7 +57,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
                     weight = float(weight_SK.reshape(-1)[layout.pair_N[n]])
                     wanted[chunk].append((sender, int(layout.source_N[n]), weight, n))
         rows = [len(chunk) + 3 for chunk in wanted]  # bounds
-        for chunk, arrivals in zip(wanted, read_metadata(metadata, local, degree, capacity, rows), strict=True):
+        for chunk, arrivals in zip(wanted, define_arrivals(metadata, local, degree, capacity, rows), strict=True):
             count = int(arrivals.layout.offsets_E1[-1])
             assert count == len(chunk) == int(arrivals.wanted_W.sum()) == int(arrivals.layout.counts_E.sum())
             found = []
@@ -85,7 +85,7 @@ def test_other_chunks_of_the_same_rows(seed: int, peers: int, local: int, degree
     lines, random = local + most * slots, torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, most, (peers,), generator=random).tolist()
     batches = [route(seed + p, count, slots, peers * local, 3 if drops else None) for p, count in enumerate(tokens)]
-    sends = [plan_sends(lay, None, peers, math.lcm(degree, other), most, lines) for lay, _ in batches]
+    sends = [define_sends(lay, None, peers, math.lcm(degree, other), most, lines) for lay, _ in batches]
     metadata = torch.full((peers, lines, 2), -7, dtype=torch.int32)
     for sender, send in enumerate(sends):
         used = int(send.line_used_W[0])
@@ -93,9 +93,9 @@ def test_other_chunks_of_the_same_rows(seed: int, peers: int, local: int, degree
     passes = []
     for count in (degree, other):
         padding = torch.randint(0, 4, (count,), generator=random).tolist()
-        exact = read_metadata(metadata, local, count, most, [peers * most * slots] * count)
+        exact = define_arrivals(metadata, local, count, most, [peers * most * slots] * count)
         rows = [int(one.wanted_W.sum()) + more for one, more in zip(exact, padding, strict=True)]
-        passes.append(read_metadata(metadata, local, count, most, rows))
+        passes.append(define_arrivals(metadata, local, count, most, rows))
         # Nobody waits for a token that the sender puts behind those of a later chunk.
         first_of: list[dict[int, int]] = [{} for _ in tokens]
         for chunk, one in enumerate(passes[-1]):

@@ -22,7 +22,7 @@ from fusedmoe.experts import (
     merge_adapters,
     parameter_shardings,
 )
-from fusedmoe.training import sync_gradients
+from fusedmoe.training import ShardedExperts, sync_gradients
 from tests.cluster import Cluster
 
 E, M, H, T = 4, 6, 8, 11
@@ -162,3 +162,33 @@ def test_two_ranks(cluster: Cluster, sizes: dict[str, int], scheduled: bool) -> 
 def test_four_ranks(cluster: Cluster) -> None:
     tokens = [torch.randn(count, M, dtype=torch.float64) for count in (5, 0, 9, 1)]
     cluster.run(4, over_ranks, "biased", {"ep": 2, "esp": 2}, tokens, False)
+
+
+def steps_that_move(rank: int, world: int, placement: Any) -> tuple[list[float], int]:
+    """Losses of some steps, and the bytes of experts that this rank has sent."""
+    topology = Topology.from_sizes(ep=world, timeout_s=60)
+    torch.manual_seed(3)
+    layer = MoELayer(10, gates.TopK(4, 2), SwiGLU(12), topology=topology, placement=placement, dtype=torch.float64)
+    add_adapters(layer.experts, rank=3, alpha=2)
+    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=0.05)
+    sharded = ShardedExperts(layer, optimizer, topology, memory=2, overlap=2) if placement == "fssdp" else None
+    losses = []
+    for step in range(8):
+        torch.manual_seed(100 * step + rank)
+        x = torch.randn(9 + 4 * rank, 10, dtype=torch.float64) + 2
+        optimizer.zero_grad(set_to_none=True)
+        loss = layer(x).square().mean() + 0.01 * layer.aux_loss
+        loss.backward()
+        sync_gradients(layer, topology)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    if sharded is None or layer.placed is None:
+        return losses, 0
+    sharded.close()
+    return losses, layer.placed.sent_bytes
+
+
+def test_experts_that_move(cluster: Cluster) -> None:
+    still, moving = (cluster.run(2, steps_that_move, placement) for placement in ("ep", "fssdp"))
+    for (right, _), (losses, sent) in zip(still, moving, strict=True):
+        assert losses == pytest.approx(right, rel=1e-10, abs=1e-10) and sent

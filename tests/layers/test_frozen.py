@@ -3,6 +3,7 @@ nothing is kept or computed for what has none."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import ops
+from fusedmoe.comm.exchange import Part
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts import add_adapters
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_memory import saved_elements
@@ -117,6 +120,72 @@ def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None
 @pytest.mark.parametrize("degrees", [None, (2, 2), (3, 2)], ids=str)
 def test_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
     cluster.run(2, on_ranks, frozen, degrees)
+
+
+class Plain(nn.Module):
+    """An expert by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(M, M, dtype=torch.float64))
+
+    def forward(self, x_NM: Tensor) -> Tensor:
+        return (x_NM @ self.weight).tanh()
+
+
+def make_first_layer(kind: str, topology: Topology, schedule: Any) -> fusedmoe.MoELayer:
+    """A layer whose experts learn, or the adapters on them."""
+    if kind == "custom":
+        torch.manual_seed(3)
+        gate, experts = fusedmoe.gates.TopK(E, K), fusedmoe.experts.Custom(lambda *_: Plain())
+        return fusedmoe.MoELayer(M, gate, experts, dtype=torch.float64, topology=topology, schedule=schedule or "off")
+    layer = make_layer("", topology, schedule)
+    if kind == "adapters":
+        add_adapters(layer.experts, rank=3, alpha=2)
+        for parameter in layer.experts.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter)
+    return layer
+
+
+def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | None) -> None:
+    """Rows and weights that go back, for tokens of all ranks, of one and of none that learn; a router that learns."""
+    topology, sent = Topology.from_sizes(ep=world, timeout_s=30), Counter[int]()
+    layer = make_first_layer(kind, topology, None if degrees is None else fusedmoe.Schedule("fsmoe", degrees=degrees))
+    combine = Part.combine
+
+    def counted(part: Part, rows: Tensor) -> Tensor:
+        sent[rows.shape[1]] += len(rows)
+        return combine(part, rows)
+
+    both, found = 0, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Part, "combine", counted)
+        for learns in (True, False, rank == 0):
+            for router in (True, False):
+                layer.gate.requires_grad_(router)
+                layer.zero_grad(set_to_none=True)
+                sent.clear()
+                grads = gradients(layer, rank, learns)
+                both = both or sent[M]
+                anybody = learns or len(found) >= 4
+                # Results come back in the forward pass, gradients of tokens in the other; M wide, of weights 1.
+                assert sent[M] == (both if anybody else both / 2), (dict(sent), learns, router)
+                assert bool(sent[1]) == (router or anybody), (dict(sent), learns, router)
+                found[len(found), learns] = grads
+    whole = next(iter(found.values()))
+    for (_, learns), grads in found.items():
+        for name, right in whole.items():
+            got = grads[name]
+            if (name == "x" and not learns) or (name.startswith("gate") and got is None):
+                continue
+            assert right is None if got is None else right is not None and torch.equal(got, right), name
+
+
+@pytest.mark.parametrize("kind", ["experts", "adapters", "custom"])
+@pytest.mark.parametrize("degrees", [None, (2, 2)], ids=str)
+def test_tokens_that_need_no_gradient(cluster: Cluster, kind: str, degrees: tuple[int, int] | None) -> None:
+    cluster.run(2, first_layer, kind, degrees)
 
 
 @pytest.mark.parametrize("frozen", FROZEN[:3])

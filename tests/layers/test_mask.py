@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedmoe
 from fusedmoe import ConfigError, RankError, Schedule
@@ -15,6 +16,7 @@ from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
+from tests.marks import slowly
 
 M, H, E = 6, 5, 8
 
@@ -63,6 +65,8 @@ def compare(layer: MoELayer, real: Tensor, seed: int, run: Any = None) -> None:
     tokens, x = batch(real, seed)
     wanted, found = step(layer, tokens, None), step(layer, x, real, run)
     assert wanted.keys() == found.keys()
+    if run is not None:  # graphs do not tell what travels
+        wanted["metrics"], found["metrics"] = wanted["metrics"][:-2], found["metrics"][:-2]
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=name)
 
@@ -118,6 +122,48 @@ def test_in_a_compiled_model() -> None:
     compiled = torch.compile(layer, backend="eager")
     for seed, real in enumerate(masks(5)[:2]):
         compare(layer, real, seed, compiled)
+
+
+# The experts' own choice is as many tokens as a graph would have to know.
+_IN_GRAPHS = [(name, factor) for name in sorted(GATES.keys() - {"expert_choice"}) for factor in (None, 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("topk", 0.7), *slowly(*(case for case in _IN_GRAPHS if case != ("topk", 0.7)))]
+)
+def test_in_one_graph(name: str, factor: float | None) -> None:
+    """The graph does for masks of any number of tokens, none too: how many there are is known when it runs."""
+    if name == "softmoe" and factor is not None:
+        pytest.skip("it has no capacity")
+    torch._dynamo.reset()
+    layer = build(name, factor, shared=fusedmoe.experts.SwiGLU(3))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for seed in range(3):
+        for real in (masks(seed)[0], torch.zeros(4, 7, dtype=torch.bool)):
+            compare(layer, real, seed, compiled)
+    assert counter.frame_count == 1
+
+
+def in_graphs_on_ranks(rank: int, world: int, factor: float | None, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    layer = build("topk", factor, topology=Topology.from_sizes(world), **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    # Ranks have as many tokens, or one of them has none.
+    real = [masks(rank)[0], torch.full((4, 7), rank == 0), torch.full((4, 7), rank == 1)]
+    for seed, mask in enumerate(real):
+        compare(layer, mask, seed, compiled)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("factor", "options"),
+    [(0.7, {}), *slowly(*((factor, {"schedule": Schedule("fsmoe", (2, 3))}) for factor in (None, 0.7)))],
+    ids=str,
+)
+def test_in_one_graph_on_two_ranks(cluster: Cluster, factor: float | None, options: dict[str, Any]) -> None:
+    cluster.run(2, in_graphs_on_ranks, factor, options)
 
 
 class Seen(fusedmoe.Hooks):

@@ -18,7 +18,7 @@ from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, whole_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -33,7 +33,9 @@ from tests.marks import slowly
 from tests.schedule.test_splits import random_split
 
 LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
-COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
+COSTS = CostModel(
+    {name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=Contention.between_links(0.8)
+)
 
 
 def workload(topology: Topology, k: int) -> Workload:

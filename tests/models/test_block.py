@@ -16,12 +16,14 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
 from tests.models.test_parallel import AUX, BERT, GPT, LENGTH
 
-COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
+COSTS = CostModel(
+    {name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=Contention.between_links(0.8)
+)
 POLICIES = ("flowmoe", "lancet", "joint", "fsmoe")
 
 

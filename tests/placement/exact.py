@@ -1,4 +1,4 @@
-"""The best replicas there are, by an integer programme: for each expert a set of ranks, with what tokens make of it."""
+"""The best replicas there are, by integer programmes: for the time of a layer, and for the work of its busiest rank."""
 
 from __future__ import annotations
 
@@ -59,3 +59,35 @@ def best_placement(
 
 def _speeds(costs: PlacementCosts) -> tuple[float, ...]:
     return costs.inter_bytes_s, costs.inter_bytes_s, costs.intra_bytes_s, costs.intra_bytes_s
+
+
+def least_busiest(sharding: Placement, load_E: np.ndarray, m: int) -> int:
+    """The fewest rows that the busiest rank can compute with at most `m` copies on each rank."""
+    return _shared(sharding, load_E, m, None)
+
+
+def fewest_copies(sharding: Placement, load_E: np.ndarray, m: int, most: int) -> int:
+    """The fewest copies with which no rank computes more than `most` rows."""
+    return _shared(sharding, load_E, m, most)
+
+
+def _shared(sharding: Placement, load_E: np.ndarray, m: int, most: int | None) -> int:
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    ranks, copies = range(sharding.ranks), []
+    computed = [[model.new_int_var(0, load, "") for _ in ranks] for load in load_E.tolist()]
+    for of, load, owner in zip(computed, load_E.tolist(), sharding.owners, strict=True):
+        model.add(sum(of) == load)
+        held = [model.new_bool_var("") if rank != owner else 0 for rank in ranks]
+        copies.append(held)
+        for rank in set(ranks) - {owner}:
+            model.add(of[rank] <= load * held[rank])
+    busiest = model.new_int_var(0, int(load_E.sum()) if most is None else most, "")
+    for rank in ranks:
+        model.add(sum(held[rank] for held in copies) <= m)
+        model.add(sum(of[rank] for of in computed) <= busiest)
+    model.minimize(busiest if most is None else sum(map(sum, copies)))
+    solver = solved(model, limit=20.0)
+    assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
+    return round(solver.objective_value)

@@ -30,7 +30,7 @@ from fusedmoe.runtime.cache import (
     plan_path,
 )
 from fusedmoe.runtime.profiler import Profile, line_names
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
@@ -53,7 +53,9 @@ class Profiler:
     def __call__(self, topology: Topology, device: torch.device, **asked: Any) -> Profile:
         self.asked.append(asked)
         line = Line(1e-6 * len(self.asked), 1e-12, self.r2)
-        costs = CostModel(dict.fromkeys(line_names(topology), line), 0.5, asked["machine"], tiled=True)
+        costs = CostModel(
+            dict.fromkeys(line_names(topology), line), Contention.between_links(0.5), asked["machine"], tiled=True
+        )
         return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
 
@@ -283,7 +285,7 @@ def test_what_a_plan_depends_on_is_another_file(monkeypatch: pytest.MonkeyPatch)
         plan_path("joint", COSTS, LIMIT + 1),
         plan_path("joint", COSTS, LIMIT, 4),
         plan_path("joint", stack(3), LIMIT),
-        plan_path("joint", replace(COSTS, contention=0.5), LIMIT),
+        plan_path("joint", replace(COSTS, contention=Contention.between_links(0.5)), LIMIT),
         plan_path("joint", replace(COSTS, loss_s=1e-3), LIMIT),
     ]
     assert len(set(others)) == len(others) and plan_path("joint", stack(), LIMIT) == others[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,14 @@ from scipy.optimize import lsq_linear
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import profiler as module
-from fusedmoe.runtime.profiler import ROUNDS, Profile, contention_of, line_names, line_through, profile
-from fusedmoe.schedule.cost import LINES, CostModel, Durations, Line
+from fusedmoe.runtime.profiler import ROUNDS, Profile, line_names, line_through, profile, shares_of
+from fusedmoe.runtime.recorder import span
+from fusedmoe.schedule.cost import ALONE, LINES, Contention, CostModel, Durations, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.task import Task, resources_of
 from tests.cluster import Cluster
+from tests.schedule.test_simulate import by_definition
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -58,29 +61,39 @@ def test_noise_makes_no_line_negative() -> None:
     assert seen > 10
 
 
-def test_contention_is_what_the_simulator_would_have_it() -> None:
-    together = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")
+def test_shares_are_what_the_simulator_would_have_them() -> None:
+    together = Plan.parse("compute: E0\ninter: D0\nafter E0:")
     tasks = {task.kind: task for task in together}
     for _ in range(100):
-        inter, intra, share = random.uniform(0.1, 9), random.uniform(0.1, 9), random.uniform(0.05, 1)
-        durations = Durations({tasks["dispatch"]: inter, tasks["all-gather"]: intra}, share)
-        assert contention_of(inter, intra, makespan(together, durations)) == pytest.approx(share)
+        alone_s, shares = ([random.uniform(0.1, 9), random.uniform(0.1, 9)], [random.uniform(0.1, 1) for _ in range(2)])
+        contention = Contention(compute_beside_inter=shares[0], inter_beside_compute=shares[1])
+        durations = Durations({tasks["expert"]: alone_s[0], tasks["dispatch"]: alone_s[1]}, contention)
+        spans = {span.kind: span.end_s for span in simulate(together, durations).spans}
+        found = shares_of((alone_s[0], alone_s[1]), (spans["expert"], spans["dispatch"]))
+        # What ends first tells its share; the other's is told by what was then left of it.
+        assert found == pytest.approx(shares)
 
 
 def test_no_contention_is_one_even_with_noise() -> None:
-    assert contention_of(2.0, 3.0, 3.0) == 1.0
-    assert contention_of(2.0, 3.0, 2.9) == 1.0
-    assert contention_of(2.0, 2.0, 4.0) == 0.5
+    assert shares_of((2.0, 3.0), (2.0, 3.0)) == (1.0, 1.0)
+    assert shares_of((2.0, 3.0), (1.9, 2.9)) == (1.0, 1.0)
+    assert shares_of((2.0, 2.0), (4.0, 4.0)) == (0.5, 0.5)
+    assert shares_of((2.0, 2.0), (4.0, 6.5))[1] > 0
 
 
 # A machine whose times are known: collectives and products move its clock
 
 
 class Machine:
-    """A clock that goes on when something is done, by the lines of a cost model."""
+    """A clock that goes on when something is done, by the lines of a cost model.
 
-    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line]) -> None:
-        self.now_s, self.lines = 0.0, lines
+    What runs at once goes on at the speeds that a contention leaves it: a plan's bodies tell how long each task takes
+    alone, and the simulator's definition when it then ends.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line], contention: Contention = ALONE) -> None:
+        self.now_s, self.lines, self.contention = 0.0, lines, contention
+        patch.setattr(module, "execute", self.execute)
         self.calls: list[tuple[str, float]] = []
         patch.setattr(module, "line_names", lambda topology: tuple(lines))
         for name, line in (("all_to_all_rows", "all-to-all/ep"), ("all_gather_rows", "all-gather/esp")):
@@ -111,34 +124,17 @@ class Machine:
     def clock(self) -> float:
         return self.now_s
 
-
-class SharingMachine(Machine):
-    """The same where two collectives that go on at once have a share of their speed each while both do.
-
-    The executor runs these on threads of their own, and alone on the caller's. Each thread is at the end of what it has
-    done; a collective of a thread is done when another thread's has begun, too.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line], share: float) -> None:
-        super().__init__(patch, lines)
-        self.share = share
-        self._own, self._both = threading.local(), threading.Barrier(2, timeout=60)
-        self._seconds: list[float] = []
-
-    def clock(self) -> float:
-        return getattr(self._own, "now_s", self.now_s)
-
-    def go(self, name: str, n: float) -> None:
-        if not threading.current_thread().name.startswith("fusedmoe "):
-            return super().go(name, n)
-        begun_s, seconds = self.now_s, self.lines[name].seconds(n)
-        self._seconds.append(seconds)
-        self._both.wait()
-        assert len(self._seconds) == 2
-        self._own.now_s = begun_s + seconds + min(self._seconds) * (1 / self.share - 1)
-        if self._both.wait() == 0:
-            self.now_s += max(self._seconds) + min(self._seconds) * (1 / self.share - 1)
-            self._seconds.clear()
+    def execute(self, plan: Plan, bodies: dict[str, Callable[[Task], None]], recorder: Any = None, **rest: Any) -> None:
+        began_s, alone_s = self.now_s, {}
+        for task in plan.sequence:
+            before_s = self.now_s
+            bodies[task.kind](task)
+            alone_s[task] = self.now_s - before_s
+        for task, (start, end) in by_definition(plan, alone_s, self.contention).items():
+            self.now_s = began_s + float(start)
+            with span(recorder, task.kind, kind=task.kind, resource=resources_of(task.kind)[0]):
+                self.now_s = began_s + float(end)
+        self.now_s = began_s + max(float(end) for _, end in by_definition(plan, alone_s, self.contention).values())
 
 
 FAST = {
@@ -154,7 +150,7 @@ def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, int]] = []
     found = profile(Topology(), CPU, clock=machine.clock, machine="made up", show=lambda *at: shown.append(at))
     assert list(found.costs.lines) == list(FAST) and found.costs.machine == "made up"
-    assert found.costs.contention == 1.0
+    assert found.costs.contention == ALONE
     for name, line in found.costs.lines.items():
         assert line.alpha_s == pytest.approx(FAST[name].alpha_s, rel=1e-6)
         assert line.beta_s == pytest.approx(FAST[name].beta_s, rel=1e-9)
@@ -185,12 +181,29 @@ def test_a_budget_of_nothing_is_refused() -> None:
         profile(Topology(), CPU, budget_s=0)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8, 0.5], ids=["own links", "in part", "one link"])
-def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """Collectives that share a link go on at a part of their speed while both are under way; on one link at half."""
-    machine = SharingMachine(monkeypatch, FAST | {"all-gather/esp": Line(7e-5, 3e-10)}, share)
+@pytest.mark.parametrize(
+    "contention",
+    [ALONE, *map(Contention.between_links, (0.8, 0.5)), Contention(0.9, 0.6, 0.95, 0.7, 0.8, 0.75)],
+    ids=["own links", "in part", "one link", "all disturb each other"],
+)
+def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, contention: Contention) -> None:
+    """Products and collectives of both kinds of links, each pair begun together: each has its share of its speed."""
+    machine = Machine(monkeypatch, FAST | {"all-gather/esp": Line(7e-5, 3e-10)}, contention)
     found = profile(Topology(), CPU, clock=machine.clock)
-    assert found.costs.contention == pytest.approx(share, rel=1e-9)
+    assert asdict(found.costs.contention) == pytest.approx(asdict(contention), rel=1e-6)
+    # Lines are those of each by itself, whatever it loses beside others.
+    assert found.costs.line("gemm").beta_s == pytest.approx(FAST["gemm"].beta_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("inter", [1e-8, 1e-7])
+def test_contention_where_one_is_much_slower(monkeypatch: pytest.MonkeyPatch, inter: float) -> None:
+    """Products are repeated until they take as long as a message of a slow link."""
+    contention = Contention(compute_beside_inter=0.7, inter_beside_compute=0.9)
+    lines = {name: FAST[name] for name in ("all-reduce/dp", "gemm")} | {"all-to-all/ep": Line(1e-3, inter)}
+    machine = Machine(monkeypatch, lines, contention)
+    found = profile(Topology(), CPU, clock=machine.clock)
+    assert asdict(found.costs.contention) == pytest.approx(asdict(contention), rel=1e-6)
+    assert found.seconds < 1.1 * 30
 
 
 # Ranks
@@ -226,14 +239,18 @@ def test_all_ranks_find_the_same(
         sizes = [n for n, _ in found.points[name]]
         assert line.alpha_s >= 0 and line.beta_s > 0
         assert len(sizes) >= 6 and sizes == sorted(sizes) and all(seconds > 0 for _, seconds in found.points[name])
-    assert 0 < found.costs.contention <= 1
-    assert found.costs.contention == 1 or {"all-to-all/ep", "all-gather/esp"} <= set(names)
+    links = [link for link, name in (("intra", LINES[1]), ("inter", LINES[0])) if name in names]
+    for one, other in itertools.permutations(("compute", "intra", "inter"), 2):
+        measured_both = {one, other} <= {"compute", *links}
+        assert measured_both or found.costs.contention.share(one, other) == 1.0
 
 
 # JSON
 
 SOME = Profile(
-    CostModel({"gemm": Line(1e-5, 3.1e-12, 0.99)}, 0.7, "some machine"), {"gemm": ((1e6, 0.1), (2e6, 0.25))}, 12.5
+    CostModel({"gemm": Line(1e-5, 3.1e-12, 0.99)}, Contention(0.9, 0.8), "some machine"),
+    {"gemm": ((1e6, 0.1), (2e6, 0.25))},
+    12.5,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
@@ -37,13 +37,19 @@ def random_layer(rng: random.Random) -> LayerCosts:
     return LayerCosts({"forward": chunks(), "backward": chunks()}, dense, gradient)
 
 
-def random_costs(rng: random.Random, contention: float | None = None) -> StepCosts:
+def random_contention(rng: random.Random) -> Contention:
+    """Resources that leave each other alone, links that disturb each other, or all of them, each pair as it may."""
+    some = Contention(*(rng.choice([1.0, rng.uniform(0.2, 1.0)]) for _ in range(6)))
+    return rng.choice([ALONE, Contention.between_links(rng.uniform(0.3, 0.99)), some])
+
+
+def random_costs(rng: random.Random, contention: Contention | None = None) -> StepCosts:
     """Up to four layers, alike or not."""
     layers = [random_layer(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.5:
         layers = layers[:1] * len(layers)
     if contention is None:
-        contention = rng.choice([1.0, rng.uniform(0.3, 0.99)])
+        contention = random_contention(rng)
     line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
     return StepCosts(
         tuple(layers), line, contention, loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])

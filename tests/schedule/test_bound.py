@@ -9,7 +9,7 @@ import pytest
 
 from bench.simulate.grid import workloads
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -54,13 +54,32 @@ def test_no_order_of_any_split_beats_it(seed: int | str) -> None:
     seed = random.randrange(10**6) if seed == "fresh" else seed
     print(f"seed {seed}")
     rng = random.Random(seed)
-    costs = replace(random_stack(rng, rng.randint(1, 2)), contention=1.0)
+    costs = replace(random_stack(rng, rng.randint(1, 2)), contention=ALONE)
     bound = bound_s(costs, 3)
     for split in (random_split(rng, len(costs.layers), 3), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, 3))):
         found = micro_schedule(costs, split).makespan_s()
         least, most = least_s(costs, split, found)
         assert bound <= most * (1 + 1e-9)
         assert least <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", ["fresh", *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8))])
+def test_no_plan_beats_it_where_all_resources_disturb_each_other(seed: int | str) -> None:
+    seed = random.randrange(10**6) if seed == "fresh" else seed
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    raised = 0
+    for _ in range(3):
+        alone = replace(random_stack(rng, rng.randint(1, 2)), contention=ALONE)
+        costs = replace(alone, contention=Contention(*(rng.uniform(0.4, 1.0) for _ in range(6))))
+        bound = bound_s(costs, 3)
+        raised += bound > bound_s(alone, 3) * (1 + 1e-9)
+        for policy in POLICIES:
+            assert bound <= makespan(POLICIES[policy].plan(costs, 3), costs) * (1 + 1e-9), policy
+        for _ in range(5):
+            split = random_split(rng, len(costs.layers), 3)
+            assert bound <= makespan(micro_schedule(costs, split).plan(), costs) * (1 + 1e-9), split
+    assert raised  # by what they lose beside each other
 
 
 def test_where_it_is_known() -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
+from fusedmoe.schedule.cost import ALONE, LINES, Contention, CostModel, Line, fit
 from fusedmoe.schedule.machines import TESTBEDS
+from fusedmoe.schedule.task import RESOURCES
 
-MODEL = CostModel({name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)}, 0.7, "here")
+MODEL = CostModel(
+    {name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)},
+    Contention(inter_beside_intra=0.7),
+    "here",
+)
 
 
 def test_a_line_is_found_again():
@@ -65,7 +72,7 @@ def test_a_model_survives_json():
         ("{", "not JSON"),
         ("[]", "is not one"),
         ("{}", "is not one"),
-        (MODEL.to_json().replace('"version": 1', '"version": 2'), "is not one"),
+        (MODEL.to_json().replace('"version": 2', '"version": 1'), "fusedmoe profile --json"),
         (MODEL.to_json().replace("gemm", "gem"), "'gem' is not one of"),
         (MODEL.to_json().replace("alpha_s", "alpha"), "missing or not known"),
         (MODEL.to_json().replace("0.7", "0"), "contention"),
@@ -75,6 +82,31 @@ def test_a_model_survives_json():
 def test_json_that_is_no_model_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         CostModel.from_json(text)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan, "0.5"])
+def test_a_contention_that_cannot_be_is_refused(bad):
+    with pytest.raises(ConfigError, match="contention: intra_beside_inter is a share"):
+        Contention.between_links(bad)
+    with pytest.raises(ConfigError, match=r"Contention\.between_links"):
+        CostModel({}, bad)
+
+
+def test_the_least_time_of_work_is_that_of_the_best_mix():
+    """By a linear programme that says how long each set of resources works together."""
+    rng = random.Random()
+    for _ in range(50):
+        contention = Contention(*(rng.choice([1.0, rng.uniform(0.1, 1.0)]) for _ in range(6)))
+        work = [rng.choice([0.0, rng.random()]) for _ in RESOURCES]
+        sets = [of for count in (1, 2, 3) for of in combinations(RESOURCES, count)]
+        speeds = [
+            [-math.prod(contention.share(r, one) for one in of) if r in of else 0.0 for of in sets] for r in RESOURCES
+        ]
+        # Each resource can do at least its work; what is done beyond it is no harm.
+        solved = linprog(np.ones(len(sets)), speeds, [-one for one in work])
+        assert contention.least_s(*work) == pytest.approx(solved.fun, rel=1e-9, abs=1e-12)
+    assert ALONE.least_s(1.0, 3.0, 2.0) == 3.0
+    assert Contention.between_links(0.4).least_s(0.0, 3.0, 2.0) == pytest.approx(5.0)  # they had better take turns
 
 
 def test_a_line_that_was_not_measured_is_named():

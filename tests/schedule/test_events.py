@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import ALONE, Contention, Durations
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, resources_of
+from tests.schedule.plans import random_contention
 from tests.schedule.test_simulate import by_definition
 
 
@@ -32,7 +33,7 @@ def any_plan(rng: random.Random, fused: bool = True) -> Plan:
     return Plan.from_orders(orders, after)
 
 
-def random_durations(rng: random.Random, plan: Plan, contention: float) -> Durations:
+def random_durations(rng: random.Random, plan: Plan, contention: Contention = ALONE) -> Durations:
     """Small whole numbers, so that ends coincide, any, or nothing."""
     choose = rng.choice([lambda: rng.randrange(8) / 2, lambda: rng.random(), lambda: 10 ** rng.uniform(-4, 0)])
     return Durations({task: float(choose()) for task in plan}, contention)
@@ -54,7 +55,7 @@ def sweep(count: int, seed: int) -> None:
     contended = 0
     for _ in range(count):
         plan = any_plan(rng)
-        costs = random_durations(rng, plan, rng.choice([1.0, 0.8, 0.5, 0.25]))
+        costs = random_durations(rng, plan, random_contention(rng))
         check(plan, costs)
         contended += makespan(plan, costs) > makespan(plan, Durations(costs.given))
     assert contended > count / 10
@@ -95,8 +96,8 @@ def test_a_fused_operation_waits_for_the_head_of_both_its_orders_by_hand():
 def test_contention_makes_nothing_shorter(seed):
     rng = random.Random(seed)
     plan = any_plan(rng)
-    costs = random_durations(rng, plan, 1.0)
-    assert makespan(plan, costs) <= makespan(plan, Durations(costs.given, 0.4)) * (1 + 1e-12)
+    costs = random_durations(rng, plan)
+    assert makespan(plan, costs) <= makespan(plan, Durations(costs.given, random_contention(rng))) * (1 + 1e-12)
 
 
 def test_a_missing_duration_is_named():

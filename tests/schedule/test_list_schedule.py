@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import ALONE, Durations
 from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task
-from tests.schedule.plans import ORDERS, random_costs
+from tests.schedule.plans import ORDERS, random_contention, random_costs
 
 GRADIENT = "gradient-all-reduce"
 
@@ -55,7 +55,7 @@ def test_every_task_is_there_once_and_nobody_waits_without_need():
         assert makespan(plan, Durations(seconds)) <= sum(seconds.values()) * (1 + 1e-12)
         schedule = ListSchedule(tasks, seconds)
         assert schedule.plan() == plan
-        for contention in (1.0, 0.6):
+        for contention in (ALONE, random_contention(rng)):
             assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, Durations(seconds, contention)))
 
 
@@ -111,7 +111,7 @@ def test_gradients_go_where_the_link_would_be_idle():
     rng = random.Random()
     filled = 0
     for _ in range(40):
-        costs = random_costs(rng, 1.0)
+        costs = random_costs(rng, ALONE)
         passes = [ChunkedPass(rng.choice(ORDERS), rng.randint(1, 4)) for _ in costs.layers]
         plan = idle_slot_plan(costs, passes, passes, rng.choice([10**5, 10**6, 10**7]))
         seconds = costs.seconds(plan)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.machines import (
     MACHINES,
     TESTBEDS,
@@ -39,6 +39,8 @@ TINY = Machine(
     inter=Link(known(0.3), known(20.0), known(0.8)),
     cards=known(2),
     contention=known(0.7),
+    computes_beside=known(0.8),
+    links_beside=known(0.9),
     spread=known(0.0),
 )
 
@@ -53,7 +55,7 @@ def test_lines_by_hand() -> None:
     assert set(costs.lines) == {
         *("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
     }
-    assert costs.contention == 0.7 and "not measured" in costs.machine
+    assert costs.contention == Contention(0.8, 0.8, 0.9, 0.7, 0.9, 0.7) and "not measured" in costs.machine
     assert close(costs.line("all-to-all/ep"), 1 + 0.1 + 6 * 0.3, 6 / 8 / 8)
     assert close(costs.line("all-gather/esp"), 1 + 0.1, 1 / 2 / 50)
     assert costs.line("reduce-scatter/esp") == costs.line("all-gather/esp")
@@ -164,12 +166,15 @@ def test_a_spread_that_cannot_be_is_refused(spread: float) -> None:
         TINY.with_spread(spread).costs(8)
 
 
+_SHARES = ("intra.reached", "inter.reached", "contention", "computes_beside", "links_beside")
+
+
 def test_every_figure_has_its_source() -> None:
     for machine in MACHINES.values():
         figures = dict(machine.figures())
-        assert len(figures) == 13 and all(one.source for one in figures.values())
+        assert len(figures) == 15 and all(one.source for one in figures.values())
         assert figures["spread"].estimate
-        assert all(0 < figures[name].value <= 1 for name in ("intra.reached", "inter.reached", "contention"))
+        assert all(0 < figures[name].value <= 1 for name in _SHARES)
         assert all(figures[name].value > 0 for name in ("flops", "inter.bytes_per_s", "intra.bytes_per_s", "cards"))
     assert scale_of(MACHINES["dgx-h100"]) == [8 * 2**power for power in range(10)]
     assert scale_of(TINY, 2, 32) == [2, 4, 8, 16, 32]

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import ALONE, Line
 from fusedmoe.schedule.passes import Partition, choose_degree, three_queues
 from fusedmoe.schedule.policies.fsmoe_plans import PassOption, bucket_s, pass_options, search
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
@@ -34,9 +34,9 @@ def random_ways(rng: random.Random, costs: StepCosts) -> list[list[PassOption]]:
 def test_ways_by_definition():
     rng = random.Random()
     for _ in range(30):
-        costs = random_costs(rng, 1.0)
+        costs = random_costs(rng, ALONE)
         layer = costs.layers[0]
-        found = pass_options(layer.chunks["backward"], three_queues, 1.0)
+        found = pass_options(layer.chunks["backward"], three_queues, ALONE)
         assert [way.free_s for way in found] == sorted(way.free_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):

@@ -6,7 +6,7 @@ import pytest
 
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import ALONE, Contention, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -57,7 +57,11 @@ AR = Task("gradient-all-reduce", 0, 1, "backward")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("contention", [1.0, 0.7, 0.45])
+@pytest.mark.parametrize(
+    "contention",
+    [ALONE, *map(Contention.between_links, (0.7, 0.45)), Contention(0.9, 0.8, 0.95, 0.7, 0.85, 0.6)],
+    ids=["alone", "links", "slow links", "all"],
+)
 def test_the_choice_has_no_regret_on_any_layer(order, contention):
     rng = random.Random()
     for _ in range(8):
@@ -74,7 +78,7 @@ def test_the_choice_has_no_regret_on_any_layer(order, contention):
 
 def test_of_equal_degrees_the_smallest_is_chosen():
     assert choose_degree({"expert": StageTime(0.0, 1.0)}).degree == 1
-    assert choose_degree({"expert": StageTime(0.0, 1.0)}, contention=0.5).degree == 1
+    assert choose_degree({"expert": StageTime(0.0, 1.0)}, contention=Contention.between_links(0.5)).degree == 1
 
 
 def test_forward_and_backward_differ():

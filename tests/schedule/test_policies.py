@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import ALONE, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES, layer_policies
@@ -72,7 +72,7 @@ def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
 def test_the_bound_is_reached_where_experts_are_all():
     """Parts that take nothing beside long experts in one chunk: every policy takes just their time."""
     rng = random.Random(1)
-    costs = random_costs(rng, 1.0)
+    costs = random_costs(rng, ALONE)
     chunks = {"expert": costs.layers[0].chunks["forward"]["expert"]}
     layers = tuple(type(one)({"forward": chunks, "backward": chunks}, one.dense_s) for one in costs.layers)
     costs = StepCosts(layers, costs.all_reduce)
@@ -80,10 +80,10 @@ def test_the_bound_is_reached_where_experts_are_all():
         assert makespan(POLICIES[policy].plan(costs, 1), costs) == pytest.approx(bound_s(costs, 1), rel=1e-9)
 
 
-def costs_b(layers: int = 3, contention: float = 1.0) -> StepCosts:
+def costs_b(layers: int = 3, share: float = 1.0) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 512, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
-    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), contention).by_layer()
+    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), Contention.between_links(share)).by_layer()
 
 
 def long_experts(layers: int = 3) -> StepCosts:
@@ -104,7 +104,7 @@ def regrouped(costs: StepCosts, seconds: float) -> StepCosts:
 
 def test_chunks_of_other_numbers_cost_a_copy():
     """The experts' backward pass takes it on, where a layer's two degrees differ, and nowhere else."""
-    costs = random_costs(random.Random(3), 1.0)
+    costs = random_costs(random.Random(3), ALONE)
     with_copies = regrouped(costs, 3e-3)
     for policy in ("fsmoe", "tutel"):
         plan = POLICIES[policy].plan(costs)
@@ -203,13 +203,13 @@ def test_fsmoe_has_its_own_degrees_and_reduces_in_the_middle():
 
 def test_one_queue_has_nothing_to_do_with_contention():
     for policy in ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio"):
-        free, slow = (POLICIES[policy].plan(costs_b(contention=share)) for share in (1.0, 0.5))
+        free, slow = (POLICIES[policy].plan(costs_b(share=share)) for share in (1.0, 0.5))
         assert free == slow
-        assert makespan(free, costs_b(contention=1.0)) == makespan(slow, costs_b(contention=0.5))
+        assert makespan(free, costs_b()) == makespan(slow, costs_b(share=0.5))
 
 
 def test_with_strong_contention_joint_takes_turns():
-    costs = costs_b(contention=0.35)
+    costs = costs_b(share=0.35)
     seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in layer_policies()}
     assert seconds["fsmoe"] > seconds["fsmoe_no_iio"] >= seconds["joint"]
 

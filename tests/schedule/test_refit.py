@@ -10,14 +10,15 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
-from fusedmoe.schedule.passes import one_queue
+from fusedmoe.schedule.cost import ALONE, Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import compare, observe, refit
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
+from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.schedule.workload import Workload
 
@@ -90,6 +91,59 @@ def test_planted_costs_of_layers_are_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_planted_costs_are_found_where_tasks_disturb_each_other(seed: int) -> None:
+    """Tasks of the steps that were seen took longer beside others; what each takes alone is found, and what it takes
+    beside others then predicted of any number of chunks."""
+    rng = random.Random(seed)
+    contention = Contention(*(rng.uniform(0.4, 1.0) for _ in range(6)))
+    right = replace(planted(rng, whole=False), contention=contention)
+    before = replace(prior(right, rng), contention=contention)
+
+    def overlapped(degree: int) -> Plan:
+        of = [ChunkedPass(three_queues, degree)] * len(right.layers)
+        return step_plan(right, of, of, exposed=True)
+
+    seen = Observed()
+    for degree in (1, 4):
+        plan = overlapped(degree)
+        alone_s = right.seconds(plan)
+        spans = {Task(s.kind, s.chunk, s.layer, s.phase): s.duration_s for s in simulate(plan, right).spans}
+        longer = [task for task, seconds in spans.items() if seconds > alone_s.get(task, seconds) * (1 + 1e-9)]
+        assert bool(longer) == (degree > 1)
+        seen |= observe(plan, right, [[as_run(plan, right)]])
+    found = refit(before, seen)
+    for degree in (1, 2, 4, 7):
+        seconds_are_equal(found, right, overlapped(degree))
+    # Had nobody known of it, the same steps would give other costs.
+    unaware = refit(
+        replace(before, contention=ALONE), observe(plan, replace(right, contention=ALONE), [[as_run(plan, right)]])
+    )
+    assert unaware.seconds(plan) != pytest.approx(right.seconds(plan), rel=1e-3)
+
+
+def test_large_chunks_that_take_more_than_in_proportion() -> None:
+    """As rows that no longer fit in a cache: four chunks take less than the whole, and both are met. Of what a chunk
+    takes to start the machine's lines tell."""
+    rng = random.Random(4)
+    right = planted(rng, whole=False)
+    layer = right.layers[0]
+    before = prior(right, rng)
+    chunks = {
+        phase: {
+            kind: StageTime(before.layers[0].chunks[phase][kind].alpha_s, part.whole_s, 0.3 * part.whole_s)
+            for kind, part in of.items()
+        }
+        for phase, of in layer.chunks.items()
+    }
+    right = replace(right, layers=(replace(layer, chunks=chunks),) * 3)
+    one, four = in_turn(right, 1), in_turn(right, 4)
+    seen = observe(one, right, [[as_run(one, right)]]) | observe(four, right, [[as_run(four, right)]])
+    found = refit(before, seen)
+    for degree in (1, 2, 4, 7):
+        seconds_are_equal(found, right, in_turn(right, degree))
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_planted_costs_of_blocks_are_found(seed: int) -> None:
     rng = random.Random(seed)
     right = planted(rng, whole=True)
@@ -141,10 +195,12 @@ def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
     plan = Plan.parse("compute: E0\ninter: C0")
     steps = [[rank(1.0, 3.5), rank(4.0, 0.5)], [rank(2.0, 5.0), rank(6.0, 1.0)], [rank(5.0, 0.25), rank(1.0, 4.25)]]
     costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
-    assert observe(plan, costs, steps).seconds == {
-        Sample("expert", "forward"): 5.0,
-        Sample("combine", "forward"): 0.5,
-    }
+    # Of three steps the middle one counts, in all its parts: medians of each part would be a step that never was.
+    assert observe(plan, costs, steps).seconds == {Sample("expert", "forward"): 5.0, Sample("combine", "forward"): 0.25}
+    five = [*steps, steps[2], [rank(6.0, 0.5), rank(6.0, 0.5)]]  # 4.5, 5.25, 5.25, 6.5 and 7 s
+    seen = observe(plan, costs, five).seconds
+    assert seen[Sample("expert", "forward")] == pytest.approx(16 / 3)
+    assert seen[Sample("combine", "forward")] == pytest.approx(1 / 3)
 
 
 def test_ranks_that_are_late_by_turns() -> None:

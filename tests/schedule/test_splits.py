@@ -23,6 +23,7 @@ from fusedmoe.schedule.step import Degrees, gradient_buckets
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import PHASES, RESOURCES, Task
 from fusedmoe.schedule.workload import Workload
+from tests.schedule.plans import random_contention
 
 GRADIENT = "gradient-all-reduce"
 WEIGHTS = ("weight-gradient", "attention-weight-gradient")
@@ -46,7 +47,7 @@ def random_stack(rng: random.Random, layers: int | None = None) -> StepCosts:
         found = found[:1] * len(found)
     line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
     return StepCosts(
-        found, line, rng.choice([1.0, 0.6]), loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
+        found, line, random_contention(rng), loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
     )
 
 

@@ -19,7 +19,7 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
+from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
@@ -252,7 +252,7 @@ def random_costs(whole: bool) -> StepCosts:
     def line() -> Line:
         return Line(float(10 ** torch.empty(()).uniform_(-6, -4)), float(10 ** torch.empty(()).uniform_(-10, -8)))
 
-    model = CostModel({name: line() for name in LINES} | {"gemm": Line(1e-6, 1e-12)}, 0.8)
+    model = CostModel({name: line() for name in LINES} | {"gemm": Line(1e-6, 1e-12)}, Contention.between_links(0.8))
     shape = Workload(4, 64, 128, 256, 8, k=2, ep=2, esp=int(torch.randint(1, 3, ())), itemsize=4)
     parts = (
         ("dispatch", "expert", "combine")

@@ -27,7 +27,7 @@ from fusedmoe.training.gradient_buckets import GradientBuckets
 from tests.cluster import Cluster
 from tests.layers.test_pipeline_plans import halves
 from tests.marks import slowly
-from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, owners_of, tokens
+from tests.training.placed import DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, owners_of, tokens
 
 STEPS = 8
 # Links that make chunks and gradient buckets worth their while.
@@ -158,6 +158,7 @@ def plain(cluster: Cluster) -> Callable[[int, int, bool], list[dict[str, Any]]]:
                 (2, "blocks", {}),
                 (2, "beside", {}),
                 (4, "layers", {}),
+                (4, "layers", EXACT),
                 (2, "layers", {"lora": True}),
                 (4, "blocks", {"lora": True}),
                 (2, "layers", {"recomputes": True}),

@@ -23,6 +23,7 @@ from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (
+    EXACT,
     HECATE,
     Model,
     Use,
@@ -254,9 +255,10 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
         (USES[::5], {}, False),
         (USES[2::5], {"rematerialises": True}, False),
         ((loads_a_state,), CALIBRATED, False),
+        (USES[1::5], EXACT, False),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
-            for options in ({}, {"rematerialises": True}, CALIBRATED)
+            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT)
             for recomputes in (False, True)
         ),
     ],

@@ -22,7 +22,7 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
+from tests.training.placed import DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
 
 # Of a machine on which copying pays.
 COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
@@ -65,9 +65,14 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         (2, HECATE),
         slow(4, HECATE),
         slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
+        slow(2, EXACT | HECATE),
+        slow(4, EXACT | HECATE),
+        slow(4, EXACT | HECATE | {"rematerialises": True, "schedule": Schedule("fsmoe", degrees=(2, 3))}),
+        slow(4, EXACT | {"policy": "ep", "memory": EXPERTS}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(2, HECATE | {"degrees": (1, 1)}),
         slow(4, HECATE | {"degrees": (2, 3)}),
+        slow(4, EXACT | HECATE | {"degrees": (2, 3)}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
         slow(4, {"policy": "ep", "calibrates": shadow, "costs": COSTS}),
         slow(4, {"policy": partial(replicate, m=2), "reshard": False, "costs": COSTS}),
@@ -99,7 +104,9 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS})], ids=["before", "after the gate"]
+    "options",
+    [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS}), slow(EXACT | {"policy": "ep"})],
+    ids=["before", "after the gate", "exact"],
 )
 @pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
 def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
@@ -120,6 +127,7 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
         slow({"recomputes": True}),
         slow({"recomputes": True, "rematerialises": True}),
         {"parts": 2, "rematerialises": True},
+        slow({"parts": 2, "recomputes": True, "rematerialises": True} | EXACT),
         slow({"wraps": True}),
     ],
     ids=lambda options: "-".join(options),

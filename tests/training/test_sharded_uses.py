@@ -22,6 +22,7 @@ from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.placed import (
+    EXACT,
     HECATE,
     Model,
     Use,
@@ -36,6 +37,8 @@ from tests.training.placed import (
 )
 
 CHEAP = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
+
+REMATERIALISES: dict[str, Any] = {"rematerialises": True}
 
 
 def two_forwards(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
@@ -144,18 +147,18 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("uses", "rematerialises"),
+    ("uses", "options"),
     [
-        (USES[1::4], True),
-        *slowly((USES[::2], False), (USES[1::2], True)),
-        *(pytest.param(USES, mode, marks=pytest.mark.slow) for mode in (False, True)),
+        (USES[1::4], REMATERIALISES),
+        *slowly((USES[::2], {}), (USES[1::2], REMATERIALISES)),
+        *(pytest.param(USES, options, marks=pytest.mark.slow) for options in ({}, REMATERIALISES, EXACT)),
     ],
-    ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else str(value),
+    ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value),
 )
 def test_as_without_a_placement(
-    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], rematerialises: bool
+    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], options: dict[str, Any]
 ):
-    compare_results(results_of(cluster, "fssdp", uses, HECATE | {"rematerialises": rematerialises}), plain)
+    compare_results(results_of(cluster, "fssdp", uses, HECATE | options), plain)
 
 
 def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:

@@ -18,7 +18,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.task import Task
@@ -33,7 +33,7 @@ CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2,
 WORK = Workload(2, 9, 16, 24, 4, k=2, ep=2, esp=2)
 # Links that make chunks and gradient buckets worth their while.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
-COSTS = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, 0.9)
+COSTS = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, Contention.between_links(0.9))
 
 
 def build(topology: Topology, recompute: bool = False) -> Transformer:

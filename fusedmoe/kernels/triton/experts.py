@@ -28,25 +28,31 @@ from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
 
 
-def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedCall:
+def make_call(layout: Layout, like: Tensor, in_flight: bool = False, shared: bool = False) -> GroupedCall:
     """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
 
     `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
+    `shared`: communication holds some multiprocessors meanwhile.
     """
     # The interpreter knows bulk copies, and has nothing to tune.
     if INTERPRET:
         return GroupedCall(layout, like, untuned(None), True)
     gpu = torch.cuda.get_device_properties(like.device)
     bulk = has_bulk_copies((gpu.major, gpu.minor))
-    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
+    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device, shared).choose
     return GroupedCall(layout, like, choose, bulk)
 
 
 def experts_forward(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The forward, as in the contract."""
-    call = make_call(layout, x_SM)
+    call = make_call(layout, x_SM, shared=shared)
     h, a = up(call, x_SM, weights, activation)
     out_NM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start)
     return gather_sum(out_NM, layout, weight_N), h.view(layout.rows, *weights.w1.shape[1:-1])
@@ -60,12 +66,13 @@ def experts_backward_rows(
     weights: Weights,
     activation: Activation,
     wanted: Wanted,
+    shared: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Hidden]:
     """The rows' half of the backward, as in the contract; what it leaves is times the router weights."""
     if h_NH is None or not wanted.h_NH:
         return None, None, Hidden(None, None)
     dy_SM = solid(dy_SM)
-    call = make_call(layout, dy_SM)
+    call = make_call(layout, dy_SM, shared=shared)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, wanted)
     dx_SM = None
@@ -87,10 +94,11 @@ def experts_backward_weights(
     weight_N: Tensor | None,
     weights: Weights,
     wanted: Wanted,
+    shared: bool = False,
 ) -> Gradients:
     """The parameters' half of the backward, as in the contract."""
     dy_SM, dh, a = solid(dy_SM), left.dh_NH, left.a_NH
-    call = make_call(layout, dy_SM)
+    call = make_call(layout, dy_SM, shared=shared)
     dw1 = dw2 = db1 = db2 = None
     if wanted.w1 and x_SM is not None and dh is not None:
         dw1 = dweight(call, "dw1", dh, solid(x_SM), "right").view_as(weights.w1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.passes import Order, Partition, choose_degree, pass_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import best_of
@@ -89,7 +89,9 @@ class PassOption(NamedTuple):
     free_s: float
 
     @classmethod
-    def from_stages(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> PassOption:
+    def from_stages(
+        cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: Contention
+    ) -> PassOption:
         """Returns the option of this order and degree, exact without contention."""
         # With contention all-reduces slow down what they hide behind: a pass can take a little longer than this says.
         free_s = pass_s(chunks, degree, order=order, contention=contention)
@@ -105,7 +107,7 @@ class PassOption(NamedTuple):
 
 
 def pass_options(
-    chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE, least: int = 1
+    chunks: Mapping[str, StageTime], order: Order, contention: Contention, limit: int = MAX_DEGREE, least: int = 1
 ) -> list[PassOption]:
     """Returns the degrees of a backward pass that can be best for some g: the first one for g = 0, each further one
     slower and less busy."""

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Candidate,
     Config,
+    HopperConfig,
     Key,
     Variant,
     bucket,
@@ -34,6 +36,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     is_even,
 )
 from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
 from tests.marks import interpreted_slowly
 
@@ -92,7 +95,7 @@ def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[
     """Through the tuner's own judgement, which names the others in warnings."""
     tuner = Tuner(lambda key: [], check, lambda run, seconds: 0.0, Record(None), lambda: True)
     key = Key(case, 576, 272, 8, 64)
-    assert any([tuner._is_right(key, config) for config in choices]), tuner._record.faults
+    assert any([tuner._is_right(key, config) for config in choices]), tuner.record.faults
 
 
 def test_one_bad_configuration_is_named_and_left_out() -> None:
@@ -378,7 +381,7 @@ def test_not_now(file: Path) -> None:
     fake = Fake(file, allowed=False)
     fake.faults = {}
     assert fake.choose() == FAST
-    fake.tuner._record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    fake.tuner.record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
     assert fake.choose(KEY._replace(experts=8)) == FAST
 
 
@@ -519,3 +522,61 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_pat
         product(call, "down", a[:, :64].contiguous(), b[:, :, :64].contiguous(), True)
     graph.replay()
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize(("flag", "epoch", "looks"), [(7, 7, 0), (6, 7, 5)])
+def test_what_holds_a_multiprocessor_ends(flag: int, epoch: int, looks: int, device: torch.device) -> None:
+    """When it is let go, and without that after so many looks."""
+    flag_1 = torch.full((1,), flag, dtype=torch.int32, device=device)
+    sink = torch.zeros(3 * 32, dtype=torch.int32, device=device)
+    hold_kernel[(2,)](flag_1, sink, epoch, looks or 1000, NUMBERS=32, num_warps=1)
+    assert sink.tolist() == [looks] * 64 + [0] * 32
+
+
+class Held:
+    """Stands for a holder; says what the measurement does in which order."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    def hold(self) -> None:
+        self._said.append("hold")
+
+    def let_go(self) -> None:
+        self._said.append("let go")
+
+
+def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            said.append("event")
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
+    autotune._measure(torch.device("cpu"), lambda: said.append("run"), 2e-3, Held(said))  # type: ignore[arg-type]
+    assert said == ["run", *["hold", "event", "run", "event", "let go"] * 2]
+
+
+def test_beside_communication_nothing_takes_a_whole_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches beside communication have verdicts and choices of their own, and no form in Gluon among them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
+    key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)
+    autotune.tuner.cache_clear()
+    try:
+        alone, beside = (autotune.tuner(torch.device("cuda", 0), shared) for shared in (False, True))
+    finally:
+        autotune.tuner.cache_clear()
+    assert any(isinstance(one.config, HopperConfig) for one in alone._candidates(key))
+    assert beside._candidates(key) and not any(isinstance(one.config, HopperConfig) for one in beside._candidates(key))
+    assert alone.record._file != beside.record._file

@@ -10,7 +10,7 @@ import torch
 from tests.cluster import Cluster
 from tests.comm.test_sparse import exchange_by_puts
 from tests.lifetime import left_in_shared_memory
-from tests.training.placed import run
+from tests.training.placed import EXACT, run
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_any_pair_of_placements(cluster: Cluster, world: int, seeds: int) -> Non
 
 @pytest.mark.parametrize(
     ("more", "steps"),
-    [({}, 3), *(pytest.param(more, 7, marks=pytest.mark.slow) for more in ({}, {"rematerialises": True}))],
+    [({}, 3), *(pytest.param(more, 7, marks=pytest.mark.slow) for more in ({}, {"rematerialises": True}, EXACT))],
     ids=str,
 )
 def test_training(cluster: Cluster, more: dict[str, Any], steps: int) -> None:

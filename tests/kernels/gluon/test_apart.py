@@ -25,12 +25,18 @@ CPU = torch.device("cpu")
 PROGRAM = """
 import json, os, sys, time
 how = json.loads(sys.argv[1])
+if how.get("all") == "die":
+    os._exit(7)
+print("started", flush=True)
 for config in json.load(sys.stdin)["configs"]:
     what = how.get(str(config["bn"]), "")
     print("a compiler says something", flush=True)
     if what == "die":
         print("it was me", file=sys.stderr)
         os._exit(7)
+    if what == "compile":
+        time.sleep(600)
+    print("launched", flush=True)
     if what == "hang":
         time.sleep(600)
     last = what != "" and not what.endswith("are wrong")
@@ -43,7 +49,7 @@ for config in json.load(sys.stdin)["configs"]:
 def checked(**how: str) -> dict[HopperConfig, str | None]:
     told = {name.removeprefix("columns"): what for name, what in how.items()}
     program = [sys.executable, "-S", "-c", PROGRAM, json.dumps(told)]
-    return check_apart(VARIANT, [FIRST, SECOND, THIRD], CPU, program)
+    return dict(check_apart(VARIANT, [FIRST, SECOND, THIRD], CPU, program))
 
 
 def test_all_are_right_or_wrong() -> None:
@@ -66,10 +72,26 @@ def test_after_an_exception_another_process_goes_on() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_START_S", 1.0)
-    monkeypatch.setattr(correctness, "_CHECK_S", 0.0)
-    found = checked(columns256="hang")
-    assert found[FIRST] == found[SECOND] == "" and "has not ended after 1 seconds" in str(found[THIRD])
+    monkeypatch.setattr(correctness, "_LAUNCHED_S", 1.0)
+    found = checked(columns128="hang")
+    assert found[FIRST] == found[THIRD] == "" and "for 1 seconds after its launch" in str(found[SECOND])
+
+
+def test_time_to_compile_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "_COMPILE_S", 1.0)
+    assert checked(columns128="compile") == {FIRST: "", SECOND: None, THIRD: ""}
+
+
+def test_a_process_that_does_not_start_says_nothing_of_any() -> None:
+    assert checked(all="die") == {FIRST: None, SECOND: None, THIRD: None}
+
+
+def test_verdicts_are_there_before_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "_COMPILE_S", 60.0)
+    program = [sys.executable, "-S", "-c", PROGRAM, json.dumps({"128": "compile"})]
+    verdicts = check_apart(VARIANT, [FIRST, SECOND], CPU, program)
+    assert next(verdicts) == (FIRST, "")  # the second one is still at work, for a minute
+    verdicts.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +108,7 @@ def test_what_the_process_says(
     asked = {"variant": VARIANT, "configs": [asdict(FIRST), asdict(SECOND)], "device": "cpu"}
     given: list[tuple[Any, ...]] = []
 
-    def check(*args: Any) -> str:
+    def check(*args: Any, launched: Any) -> str:
         given.append(args)
         if raised is not None:
             raise raised
@@ -95,13 +117,14 @@ def test_what_the_process_says(
     monkeypatch.setattr(correctness, "check", check)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
     assert correctness.main() == (raised is not None)
-    lines = [json.loads(line.removeprefix("checked: ")) for line in capsys.readouterr().out.splitlines()]
-    assert lines == told
+    started, *said = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line.removeprefix("checked: ")) for line in said]
+    assert started == "started" and lines == told
     assert given == [(VARIANT, config, CPU) for config in (FIRST, SECOND)][: len(given)] and len(given) == len(told)
 
 
 @pytest.mark.slow
 def test_the_program_itself() -> None:
     """Without a GPU it cannot launch, and says so of each."""
-    found = check_apart(VARIANT, [FIRST, SECOND], CPU)
+    found = dict(check_apart(VARIANT, [FIRST, SECOND], CPU))
     assert found.keys() == {FIRST, SECOND} and all("Error" in str(fault) for fault in found.values()), found

@@ -98,10 +98,10 @@ class Fake:
         self.checked.append(config)
         return ""
 
-    def _apart(self, variant: Variant, configs: Sequence[HopperConfig]) -> dict[HopperConfig, str | None]:
+    def _apart(self, variant: Variant, configs: Sequence[HopperConfig]) -> list[tuple[HopperConfig, str | None]]:
         assert not self.timed, "another process comes before anything is timed"
         self.apart.append([*configs])
-        return dict(zip(configs, self._verdicts, strict=True))
+        return [*zip(configs, self._verdicts, strict=True)]
 
     def _measure(self, run: Callable[[], object], seconds: float) -> float:
         run()
@@ -156,7 +156,7 @@ def test_what_nobody_has_tried_is_not_run(monkeypatch: pytest.MonkeyPatch) -> No
     fake.allowed = False
     assert not isinstance(fake.choose(), HopperConfig)
     for one in by_table(HOPPER, key()):
-        fake.tuner._record.faults[f"{key().variant}, {one.config}"] = "wrong"
+        fake.tuner.record.faults[f"{key().variant}, {one.config}"] = "wrong"
     with pytest.raises(RuntimeError, match="every configuration"):
         fake.choose()
     monkeypatch.setenv("FUSEDMOE_AUTOTUNE", "0")

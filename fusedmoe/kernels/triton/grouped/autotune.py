@@ -10,6 +10,10 @@ process and no other. FUSEDMOE_GLUON=0 leaves them out.
 Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
 graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
 machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
+
+Launches that run beside communication have choices of their own, among Triton's forms only, by times that are taken
+while another kernel holds some multiprocessors. A program of the Gluon form takes a whole multiprocessor, and its tiles
+are dealt out before: where one of them is held the whole launch waits, up to twice as long.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import re
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -43,12 +47,13 @@ from fusedmoe.kernels.triton.grouped.configs import (
     gluon_candidates,
 )
 from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
+from fusedmoe.kernels.triton.grouped.holder import Holder
 
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
 Measure = Callable[[Callable[[], object], float], float]
-# Verdicts on several, as of `Check`; None where there is none, for lack of memory.
-CheckApart = Callable[[Variant, Sequence[HopperConfig]], Mapping[HopperConfig, str | None]]
+# Verdicts on several, as of `Check`, as they come; None where there is none, for lack of memory or time.
+CheckApart = Callable[[Variant, Sequence[HopperConfig]], Iterable[tuple[HopperConfig, str | None]]]
 
 # A launch of fewer takes some twenty microseconds whatever its tiles.
 LEAST_FLOPS = 10**10
@@ -122,6 +127,8 @@ class Tuner:
         allowed: whether this is a moment to tune.
         check_apart: the same as `check` in another process, for configurations of the Gluon form; without it `check`
             serves for them, too.
+    Attributes:
+        record: as given.
     """
 
     def __init__(
@@ -135,8 +142,9 @@ class Tuner:
     ) -> None:
         self._candidates, self._check, self._measure = candidates, check, measure
         self._check_apart = check_apart
-        self._record, self._allowed = record, allowed
+        self.record, self._allowed = record, allowed
         self._chosen: dict[Key, Config] = {}
+        self._unknown: set[tuple[Variant, HopperConfig]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
@@ -161,9 +169,14 @@ class Tuner:
             self._chosen[key] = chosen
         return chosen
 
+    def times(self, key: Key) -> dict[str, float]:
+        """Returns the microseconds that configurations took when a key was tuned, by their names."""
+        found = self.record.choices.get(str(key), {}).get("microseconds")
+        return dict(found) if isinstance(found, dict) else {}
+
     def _fault(self, key: Key, config: Config) -> str | None:
         """Returns what is known to be wrong with a configuration; None if nobody has looked."""
-        return self._record.faults.get(f"{key.variant}, {config}")
+        return self.record.faults.get(f"{key.variant}, {config}")
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
         """The first that is not known to be wrong; of the Gluon form one must be known to be right."""
@@ -181,7 +194,7 @@ class Tuner:
 
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
         """The choice that was made among all of these: with FUSEDMOE_GLUON=0 there were fewer."""
-        found = self._record.choices.get(str(key), {})
+        found = self.record.choices.get(str(key), {})
         # Configurations have come since, or verdicts: then it is no choice among all.
         name, timed = found.get("config"), found.get("microseconds")
         right = {str(config): config for config in configs if not self._fault(key, config)}
@@ -206,8 +219,8 @@ class Tuner:
         if any(self._fault(key, config) is None for config in configs):
             return chosen  # without a verdict on all the choice is for this run
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
-        self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
-        self._record.save()
+        self.record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
+        self.record.save()
         return chosen
 
     def _times(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> dict[Config, float]:
@@ -227,18 +240,21 @@ class Tuner:
     def _try_apart(self, key: Key, configs: Sequence[Config]) -> None:
         """Checks what might take the process that checks it along."""
         new = [one for one in configs if isinstance(one, HopperConfig) and self._fault(key, one) is None]
+        new = [one for one in new if (key.variant, one) not in self._unknown]
         if self._check_apart is None or not new:
             return
-        for config, fault in self._check_apart(key.variant, new).items():
-            if fault is not None:
-                self._write_down(key, config, fault)
+        for config, fault in self._check_apart(key.variant, new):
+            if fault is None:
+                self._unknown.add((key.variant, config))
+            else:
+                self._write_down(key, config, fault)  # at once: whatever becomes of this process, it is not tried again
             if fault:
                 _warn(key, config, fault)
 
     def _is_right(self, key: Key, config: Config) -> bool:
         fault = self._fault(key, config)
         if fault is None and self._check_apart is not None and isinstance(config, HopperConfig):
-            return False  # there was no room for the other process
+            return False  # the other process had no room, or no time
         if fault is None:
             try:
                 fault = self._check(key.variant, config)
@@ -265,8 +281,8 @@ class Tuner:
         _warn(key, config, fault)
 
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
-        self._record.faults[f"{key.variant}, {config}"] = fault
-        self._record.save()
+        self.record.faults[f"{key.variant}, {config}"] = fault
+        self.record.save()
 
 
 def _warn(key: Key, config: Config, fault: str) -> None:
@@ -285,8 +301,8 @@ def _is_lost() -> bool:
 
 
 @cache
-def tuner(device: torch.device) -> Tuner:
-    """The tuner of a GPU."""
+def tuner(device: torch.device, shared: bool = False) -> Tuner:
+    """Returns the tuner of a GPU; `shared`: for launches beside communication, which holds some multiprocessors."""
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
@@ -296,13 +312,13 @@ def tuner(device: torch.device) -> Tuner:
 
     def measure_there(run: Callable[[], object], seconds: float) -> float:
         with torch.cuda.device(device):
-            return _measure(device, run, seconds)
+            return _measure(device, run, seconds, Holder(device) if shared else None)
 
     return Tuner(
-        partial(to_try, capability),
+        partial(by_table if shared else to_try, capability),
         check_there,
         measure_there,
-        Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
+        Record(cache_dir() / f"grouped-{'beside-' * shared}{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
         lambda variant, configs: check_apart(variant, configs, device),
     )
@@ -319,8 +335,12 @@ def _sources() -> str:
     return together.hexdigest()[:12]
 
 
-def _measure(device: torch.device, run: Callable[[], object], seconds: float) -> float:
-    """The median of some calls, each with nothing of its operands left in the L2 cache."""
+def _measure(device: torch.device, run: Callable[[], object], seconds: float, holder: Holder | None = None) -> float:
+    """The median of some calls, each with nothing of its operands left in the L2 cache.
+
+    Args:
+        holder: holds multiprocessors meanwhile.
+    """
     # In a layer other operands have been through the cache in between.
     size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
     other = torch.empty(size, device=device, dtype=torch.int8)
@@ -328,9 +348,13 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float) ->
     def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         other.zero_()
+        if holder is not None:
+            holder.hold()
         start.record()
         run()
         end.record()
+        if holder is not None:
+            holder.let_go()
         wait(end.query, _MOST_SECONDS)
         return start.elapsed_time(end) / 1e3
 

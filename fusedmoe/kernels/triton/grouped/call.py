@@ -41,6 +41,8 @@ class GroupedCall:
     Args:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
+    Attributes:
+        choose: chooses the configuration of each launch.
     """
 
     def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool) -> None:
@@ -51,7 +53,7 @@ class GroupedCall:
         # As PyTorch's own products: tf32 only where the user allows it.
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
-        self._choose = choose
+        self.choose = choose
         self._bulk = bulk
         self._tiles: dict[int, Tiles] = {}
 
@@ -70,7 +72,7 @@ class GroupedCall:
     def run(self, variant: Variant, depth: int, columns: int, launch: Callable[[Config], Result]) -> Result:
         experts = self.layout.experts
         key = Key(variant, depth, columns, experts, bucket(self.layout.rows, experts))
-        return launch(self._choose(key, launch))
+        return launch(self.choose(key, launch))
 
 
 def solid(tensor: Tensor) -> Tensor:

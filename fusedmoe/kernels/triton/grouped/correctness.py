@@ -4,9 +4,9 @@ Experts without rows between, before and behind others, experts of one row, last
 more steps than a pipeline has stages, and NaN in everything that must not be read.
 
 Configurations of the Gluon form are checked in a process of their own, which may hang or lose its GPU (`check_apart`):
-`python -m fusedmoe.kernels.triton.grouped.correctness`. It is told what to check on its standard input, and says one
-line of its standard output for each configuration. After an exception, which may have taken the GPU from it, it ends,
-and another goes on with the rest.
+`python -m fusedmoe.kernels.triton.grouped.correctness`. It is told what to check on its standard input. Lines of its
+standard output say that it has the GPU, that a launch was made, and the verdict on each configuration. After an
+exception, which may have taken the GPU from it, it ends, and another goes on with the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -41,8 +45,8 @@ EVEN, ODD = (576, 272), (581, 271)
 _PADDING = 37
 # Programs of the Gluon form, fewer than tiles: each has several, as it has at a user's sizes.
 _FEW = 3
-# A launch of these sizes takes microseconds.
-_SECONDS = 30.0
+# A launch of these sizes takes microseconds; a GPU that others use may take its turn first.
+_SECONDS = 5.0
 _TOKENS = 150
 # Elements may differ from the definition by so many of the dtype's epsilon, of themselves and of their mean.
 _TOLERANCE = {"bfloat16": 2, "float16": 2, "float32": 100}
@@ -58,25 +62,32 @@ def check(
     device: torch.device,
     counts: tuple[int, ...] = COUNTS,
     sides: tuple[int, int] | None = None,
+    launched: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns what is wrong with the results of a configuration, or "" where nothing is.
+    """Returns what is wrong with the results of a configuration, or "" where nothing is. `launched` is called after
+    each launch: what was compiled is on the GPU then.
 
     Raises:
         TimeoutError: a launch does not end. Nothing else can be done on this GPU then.
     """
     sides = sides or (EVEN if variant.even else ODD)
     if isinstance(config, HopperConfig):
-        fault = _compare(variant, replace(config, programs=_FEW), device, counts, sides)
+        fault = _compare(variant, replace(config, programs=_FEW), device, counts, sides, launched)
         if fault:
             return f"{fault}, by {_FEW} programs"
-    return _compare(variant, config, device, counts, sides)
+    return _compare(variant, config, device, counts, sides, launched)
 
 
 def _compare(
-    variant: Variant, config: Config, device: torch.device, counts: tuple[int, ...], sides: tuple[int, int]
+    variant: Variant,
+    config: Config,
+    device: torch.device,
+    counts: tuple[int, ...],
+    sides: tuple[int, int],
+    launched: Callable[[], None],
 ) -> str:
     depth, columns = sides
-    case = RandomRows(variant, config, device, counts)
+    case = RandomRows(variant, config, device, counts, launched)
     tolerance = _TF32_TOLERANCE if variant.precision == "tf32" else _TOLERANCE[variant.dtype]
     for name, found, right in _RESULTS[variant.operation](case, depth, columns):
         # Float64 from the rounded operands, so that only the kernel's own rounding counts.
@@ -93,8 +104,15 @@ def _compare(
 class RandomRows:
     """Random rows of some experts, and the call that runs them."""
 
-    def __init__(self, variant: Variant, config: Config, device: torch.device, counts: tuple[int, ...]) -> None:
-        self.variant, self.config, self.device = variant, config, device
+    def __init__(
+        self,
+        variant: Variant,
+        config: Config,
+        device: torch.device,
+        counts: tuple[int, ...],
+        launched: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.variant, self.config, self.device, self._launched = variant, config, device, launched
         self.dtype = getattr(torch, variant.dtype)
         self.experts, self.kept, self.rows = len(counts), sum(counts), sum(counts) + _PADDING
         self.tokens = _TOKENS if variant.gather else self.rows
@@ -116,6 +134,7 @@ class RandomRows:
             launch(self.config)
             end = torch.cuda.Event()
             end.record()
+            self._launched()
             wait(end.query, _SECONDS)
         return self.config
 
@@ -216,88 +235,132 @@ _RESULTS: dict[str, Callable[[RandomRows, int, int], Results]] = {
 }
 
 
-# To start, import and find the GPU; and to compile and check one configuration.
-_START_S, _CHECK_S = 60.0, 60.0
+# To start, import and find the GPU; to compile; and for what follows a launch, which has a bound of its own.
+_START_S, _COMPILE_S, _LAUNCHED_S = 60.0, 60.0, _SECONDS + 5.0
 # Not even SIGKILL ends a process that is in a call to the GPU which never returns: it is left behind then.
 _PATIENCE_S = 10.0
-# A line that tells of a verdict begins so: compilers talk, too.
-_SIGN = "checked: "
+# Lines that are meant for us begin so: compilers talk, too.
+_STARTED, _LAUNCHED, _CHECKED = "started", "launched", "checked: "
 _PROGRAM = (sys.executable, "-m", "fusedmoe.kernels.triton.grouped.correctness")
-
-
-class _Ended(NamedTuple):
-    """`verdicts` on the first configurations; `why` there are no more, "" where that is no fault of the next one."""
-
-    verdicts: list[str | None]
-    why: str
 
 
 def check_apart(
     variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str] = _PROGRAM
-) -> dict[HopperConfig, str | None]:
-    """Returns what is wrong with the results of each configuration, or that it ends the process that checks it.
+) -> Iterator[tuple[HopperConfig, str | None]]:
+    """Yields what is wrong with the results of each configuration, or that it ends the process that checks it, as soon
+    as it is known.
 
-    "" where it is right; None where there is not memory enough to know. It takes seconds, and at most two minutes for a
-    configuration.
+    "" where it is right; None where nobody knows, and another try may tell: for lack of memory, or of time to start or
+    to compile. It takes seconds; where something hangs, a minute at most.
 
     Args:
         program: that checks.
     """
     left = [*configs]
-    found: dict[HopperConfig, str | None] = {}
     while left:
-        verdicts, why = _run(variant, left, device, program)
-        found |= zip(left, verdicts, strict=False)
-        left = left[len(verdicts) :]
-        if left and why:
-            found[left.pop(0)] = why
-    return found
-
-
-def _run(variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str]) -> _Ended:
-    asked = json.dumps({"variant": variant, "configs": [*map(asdict, configs)], "device": str(device)})
-    # The process imports this very library, wherever it was imported from.
-    root = str(Path(__file__).parents[4])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    limit = _START_S + _CHECK_S * len(configs)
-    pipe = subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": paths}
-    process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-    try:
-        output, errors = process.communicate(asked, limit)
-        why = f"the process that checks it ended with {process.returncode}: {_last_line(errors)}"
-    except subprocess.TimeoutExpired:
-        process.kill()
+        process = _Checking(variant, left, device, program)
         try:
-            output, _ = process.communicate(timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired as late:
-            output = (late.stdout or b"").decode()
-        why = f"the process that checks it has not ended after {limit:g} seconds"
-    lines = [line.removeprefix(_SIGN) for line in output.splitlines() if line.startswith(_SIGN)]
-    told = [json.loads(line) for line in lines]
-    return _Ended([one["fault"] for one in told], "" if told and told[-1]["last"] else why)
+            for fault, last in process.verdicts():
+                yield left.pop(0), fault
+                if last or not left:
+                    break
+        finally:
+            process.end()
+        if not process.started:
+            # It is not the next one's fault, and would be no other with the others.
+            yield from ((config, None) for config in left)
+            return
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:500] if lines else "it said nothing"
+class _Checking:
+    """The other process while it checks.
+
+    Attributes:
+        started: it has the GPU.
+    """
+
+    def __init__(
+        self, variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str]
+    ) -> None:
+        # The process imports this very library, wherever it was imported from.
+        root = str(Path(__file__).parents[4])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  until `end`; a pipe could be full
+        self._process = subprocess.Popen(
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        asked = json.dumps({"variant": variant, "configs": [*map(asdict, configs)], "device": str(device)})
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            stdin.write(asked)
+            stdin.close()
+        self.started = False
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None: it says no more
+        threading.Thread(target=self._listen, args=(stdout,), daemon=True).start()
+
+    def _listen(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def verdicts(self) -> Generator[tuple[str | None, bool]]:
+        """Yields verdicts, each with whether it is the process's last one."""
+        limit_s, launched = _START_S, False
+        until = time.monotonic() + limit_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                why = f"the process that checks it has said nothing for {limit_s:g} seconds after its launch"
+                yield (why if launched else None), True
+                return
+            if line is None:
+                if self.started:
+                    yield f"the process that checks it ended with {self._process.wait()}: {self._last_words()}", True
+                return
+            if line.startswith(_CHECKED):
+                told = json.loads(line.removeprefix(_CHECKED))
+                yield told["fault"], told["last"]
+            if line.startswith((_STARTED, _LAUNCHED, _CHECKED)):
+                self.started, launched = True, line.startswith(_LAUNCHED)
+                limit_s = _LAUNCHED_S if launched else _COMPILE_S
+                until = time.monotonic() + limit_s
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        return lines[-1][:500] if lines else "it said nothing"
+
+    def end(self) -> None:
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        self._errors.close()
 
 
 def main() -> int:
     """The other process."""
     asked: dict[str, Any] = json.load(sys.stdin)
     variant, device = Variant(*asked["variant"]), torch.device(asked["device"])
+    torch.empty(0, device=device)
+    print(_STARTED, flush=True)
     for fields in asked["configs"]:
         fault: str | None
         last = False
         try:
-            fault = check(variant, HopperConfig(**fields), device)
+            fault = check(variant, HopperConfig(**fields), device, launched=lambda: print(_LAUNCHED, flush=True))
         except Exception as error:
             last = True
             fault = f"{type(error).__name__}: {error}"[:1000]
             if "out of memory" in fault:
                 fault = None
-        print(_SIGN + json.dumps({"fault": fault, "last": last}), flush=True)
+        print(_CHECKED + json.dumps({"fault": fault, "last": last}), flush=True)
         if last:
             return 1
     return 0

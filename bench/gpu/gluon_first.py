@@ -1,0 +1,170 @@
+"""The Gluon form's first minutes on a Hopper GPU: is it right, how fast, and how fast beside others?
+
+    python -m bench.gpu.gluon_first check               each configuration, in a process of its own; two minutes at most
+    python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms
+    python -m bench.gpu.gluon_first stress 30B-H256 …   the same bits 100 times? and with 16 multiprocessors held?
+    python -m bench.gpu.gluon_first host                host time of steps whose work is tiny
+
+`check` writes verdicts where the tuner looks for them (FUSEDMOE_CACHE), one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import fusedmoe
+from bench.gpu.case import make_case
+from bench.gpu.clock import Step
+from bench.gpu.kernels import grouped_steps
+from bench.gpu.shapes import SHAPES, Shape
+from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Variant
+
+if TYPE_CHECKING:  # needs Triton
+    from fusedmoe.kernels.triton.grouped.holder import Holder
+
+_MOST_HUNG = 3
+
+
+def variants() -> Iterator[Variant]:
+    """Yields the variants of SwiGLU experts without biases, in bfloat16, that have a form in Gluon."""
+    for operation in OPERATIONS:
+        activation = "swiglu" if operation in ("up", "dhidden") else ""
+        gather = operation not in ("down", "dinput")
+        yield Variant(operation, "bfloat16", "ieee", activation, gather, operation == "dhidden", True, True)
+
+
+def check(shapes: Sequence[Shape], device: torch.device) -> None:
+    from fusedmoe.kernels.triton.grouped import autotune
+    from fusedmoe.kernels.triton.grouped.configs import HopperConfig, gluon_candidates
+    from fusedmoe.kernels.triton.grouped.correctness import check_apart
+
+    record, hung = autotune.tuner(device).record, 0
+    for variant in variants():
+        configs = [one.config for one in gluon_candidates(variant, (9, 0))]
+        new = [one for one in configs if isinstance(one, HopperConfig) and f"{variant}, {one}" not in record.faults]
+        for config, fault in check_apart(variant, new, device):
+            if fault is not None:
+                record.faults[f"{variant}, {config}"] = fault
+                record.save()
+            word = "UNKNOWN" if fault is None else "WRONG" if fault else "RIGHT"
+            print(f"{word}  {variant}, {config}  {fault or ''}", flush=True)
+            hung += "has not ended" in (fault or "") or "said nothing" in (fault or "")
+        if hung >= _MOST_HUNG:
+            raise SystemExit(f"{hung} hang: go on with FUSEDMOE_GLUON=0, and look at `product` first, the simplest one")
+
+
+def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
+    for shape in shapes:
+        for step in grouped_steps(make_case(shape, device)):
+            step.run(step.before())
+            told = step.told()
+            times = told.get("microseconds") or {}
+            assert isinstance(times, dict)
+            forms = (
+                min((taken for name, taken in times.items() if name.startswith("gluon") is gluon), default=float("nan"))
+                for gluon in (False, True)
+            )
+            triton_us, gluon_us = forms
+            print(
+                f"{shape.name} {step.name:8} Triton {triton_us:.0f} us, Gluon {gluon_us:.0f} us: {told.get('config')}"
+            )
+        torch.cuda.empty_cache()
+
+
+def stress(shapes: Sequence[Shape], device: torch.device) -> None:
+    """Prints, of what the tuner chose, how many of 100 runs differ in a bit, which is a race, and the time alone and
+    where another stream holds multiprocessors."""
+    from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
+
+    holder = Holder(device)
+    for shape in shapes:
+        for step in grouped_steps(make_case(shape, device)):
+            first = [tensor.clone() for tensor in _results(step)]
+            differ = sum(not all(map(torch.equal, _results(step), first)) for _ in range(100))
+            alone_ms, held_ms = _median_ms(step, None), _median_ms(step, holder)
+            told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {HELD} multiprocessors held"
+            print(f"{shape.name} {step.name:8} {differ} of 100 differ; {told}: {step.told()['config']}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def host(shapes: Sequence[Shape], device: torch.device) -> None:
+    from bench.gpu.ranks import puts_layer
+
+    gate, experts = fusedmoe.gates.TopK(experts=16, k=4), fusedmoe.experts.SwiGLU(64)
+    layer = fusedmoe.MoELayer(256, gate, experts, device=device, dtype=torch.bfloat16)
+    x_SM = torch.randn(64, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    case = make_case(Shape("host", 256, 256, 64, 16, 4, spread=True), device)
+
+    def both() -> None:
+        loss = layer(x_SM).sum() + layer.aux_loss
+        loss.backward()
+
+    calls: dict[str, Callable[[], object]] = {"layer, forward": lambda: layer(x_SM), "layer, both": both}
+    for count in (2, 4):
+        one = puts_layer(case, count)
+        calls[f"{count} ranks by puts, forward"] = one.forward
+        calls[f"{count} ranks by puts, both"] = lambda one=one: one.backward(one.forward(), case.dy_SM)  # type: ignore[misc]
+    for name, call in calls.items():
+        for _ in range(10):
+            call()
+        taken = []
+        for _ in range(100):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        print(f"{name}: {1e6 * statistics.median(taken):.0f} us of the host", flush=True)
+
+
+def _results(step: Step) -> list[Tensor]:
+    found = step.run(step.before())
+    return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Tensor)]
+
+
+def _median_ms(step: Step, holder: Holder | None) -> float:
+    taken = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000)  # the host's lead
+        if holder is not None:
+            holder.hold()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step.run(step.before())
+        end.record()
+        if holder is not None:
+            holder.let_go()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return statistics.median(taken[1:])
+
+
+PIECES = {"check": check, "time": time_forms, "stress": stress, "host": host}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu.gluon_first",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("piece", choices=list(PIECES))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(shape.name for shape in SHAPES))
+    given = parser.parse_args()
+    if unknown := set(given.shapes) - {shape.name for shape in SHAPES}:
+        parser.error(f"no shapes: {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        parser.error("this needs a Hopper GPU, and PyTorch finds none")
+    shapes = [shape for shape in SHAPES if not given.shapes or shape.name in given.shapes]
+    PIECES[given.piece](shapes, torch.device("cuda", 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Counts what the host does for one-sided dispatch over two ranks: operations of torch, and launches of kernels.
+
+    python -m bench.host_counts          # prints them
+    python -m bench.host_counts --keep   # and adds them to bench/results/host.json
+
+Kernels run in Triton's interpreter, whose own operations are left out. Counted is a rank's forward pass in two chunks,
+the order of its tokens included. Sizes that the host reads on a CPU it bounds on a GPU: some counts are lower there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from bench.gpu.case import make_case
+from bench.gpu.ranks import puts_layer
+from bench.gpu.results import RESULTS
+from bench.gpu.shapes import Shape
+from bench.provenance import provenance
+
+_RANKS = 2
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """Returns operations of torch and launches of kernels, by their names."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launches: Counter[str] = Counter()
+    run = GridExecutor.__call__
+
+    def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        launches[executor.fn.__name__] += 1
+        with _disable_current_modes():
+            return run(executor, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", counted), _Operations() as operations:
+        call()
+    return operations.found, launches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.host_counts", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--keep", action="store_true", help="add the counts to bench/results/host.json")
+    keep = parser.parse_args().keep
+    case = make_case(Shape("host", 64, 32, 16, 8, 2, spread=True), torch.device("cpu"), torch.float32)
+    layer = puts_layer(case, _RANKS)
+    layer.forward()  # buffers have been made
+    operations, launches = count(layer.forward)
+    row = {"operations": sum(operations.values()) / _RANKS, "launches": sum(launches.values()) / _RANKS}
+    print(f"a rank's forward pass by puts, two chunks: {row['operations']:g} operations, {row['launches']:g} launches")
+    for name, found in (*operations.most_common(12), *launches.most_common()):
+        print(f"  {found / _RANKS:6g}  {name}")
+    if keep:
+        file = RESULTS / "host.json"
+        rows = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps([*rows, provenance(("fusedmoe",)) | row], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

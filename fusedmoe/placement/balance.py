@@ -1,0 +1,324 @@
+"""Exact balance: once the gates have chosen, which experts are copied where, and whose rows go to which copy.
+
+A prediction does not know what the gates choose. After them every rank knows all counts, [W, E], and all ranks come to
+the same answer by themselves, in three steps:
+
+1. Rows are given to the copies that there are, near their rank. What a rank then has too much moves along chains of
+   ranks that hold the same experts (augmenting paths), as long as that helps. This is exact: no other way to share rows
+   over these copies gives a busiest rank with fewer.
+2. What is left goes to new copies: the largest piece of any rank's surplus to the rank that it just fills, or else to
+   the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
+3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
+
+With room for as many copies as it takes, the busiest rank computes the mean, rounded up. With room for m ≥ 1 copies on
+a rank, no copies before, and no rank that owns more than q experts, none computes more than 1 + q/m times that: a rank
+that could not be filled has taken m pieces, each as large as any that is left over or larger.
+
+Worked example: ranks 0 and 1 own an expert each, the counts are [[5, 1], [5, 1]] and the mean is 6. Rank 0 would
+compute 10, so 4 rows of expert 0 go to a copy on rank 1: 4 of rank 1's own 5, which then stay where they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.hecate import gathered_s
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, layer_s
+
+#: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
+LEVELS = (1.0, 1.03, 1.1, 1.25)
+#: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
+_LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Copies of experts, and whose rows they compute.
+
+    Attributes:
+        placement: the copies that there were, and new ones.
+        tokens_WE: [W, E] int64, rows of each rank for each expert.
+        computed_EV: [E, V] int64, rows of each expert that each rank computes (V = W).
+    """
+
+    placement: Placement
+    tokens_WE: NDArray[np.int64]
+    computed_EV: NDArray[np.int64]
+    nodes: Nodes
+
+    @property
+    def busiest(self) -> int:
+        """Rows that the busiest rank computes."""
+        return int(self.computed_EV.sum(axis=0).max())
+
+    def sent_from(self, rank: int) -> NDArray[np.int64]:
+        """Returns [E, V] int64: the rows of each expert that a rank sends to each rank, its own included.
+
+        As many as can be stay on their rank, and of the others as many as can be on its node. Which of a rank's rows
+        for an expert go to which copy, so that a token has its experts on few ranks, is left to the rank.
+        """
+        ways, first = self._ways, self.nodes.of(rank) * self.nodes.per_node
+        sent_EV = _row_of(rank, ways.far_sent_EW, ways.far_received_EW)
+        inside = slice(first, first + self.nodes.per_node)
+        sent_EV[:, inside] += _row_of(rank - first, ways.near_sent_EW[:, inside], ways.near_received_EW[:, inside])
+        sent_EV[:, rank] += ways.kept_EW[:, rank]
+        return sent_EV
+
+    def load(self) -> PlacementLoad:
+        """Counts the rows of ranks and links in one all-to-all."""
+        ways = self._ways
+        near, far = (
+            [int(ways_EW.sum(axis=0).max()) for ways_EW in both]
+            for both in ((ways.near_sent_EW, ways.near_received_EW), (ways.far_sent_EW, ways.far_received_EW))
+        )
+        return PlacementLoad(self.computed_EV.sum(axis=0), ways.far_received_EW.sum(axis=0), max(far), max(near))
+
+    @cached_property
+    def _ways(self) -> _Ways:
+        wanted_EW, nodes = self.tokens_WE.T, self.nodes
+        kept_EW = np.minimum(wanted_EW, self.computed_EV)
+        sent_ENR, received_ENR = (
+            (counts_EW - kept_EW).reshape(-1, nodes.count, nodes.per_node)
+            for counts_EW in (wanted_EW, self.computed_EV)
+        )
+        inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
+        # Of a node's rows for an expert each rank has an even share on each kind of link: no link is the busiest for
+        # its place in the node.
+        near_sent_EW, near_received_EW = (
+            _share(counts, inside_EN).reshape(kept_EW.shape) for counts in (sent_ENR, received_ENR)
+        )
+        far_sent_EW, far_received_EW = wanted_EW - kept_EW - near_sent_EW, self.computed_EV - kept_EW - near_received_EW
+        return _Ways(kept_EW, near_sent_EW, near_received_EW, far_sent_EW, far_received_EW)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Rows of each expert, [E, W], that a rank keeps, and sends and receives inside its node and beyond it."""
+
+    kept_EW: NDArray[np.int64]
+    near_sent_EW: NDArray[np.int64]
+    near_received_EW: NDArray[np.int64]
+    far_sent_EW: NDArray[np.int64]
+    far_received_EW: NDArray[np.int64]
+
+
+def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, level: float = 1.0) -> Balance:
+    """Shares rows over copies, and adds the copies that it takes for ranks to have `level` times the mean at most.
+
+    Args:
+        placement: owners, and copies that there are; these stay, and their number is not among what is made small.
+        tokens_WE: [W, E] integers, the rows of each rank for each expert: the same numbers on every rank.
+        m: memory, the number of copies that a rank may hold, those of `placement` among them.
+        level: 1 or more. Where it is more, fewer copies are made.
+    Raises:
+        ConfigError: sizes that do not fit together, rows that are no counts or are 2³¹ or more in all, m below 0, a
+            level below 1.
+    """
+    return _balances(placement, tokens_WE, nodes, m, (level,))[0]
+
+
+def cheapest_balance(
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts
+) -> Balance:
+    """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
+    with them.
+
+    New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
+    them. Arguments are those of `balance`.
+    """
+
+    def seconds(found: Balance) -> float:
+        return layer_s(found.load(), costs) + gathered_s(placement, found.placement, nodes, costs)
+
+    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    # New copies are for ranks that compute more than the mean.
+    if tried[-1].busiest * nodes.ranks >= tried[-1].tokens_WE.sum() + nodes.ranks:
+        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
+        tried += [balance(placement, tokens_WE, nodes, m, level) for level in LEVELS]
+    return min(tried, key=seconds)
+
+
+def _balances(
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, levels: Sequence[float]
+) -> list[Balance]:
+    """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended."""
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
+        raise ConfigError(
+            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
+            f"and {nodes.ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any() or tokens_WE.sum(dtype=np.float64) >= 2**31:
+        raise ConfigError("balance: tokens are counted in integers of 0 or more, less than 2³¹ in all")
+    if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
+        raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
+    tokens_WE = tokens_WE.astype(np.int64)
+    rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
+    sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
+    balances = []
+    for level in sorted(levels, reverse=True):
+        most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
+        # Inside nodes first: what moves there crosses no slow link.
+        sharing.even_out(most, inside[:, None] == inside)
+        if sharing.even_out(most) > most:
+            sharing.copy(most)
+            while (least := sharing.even_out(most)) > most:
+                if not sharing.bridge(most):
+                    most = least
+        balances.append(Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes))
+    return balances
+
+
+def _nearest(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
+    """Returns [E, V]: rows on their own rank, else evenly over the copies on their node, else over all."""
+    holds_EW = placement.holds_EW
+    computed_EW = np.where(holds_EW, tokens_WE.T, 0)
+    left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
+    holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
+    copies_EN = holds_ENR.sum(axis=2)
+    each_EN, rest_EN = np.divmod(left_EN, np.maximum(copies_EN, 1))
+    more_ENR = holds_ENR.cumsum(axis=2) <= rest_EN[:, :, None]
+    computed_EW += (holds_ENR * (each_EN[:, :, None] + more_ENR)).reshape(computed_EW.shape)
+    each_E, rest_E = np.divmod(np.where(copies_EN > 0, 0, left_EN).sum(axis=1), copies_EN.sum(axis=1))
+    return computed_EW + holds_EW * (each_E[:, None] + (holds_EW.cumsum(axis=1) <= rest_E[:, None]))
+
+
+class _Sharing:
+    """Rows of experts that ranks compute, [V, E], and which ranks hold which experts, changed step by step."""
+
+    def __init__(self, computed_EV: NDArray[np.int64], before: Placement, m: int) -> None:
+        self.before, self.computed_VE, self.holds_VE = before, computed_EV.T.copy(), before.holds_EW.T.copy()
+        self.work_V = self.computed_VE.sum(axis=1)
+        self.free_V = np.maximum(m - before.extra_W(), 0)
+        # [V, V]: a rank can give rows to another, which holds an expert of which it has some.
+        held_EV = self.holds_VE.T.astype(np.float32)
+        self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
+
+    def placement(self) -> Placement:
+        """Returns who holds what now."""
+        if (self.holds_VE == self.before.holds_EW.T).all():
+            return self.before
+        return Placement.holding(self.before.owners, self.holds_VE.T)
+
+    def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
+        """Moves rows between copies that there are, until no rank computes more than `most`.
+
+        `among_VV`: from which rank to which they may move. Returns `most`; or, where that cannot be, what the busiest
+        rank has at least however rows are shared.
+        """
+        work_V = self.work_V
+        gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
+        while (over_V := work_V > most).any():
+            # Ranks in the order of their distance from those that have too much, until one has room.
+            layers, seen_V = [over_V], over_V.copy()
+            while layers[-1].any() and not (layers[-1] & (work_V < most)).any():
+                layers.append(gives_VV[layers[-1]].any(axis=0) & ~seen_V)
+                seen_V |= layers[-1]
+            if not layers[-1].any():
+                # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
+                return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
+            chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
+            for before_V in layers[-2::-1]:
+                ranks = np.flatnonzero(before_V & gives_VV[:, chain[0]])
+                movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
+                chain.insert(0, int(ranks[movable.argmax()]))
+            self._move(chain, most)
+            for rank in chain:
+                self.gives_VV[rank] = self.holds_VE[:, self.computed_VE[rank] > 0].any(axis=1)
+                if among_VV is not None:
+                    gives_VV[rank] = self.gives_VV[rank] & among_VV[rank]
+        return most
+
+    def _move(self, chain: list[int], most: int) -> None:
+        """Moves as many rows as can be along a chain of ranks, each of which gives the next one others than it gets."""
+        hops = [(giver, taker, self.computed_VE[giver] * self.holds_VE[taker]) for giver, taker in pairwise(chain)]
+        first, last = chain[0], chain[-1]
+        rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
+        for giver, taker, movable_E in hops:
+            # The largest first: so few experts change.
+            order = np.argsort(-movable_E, kind="stable")
+            before_E = movable_E[order].cumsum() - movable_E[order]
+            part_E = np.zeros_like(movable_E)
+            part_E[order] = np.clip(rows - before_E, 0, movable_E[order])
+            self.computed_VE[giver] -= part_E
+            self.computed_VE[taker] += part_E
+        self.work_V[first] -= rows
+        self.work_V[last] += rows
+
+    def _add(self, expert: int, rank: int) -> None:
+        """Adds a copy, if the rank has none."""
+        self.free_V[rank] -= not self.holds_VE[rank, expert]
+        self.holds_VE[rank, expert] = True
+        self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
+
+    def copy(self, most: int) -> None:
+        """Moves what ranks have above `most` to new copies, as far as ranks have room for rows and copies."""
+        work_V = self.work_V
+        open_V = (work_V < most) & (self.free_V > 0)
+        room = sorted((most - int(work_V[rank]), rank) for rank in np.flatnonzero(open_V).tolist())
+        # By rank: its experts by their rows.
+        rows_of = {
+            rank: sorted(zip(self.computed_VE[rank].tolist(), range(self.before.experts), strict=True))
+            for rank in np.flatnonzero(work_V > most).tolist()
+        }
+        pieces = [(-min(int(work_V[rank]) - most, of[-1][0]), rank) for rank, of in rows_of.items()]
+        heapq.heapify(pieces)  # the largest first
+        while pieces and room:
+            negative, source = heapq.heappop(pieces)
+            # The rank that the piece just fills, or leaves least room on; else the one that takes most of it.
+            space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
+            moved = min(-negative, space)
+            # The expert with the fewest rows that are enough: larger ones may fill another rank alone.
+            rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
+            insort(rows_of[source], (rows - moved, expert))
+            self.computed_VE[source, expert] -= moved
+            self.computed_VE[target, expert] += moved
+            work_V[source] -= moved
+            work_V[target] += moved
+            self._add(expert, target)
+            self.gives_VV[target] |= self.holds_VE[:, expert]
+            if work_V[source] > most:
+                heapq.heappush(pieces, (-min(int(work_V[source]) - most, rows_of[source][-1][0]), source))
+            if space > moved and self.free_V[target] > 0:
+                insort(room, (space - moved, target))
+
+    def bridge(self, most: int) -> bool:
+        """Adds a copy on a rank that is full and can pass rows on to one that is not; False: there is none."""
+        passes_V = self.work_V < most
+        while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
+            passes_V |= more_V
+        # What a rank can pass on: rows of experts that another one of these holds as well, and what it has room for.
+        shared_E = self.holds_VE[passes_V].sum(axis=0) > 1
+        takes_V = self.computed_VE @ shared_E + np.maximum(most - self.work_V, 0)
+        takes_V *= passes_V & (self.free_V > 0)
+        target = int(takes_V.argmax())
+        if takes_V[target] == 0:
+            return False
+        pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - most, 0)[:, None])
+        self._add(int(pieces_VE.max(axis=0).argmax()), target)
+        return True
+
+
+def _share(counts_ENR: NDArray[np.int64], part_EN: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Splits a part of each node's rows over its ranks in proportion to their counts, in integers."""
+    before_ENR = counts_ENR.cumsum(axis=2)
+    all_EN = np.maximum(before_ENR[:, :, -1], 1)
+    before_ENR = before_ENR * part_EN[:, :, None] // all_EN[:, :, None]
+    return np.diff(before_ENR, axis=2, prepend=0)
+
+
+def _row_of(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns [E, V], the rows from one rank to each where senders and receivers are matched in order, by expert."""
+    start_E = sent_EW[:, :rank].sum(axis=1)
+    ends_EV = np.clip(received_EV.cumsum(axis=1) - start_E[:, None], 0, sent_EW[:, rank, None])
+    return np.diff(ends_EV, axis=1, prepend=0)

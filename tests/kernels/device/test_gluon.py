@@ -1,0 +1,25 @@
+"""Each configuration of the Gluon form on a Hopper GPU, in a process of its own, beside its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.gpu.gluon_first import variants
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
+from fusedmoe.kernels.triton.grouped.correctness import check_apart
+
+_HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not _HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", list(variants()), ids=str)
+def test_right(variant: Variant, dtype: str) -> None:
+    variant = variant._replace(dtype=dtype)
+    configs = [one.config for one in gluon_candidates(variant, (9, 0))]
+    verdicts = dict(
+        check_apart(variant, [one for one in configs if isinstance(one, HopperConfig)], torch.device("cuda"))
+    )
+    assert set(verdicts.values()) == {""}, verdicts

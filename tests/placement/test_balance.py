@@ -1,0 +1,203 @@
+"""Exact balance: by its rules on drawn placements, and against the best that an integer programme finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from bench.placement.baselines import CLUSTER_A
+from bench.placement.made_loads import make_loads
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.balance import Balance, balance, cheapest_balance
+from fusedmoe.placement.hecate import gathered_s
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.traffic import layer_s
+from tests.placement.exact import fewest_copies, least_busiest
+from tests.placement.placements import situations
+
+UGLY = ("as drawn", "nothing", "one expert", "one rank", "one row")
+
+
+def ugly(tokens_WE: np.ndarray, kind: str) -> np.ndarray:
+    """The counts, or what is left of them where only some ranks or experts have any."""
+    kept_WE = np.zeros_like(tokens_WE)
+    if kind == "as drawn":
+        return tokens_WE
+    if kind == "one expert":
+        kept_WE[:, -1] = 1000 + tokens_WE[:, -1]
+    elif kind == "one rank":
+        kept_WE[0] = 1000 * tokens_WE[0]
+    elif kind == "one row":
+        kept_WE[-1, 0] = 1
+    return kept_WE
+
+
+def sent_of(found: Balance) -> np.ndarray:
+    """[W, E, V]: what each rank works out for itself, together."""
+    return np.stack([found.sent_from(rank) for rank in range(found.nodes.ranks)])
+
+
+def copies_of(placement: Placement) -> int:
+    return int(placement.extra_W().sum())
+
+
+def check(found: Balance, before: Placement, m: int) -> None:
+    """A balance's rules, in plain loops."""
+    nodes, tokens_WE, sent_WEV = found.nodes, found.tokens_WE, sent_of(found)
+    assert before.is_within(found.placement)
+    assert (found.placement.extra_W() <= np.maximum(m, before.extra_W())).all(), (
+        "no rank holds more than it has room for"
+    )
+    assert (sent_WEV >= 0).all() and (sent_WEV.sum(axis=2) == tokens_WE).all(), "each row goes to one copy"
+    assert (sent_WEV.sum(axis=0) == found.computed_EV).all()
+    assert not sent_WEV.sum(axis=0)[~found.placement.holds_EW].any(), "to ranks that hold the expert"
+    for expert in range(before.experts):
+        for node in range(nodes.count):
+            inside = range(node * nodes.per_node, (node + 1) * nodes.per_node)
+            for rank in inside:
+                kept = min(tokens_WE[rank, expert], found.computed_EV[expert, rank])
+                assert sent_WEV[rank, expert, rank] == kept, "rows stay on their rank if it computes as many"
+            stay = sum(sent_WEV[a, expert, b] for a in inside for b in inside)
+            rows, room = (sum(of[r] for r in inside) for of in (tokens_WE[:, expert], found.computed_EV[expert]))
+            assert stay == min(rows, room), "and on their node"
+
+
+@settings(deadline=None)
+@given(situations(), st.integers(0, 4), st.sampled_from((1.0, 1.1, 2.0)), st.sampled_from(UGLY))
+def test_rules(case, m, level, kind):
+    placement, tokens_WE, nodes = case
+    tokens_WE = ugly(tokens_WE, kind)
+    found = balance(placement, tokens_WE, nodes, m, level)
+    check(found, placement, m)
+    again = balance(placement, tokens_WE, nodes, m, level)
+    assert again.placement == found.placement and (again.computed_EV == found.computed_EV).all(), "a pure function"
+
+
+@settings(deadline=None)
+@given(situations(), st.sampled_from((1.0, 1.1, 2.0)), st.sampled_from(UGLY))
+def test_with_room_the_busiest_rank_has_the_mean(case, level, kind):
+    placement, tokens_WE, nodes = case
+    tokens_WE = ugly(tokens_WE, kind)
+    found, rows = balance(placement, tokens_WE, nodes, placement.experts, level), int(tokens_WE.sum())
+    assert found.busiest <= max(-(-rows // nodes.ranks), level * rows / nodes.ranks)
+    new = copies_of(found.placement) - copies_of(placement)
+    assert new < nodes.ranks + placement.experts, "a copy fills a rank, or takes what an expert has too much"
+
+
+@settings(deadline=None)
+@given(situations(), st.integers(0, 3), st.sampled_from(UGLY))
+def test_no_other_shares_of_these_copies_are_better(case, m, kind):
+    placement, tokens_WE, nodes = case
+    found = balance(placement, ugly(tokens_WE, kind), nodes, m)
+    load_E = found.tokens_WE.sum(axis=0)
+    assert m or found.placement == placement
+    assert all_fit(found.placement, load_E, found.busiest)
+    assert found.busiest == 0 or not all_fit(found.placement, load_E, found.busiest - 1)
+
+
+def all_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
+    """Whether ranks that compute `most` rows each can compute all: a maximum flow from experts to ranks."""
+    experts, ranks = placement.experts, placement.ranks
+    source, sink = experts + ranks, experts + ranks + 1
+    edges = [(source, e, load_E[e]) for e in range(experts)]
+    edges += [(e, experts + r, load_E[e]) for e, r in zip(*np.nonzero(placement.holds_EW), strict=True)]
+    edges += [(experts + r, sink, most) for r in range(ranks)]
+    starts, ends, capacities = zip(*edges, strict=True)
+    graph = csr_array((np.array(capacities, dtype=np.int32), (starts, ends)), shape=(sink + 1, sink + 1))
+    return bool(maximum_flow(graph, source, sink).flow_value == load_E.sum())
+
+
+@settings(deadline=None)
+@given(situations(replicas=False), st.integers(1, 4), st.sampled_from(UGLY))
+def test_bound_with_little_room(case, m, kind):
+    placement, tokens_WE, nodes = case
+    tokens_WE = ugly(tokens_WE, kind)
+    mean, most_owned = -(-int(tokens_WE.sum()) // nodes.ranks), np.bincount(placement.owners).max()
+    assert balance(placement, tokens_WE, nodes, m).busiest <= (1 + most_owned / m) * mean
+
+
+def test_close_to_the_best():
+    """100 small cases: the busiest rank against the best there is, copies against the fewest for such a rank."""
+    rng, more, busier = np.random.default_rng(0), Counter[int](), []
+    for case in range(100):
+        (ranks, experts), m = ((4, 6), (6, 9))[case % 5 == 0], int(rng.integers(1, 4))
+        tokens_WE = rng.multinomial(200, rng.dirichlet(np.full(experts, 0.4)), ranks)
+        owners = Placement.even(ranks, experts).owners if case % 2 else tuple(rng.integers(0, ranks, experts))
+        placement = Placement(ranks, owners)
+        found = balance(placement, tokens_WE, Nodes(ranks, 2), m, (1.0, 1.1)[case % 3 == 0])
+        load_E = tokens_WE.sum(axis=0)
+        if case % 3:
+            busier.append(found.busiest / least_busiest(placement, load_E, m))
+        more[copies_of(found.placement) - fewest_copies(placement, load_E, m, found.busiest)] += 1
+    assert max(busier) < 1.2 and np.mean(busier) < 1.005
+    assert more[0] >= 95 and max(more) <= 1
+
+
+def test_one_copy_is_room_enough_on_many_ranks():
+    tokens_WE = make_loads(1, 1, 64, 256).tokens_ILWE[0, 0]
+    found = balance(Placement.even(64, 256), tokens_WE, Nodes(64, 8), 1)
+    assert found.busiest == tokens_WE.sum() / 64
+    # Each of the 63 other ranks has to be filled.
+    assert copies_of(found.placement) <= 66
+
+
+def test_by_hand():
+    """The docstring's example."""
+    found = balance(Placement.even(2, 2), [[5, 1], [5, 1]], Nodes(2, 1), 1)
+    assert found.placement == Placement.parse("0: 0\n1: 1 +0")
+    assert found.computed_EV.tolist() == [[6, 4], [0, 2]]
+    assert found.sent_from(0).tolist() == [[5, 0], [0, 1]] and found.sent_from(1).tolist() == [[1, 4], [0, 1]]
+
+
+@settings(deadline=None)
+@given(situations(most=400), st.integers(0, 3))
+def test_rows_of_ranks_and_links(case, m):
+    placement, tokens_WE, nodes = case
+    found = balance(placement, tokens_WE, nodes, m)
+    flow_WV, tokens = sent_of(found).sum(axis=1), found.load()
+    node_W = np.arange(nodes.ranks) // nodes.per_node
+    inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
+    intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
+    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.ingress_W == inter_WV.sum(axis=0)).all()
+    for most, part_WV in ((tokens.busiest_inter, inter_WV), (tokens.busiest_intra, intra_WV)):
+        assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
+
+
+def test_copies_where_they_pay():
+    trace, nodes, even = make_loads(1, 1, 16, 32), Nodes(16, 4), Placement.even(16, 32)
+    tokens_WE = trace.tokens_ILWE[0, 0]
+    found = cheapest_balance(even, tokens_WE, nodes, 2, CLUSTER_A)
+    check(found, even, 2)
+    seconds = layer_s(found.load(), CLUSTER_A) + gathered_s(even, found.placement, nodes, CLUSTER_A)
+    without = balance(even, tokens_WE, nodes, 0)
+    assert seconds < layer_s(without.load(), CLUSTER_A) / 2
+    dear = replace(CLUSTER_A, expert_bytes=10**12)
+    assert cheapest_balance(even, tokens_WE, nodes, 2, dear).placement == even
+    light = replace(CLUSTER_A, expert_bytes=0, token_bytes=0)
+    assert cheapest_balance(even, tokens_WE, nodes, 2, light).busiest == tokens_WE.sum() / 16
+
+
+@pytest.mark.parametrize(
+    ("tokens_WE", "ranks", "m", "level"),
+    [
+        (np.ones((4, 3), dtype=int), 4, 1, 1.0),
+        (np.ones((4, 4), dtype=int), 8, 1, 1.0),
+        (np.ones((4, 4)), 4, 1, 1.0),
+        (-np.ones((4, 4), dtype=int), 4, 1, 1.0),
+        (np.full((4, 4), 2**28), 4, 1, 1.0),
+        (np.ones((4, 4), dtype=int), 4, -1, 1.0),
+        (np.ones((4, 4), dtype=int), 4, 1, 0.9),
+        (np.ones((4, 4), dtype=int), 4, 1, np.inf),
+        (np.ones((4, 4), dtype=int), 4, 1, np.nan),
+    ],
+)
+def test_what_is_refused(tokens_WE, ranks, m, level):
+    with pytest.raises(ConfigError, match="balance"):
+        balance(Placement.even(4, 4), tokens_WE, Nodes(ranks, 2), m, level)

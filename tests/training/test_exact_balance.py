@@ -1,0 +1,77 @@
+"""Exact balance in training: which rank computes how many rows, in training steps and in evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.training import ShardedExperts
+from tests.cluster import Cluster
+from tests.training.placed import EXACT, EXPERTS, Model, optimizer_of, tokens, train_step
+
+#: Experts travel in no time, so all copies are made that help.
+FREE: dict[str, Any] = EXACT | {"costs": replace(EXACT["costs"], expert_bytes=0, token_bytes=0)}
+
+
+def sent_rows(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Rows that this rank sends to each rank in each forward of the first layer: two steps, three evaluations, and a
+    step in two parts; and what evaluation gives."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **options)
+    placed, found = model.layers[0].placed, []
+    split = placed.split
+
+    def recorded(layout: Layout, training: bool) -> Layout:
+        by_place = split(layout, training)
+        found.append(by_place.counts_E.reshape(world, -1).sum(dim=1).tolist())
+        return by_place
+
+    placed.split = recorded
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    model.eval()
+    with torch.no_grad():
+        ys = [model(tokens(rank, step)) for step in (3, 4, 5)]
+    model.train()
+    train_step(model, optimizer, topology, 6, parts=2)
+    assert isinstance(placed, DynamicExperts) and placed.now.extra_W().max() <= options["memory"]
+    sharded.close()
+    return found, ys
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
+    options = FREE | {"policy": "ep", "memory": EXPERTS}
+    exact = cluster.run(world, sent_rows, options)
+    plain = cluster.run(world, sent_rows, {"policy": "ep", "memory": 0})
+    for (_, ours), (_, theirs) in zip(exact, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    work_FV, before_FV = (np.sum([rows for rows, _ in of], axis=0) for of in (exact, plain))
+    mean_F = work_FV.sum(axis=1) / world
+    assert (before_FV.sum(axis=1) == work_FV.sum(axis=1)).all()
+    # Copies are added in the first forward of each step; evaluation has no copies, and the step's second part those of
+    # the first.
+    first = [0, 1, 5]
+    assert (work_FV[first].max(axis=1) == np.ceil(mean_F[first])).all()
+    assert (before_FV[first].max(axis=1) > 1.1 * mean_F[first]).all(), "the router is skewed"
+    np.testing.assert_array_equal(work_FV[2:5], before_FV[2:5])
+    assert work_FV[6].max() < before_FV[6].max()
+
+
+@pytest.mark.parametrize(
+    "options", [{"balance": "even"}, EXACT | {"calibrates": True}], ids=lambda options: "-".join(options)
+)
+def test_what_is_refused(options: dict[str, Any]):
+    model = Model(Topology(), "fssdp")
+    with pytest.raises(ConfigError, match="choose one of predicted, exact"):
+        ShardedExperts(model, optimizer_of(model), Topology(), **options)
