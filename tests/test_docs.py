@@ -63,6 +63,7 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 def test_python_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
     # The doors' topologies live as long as the world of ranks does, and all pages are in one.
     printed = cluster.run(2, run_pages, str(tmp_path), timeout_s=180, most_threads=100)

@@ -40,6 +40,7 @@ for module in iter_modules(fusedmoe.kernels.__path__, "fusedmoe.kernels."):
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_with_the_first_layer_and_triton_never() -> None:
     """Of Triton neither a layer on a CPU has need nor any operation's contract."""
     gate, experts = fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.SwiGLU(16)
@@ -86,5 +87,6 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.slow
 def test_parts_are_attributes() -> None:
     subprocess.run([sys.executable, "-c", PARTS], timeout=120, check=True)

@@ -73,6 +73,7 @@ def ended(file: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "count"),
     [

@@ -61,6 +61,7 @@ def run(program: str, calls: int) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_large_tensors_are_made_in_memory_that_is_there(calls: int) -> None:

@@ -166,6 +166,7 @@ def _rows_of(rank: int, S: int, M: int) -> torch.Tensor:
     return torch.randn(2, S, M, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.slow
 def test_blocks_in_micro_batches_do_what_autograd_does(cluster: Cluster) -> None:
     cluster.run(2, one_step)
 

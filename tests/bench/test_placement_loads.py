@@ -33,6 +33,7 @@ def test_json(capsys):
     assert sum(layer["work_before"]) == sum(layer["work_after"]) == 8 * 500
 
 
+@pytest.mark.slow
 def test_loads_that_were_saved(capsys, tmp_path):
     path, picture = tmp_path / "counts.json", tmp_path / "loads.png"
     assert main([*SMALL, "--json", "--seed", "7", "--save", str(path)]) == 0

@@ -233,6 +233,7 @@ def test_exact_balance_of_loads_that_drift(m):
 
 
 # Of ranks as 2 × 2, with one copy and two, and as four nodes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("per_node", "m", "straggler", "ingress", "faster"),
     [

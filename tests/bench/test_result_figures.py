@@ -197,6 +197,12 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found = (of["ratios"]["off"], of["ratios"]["auto"], sent["pairs"] / sent["tokens"])
         found += tuple(levels[way] for way in ("2dh", "1dh", "auto"))
         yield f"| {label} |{' {} |' * 6}", tuple(f"{one:.2f}" for one in found)
+    for k, label in ((8, "8 of 16"), (4, "4 of 16"), (2, "2 of 8")):
+        settings = load("tokens")["settings"]
+        of, fast = (settings.get(f"tokens-{k}-{how}", {}).get("tokens") for how in ("computed", "fast"))
+        found = (*(f"{of['ratios'][one]:.2f}" for one in ("off", "auto")), f"{of['rows']['auto, tokens']['error']:+.1%}")
+        found += ("–", "–") if fast is None else tuple(f"{fast['ratios'][one]:.2f}" for one in ("off", "auto"))
+        yield f"| {label} |{' {} |' * 5}", found
 
     gpu = load(GPU)
     limit = gpu["limit"]

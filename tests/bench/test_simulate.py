@@ -17,6 +17,7 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(grid, "workloads", lambda testbed: islice(whole(testbed), 0, None, 61))
 
 
+@pytest.mark.slow
 def test_json(capsys):
     main(["--grid", "fsmoe", "--json", "--layers", "2", "--sample", "1"])
     data = json.loads(capsys.readouterr().out)

@@ -33,6 +33,7 @@ def test_a_flag_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None
     assert "unrecognized arguments: --layerss=3; did you mean --layers?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_python_runs_the_package() -> None:
     found = subprocess.run([sys.executable, "-m", "fusedmoe", "--version"], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, f"fusedmoe {__version__}\n")

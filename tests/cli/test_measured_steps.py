@@ -56,6 +56,7 @@ def measured(rank: int, world: int, folder: str, schedule: str, model: ModelConf
     return costs, losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "whole"), [("fsmoe", False), *slowly(("auto", True))])
 def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedule: str, whole: bool) -> None:
     # A gate that looks at whole batches lets nothing be split.

@@ -119,6 +119,7 @@ def test_copies_over_links_that_take_no_time(capsys: pytest.CaptureFixture[str],
 FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]
 
 
+@pytest.mark.slow
 def test_micro_batches_through_whole_layers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_alone_products_are_measured_and_kept(
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_under_ranks_all_lines_are_measured(cluster: Cluster, tmp_path: Path) -> None:
     flags = ["profile", "--budget", "1", "--again", "--ranks-per-node", "2", "--json", "costs.json", "--plot", "p.png"]
     (code, out, error), *others = cluster.run(4, command, str(tmp_path), *flags)

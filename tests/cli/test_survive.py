@@ -55,6 +55,7 @@ def in_shares(rank: int, world: int, settings: Settings, shares: int | None, ste
     return [held_out, *(report.loss for report in reports), *(report.grad_norm for report in reports)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("off", marks=pytest.mark.slow), "fsmoe"])
 def test_fewer_ranks_take_the_shares_of_all(cluster: Cluster, text: Path, schedule: str) -> None:
     settings = settings_of(text, schedule=schedule)

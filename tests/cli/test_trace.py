@@ -26,6 +26,7 @@ def compared(out: str) -> None:
     assert float(again[1]) / measured - 1 == pytest.approx(float(again[2]) / 100, rel=0.1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["fsmoe", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_step_beside_its_plan(cluster: Cluster, tmp_path: Path, schedule: str) -> None:
     (tmp_path / "costs.json").write_text(TESTBEDS["B"].costs.to_json())

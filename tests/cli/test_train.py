@@ -417,6 +417,7 @@ def descendants(pid: int) -> set[int]:
 
 
 # Ctrl-C on ranks, below, is always tried.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["sigint", "sigterm"]
 )

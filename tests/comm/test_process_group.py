@@ -246,6 +246,7 @@ def one_meets_late(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_who_has_not_met_is_named(cluster: Cluster) -> None:
     for text in cluster.run(3, one_meets_late)[:2]:
         assert "because rank 2 failed in meeting as (0, 1): did not come within 1 s" in text

@@ -225,6 +225,7 @@ def test_training_is_what_it_was(cluster: Cluster, ranks: int, chooses: str, k: 
         assert sum("add" in name for name in order[:last]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_places", [True, *slowly(False)])
 def test_who_says_so_has_rows_or_none(world: None, own_places: bool) -> None:
     torch._dynamo.reset()

@@ -79,6 +79,7 @@ def test_all_ranks_measure_at_once_and_agree(cluster: Cluster, tmp_path: Path) -
     assert any(seconds != made_up_s(key, 0) for key, seconds in slowest.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_places", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: bool) -> None:
     """The default backend measures, once: the second job finds costs and plans, and runs the same."""
@@ -164,6 +165,7 @@ def measuring_alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None:
     text, _ = cluster.run(2, measuring_alone)
     assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text

@@ -110,6 +110,7 @@ def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, 
     return [*backend.reports[0].order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "dtype", "tolerance"),
     [

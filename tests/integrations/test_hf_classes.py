@@ -59,6 +59,7 @@ def version(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)[:2]]
 
 
+@pytest.mark.slow
 def test_the_guide_has_the_census() -> None:
     """The table is that of the command; classes of later releases than the oldest have theirs behind the name."""
     page = Path(__file__).parents[2] / "docs/guides/hugging-face.md"

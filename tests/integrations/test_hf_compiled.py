@@ -43,6 +43,7 @@ def compiled(rank: int, world: int, family: str, shared: bool, count: int, sizes
     return compare(blocks, lambda block: block.door._exchange, WIDTH, own_sizes)
 
 
+@pytest.mark.slow
 def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
     for graphs, worst in cluster.run(2, compiled, "gpt-oss", True, 2, [9]):
         assert graphs == 1 and worst < 1e-10, (graphs, worst)

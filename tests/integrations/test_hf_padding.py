@@ -156,6 +156,7 @@ def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
     logits.square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp_size": 1, "ep_size": 2, "fsdp_size": 2}, {"tp_size": 2, "ep_size": 2}])
 def test_two_ranks(cluster: Cluster, tmp_path: Path, sizes: dict[str, int]) -> None:
     torch.manual_seed(6)

@@ -200,6 +200,7 @@ def tuned(rank: int, world: int, folder: str) -> None:
         PlanTuningCallback().on_train_begin(None, None, None, model=theirs)
 
 
+@pytest.mark.slow
 def test_trainer_tries_plans(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager", torch.float64).save_pretrained(tmp_path)
     cluster.run(2, tuned, str(tmp_path))

@@ -92,6 +92,7 @@ def test_experts(experts: Experts) -> None:
     compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41,))
 
 
+@pytest.mark.slow
 def test_tokens_of_several_sizes_and_none() -> None:
     experts, shared = fusedmoe.experts.FeedForward(24), fusedmoe.experts.SwiGLU(16)
     compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41, 57, 1, 0))
@@ -290,6 +291,7 @@ def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
     return dict(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", [False, True])
 def test_rows_travel_once_under_a_selective_checkpoint(cluster: Cluster, compiles: bool) -> None:
     once = {"dispatch": 2, "combine": 2}  # forward and backward

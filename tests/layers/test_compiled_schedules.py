@@ -138,6 +138,7 @@ def few_tokens(rank: int, world: int, batches: list[tuple[int, int]]) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batches", [[(0, 5), (1, 0)], pytest.param([(0, 0), (1, 1), (6, 1), (0, 7)], marks=pytest.mark.slow)]
 )

@@ -88,6 +88,7 @@ def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
     compare(0, 1, settings, {}, recompute)
 
 
+@pytest.mark.slow
 def test_four_ranks(cluster: Cluster) -> None:
     cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("joint",))
 

@@ -214,6 +214,7 @@ def materialised(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
     return decision._replace(placements=tuple(placements))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "seed", "m"),
     [(4, 0, 2), *(pytest.param(24, seed, m, marks=pytest.mark.slow) for seed in range(3) for m in (2, 4))],

@@ -110,6 +110,7 @@ def test_one_rank(cluster: Cluster) -> None:
     cluster.run(1, on_one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_over_ranks(cluster: Cluster, world: int) -> None:
     cluster.run(world, on_ranks)

@@ -127,6 +127,7 @@ def on_ranks(rank: int, world: int, ep: int) -> None:
         torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2])
 def test_ranks_that_share_a_sequence(cluster: Cluster, ep: int) -> None:
     cluster.run(2, on_ranks, ep)

@@ -217,6 +217,7 @@ def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile
     return found, line_names(topology), torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "ep", "esp", "mp", "names"),
     [

@@ -117,6 +117,7 @@ def test_chunks_of_other_numbers_cost_a_copy():
             assert {task for task in plan if found[task] != plain[task] and task.layer == layer} <= chunks
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_copies_between_chunks_are_weighed(seed):

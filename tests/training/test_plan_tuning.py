@@ -142,6 +142,7 @@ def _kept(tuning: PlanTuning) -> str:
     return json.dumps(held | {"sha256": digest})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "whole", "jobs"),
     [("auto", False, 1), *slowly(("auto", False, 3), ("auto", True, 3), ("flowmoe", True, 3))],

@@ -9,12 +9,12 @@ import torch
 
 from bench.gpu import returned_rows
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.triton.one_sided import network, put, remote
+from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
 
 
 def aot_cases() -> list[AotCase]:
-    return [*_of_puts(), *_of_waits(), *_of_signals()]
+    return [*_of_puts(), *_of_waits(), *_of_signals(), *_of_plans()]
 
 
 def _of_puts() -> list[AotCase]:
@@ -105,3 +105,26 @@ def _of_signals() -> list[AotCase]:
         libraries=nvshmem_bitcode,
     )
     return [case]
+
+
+def _of_plans() -> list[AotCase]:
+    """By local experts, peers, chunks and blocks of tokens, as powers of two."""
+    i32, i64 = torch.int32, torch.int64
+    cases = []
+    for experts, peers, chunks, blocks in ((1, 2, 1, 1), (16, 8, 2, 64), (32, 64, 8, 256)):
+        name = f"{experts} experts {peers} peers {chunks} chunks"
+        sizes = {"S": "i32", "K": 8, "W": peers, "local": experts, "degree": "i32", "tiles": "i32"}
+        tables = {"row_ptr": i64, "offsets_ptr": i32, "first_ptr": i32, "counts_ptr": i32}
+        made = dict.fromkeys(("token_ptr", "token_used_ptr", "metadata_ptr", "line_ptr", "line_used_ptr"), i32)
+        powers = {"BLOCK": plan.TOKENS, "LP": experts, "DP": chunks}
+        cases.append(AotCase(f"count chunks {name}", plan.count_chunks_kernel, {**tables, **sizes, **powers}))
+        for weight in (torch.float32, None):
+            more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
+            title = f"place tokens {name}" + " weighted" * (weight is not None)
+            cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
+        read = dict.fromkeys(("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr"), i32)
+        read |= {"count_ptr": i64, "source_ptr": i64, "weight_ptr": torch.float32, "place_ptr": i64}
+        read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "chunk": "i32", "bound": "i32"}
+        read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
+        cases.append(AotCase(f"read metadata {name}", plan.read_metadata_kernel, read))
+    return cases

@@ -9,8 +9,8 @@ from fusedmoe.kernels.triton.jit import jit
 
 #: Multiprocessors that are held: one program on each.
 HELD = 16
-# A program has as many threads as those of communication: what needs most of a multiprocessor does not fit beside it.
-_WARPS, _NUMBERS = 16, 512
+#: A program has as many threads as those of communication: what needs most of a multiprocessor does not fit beside it.
+WARPS, NUMBERS = 16, 512
 # After so many looks a program ends though nobody let it go, some hundred milliseconds; and how many are a moment.
 _MOST_LOOKS, _MOMENT = 100_000, 200
 
@@ -33,7 +33,7 @@ class Holder:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._sink = torch.zeros((HELD + 1) * _NUMBERS, dtype=torch.int32, device=device)
+        self._sink = torch.zeros((HELD + 1) * NUMBERS, dtype=torch.int32, device=device)
         self._epoch = 0
 
     def hold(self) -> None:
@@ -42,11 +42,11 @@ class Holder:
         with torch.cuda.stream(self._stream):
             self._look(HELD, self._sink, self._epoch, _MOST_LOOKS)
         # A moment, so that they are there before the launch, whose programs could fill the GPU.
-        self._look(1, self._sink[HELD * _NUMBERS :], -1, _MOMENT)
+        self._look(1, self._sink[HELD * NUMBERS :], -1, _MOMENT)
 
     def let_go(self) -> None:
         self._flag.fill_(self._epoch)
         torch.cuda.current_stream().wait_stream(self._stream)  # nothing of it reaches into what is timed next
 
     def _look(self, programs: int, sink: torch.Tensor, epoch: int, most: int) -> None:
-        hold_kernel[(programs,)](self._flag, sink, epoch, most, NUMBERS=_NUMBERS, num_warps=_WARPS)
+        hold_kernel[(programs,)](self._flag, sink, epoch, most, NUMBERS=NUMBERS, num_warps=WARPS)

@@ -21,8 +21,10 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Arrivals, Sends
 from fusedmoe.kernels.triton.jit import jit
 
-# Tokens of a block, and rows of a program that reads; a program compares each with all of a peer's experts, or groups.
-_TOKENS, _COMPARISONS = 128, 16384
+#: Tokens of a block; a program compares each with all of a peer's experts.
+TOKENS = 128
+# Comparisons of a program that reads: of each row with all groups.
+_COMPARISONS = 16384
 _UNSPECIAL = ["S", "N", "degree", "chunk", "tiles", "bound"]
 
 
@@ -109,13 +111,13 @@ def place_tokens_kernel(
 def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
     """Plans what this rank puts, as `define_sends`; what nobody is sent stays unwritten."""
     offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // peers
-    tiles = max(1, triton.cdiv(tokens, _TOKENS))
+    tiles = max(1, triton.cdiv(tokens, TOKENS))
     padded = triton.next_power_of_2(degree)
     numbers = offsets_E1.new_empty  # int32
     first_WS, counts = numbers((peers, tokens)), numbers((peers, tiles, padded))
     metadata, line_WC = numbers((layout.experts + layout.rows, 2)), numbers((peers, lines))
     sends = Sends(numbers((peers, capacity)), numbers(peers), metadata, line_WC, numbers(peers))
-    blocks = {"BLOCK": _TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
+    blocks = {"BLOCK": TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
     grid, row_SK = (tiles * peers,), layout.row_SK.contiguous()
     count_chunks_kernel[grid](
         row_SK, offsets_E1, first_WS, counts, tokens, k, peers, local, degree, tiles, **blocks, num_warps=4
@@ -181,7 +183,7 @@ def read_metadata(
     """Reads what comes, as `define_arrivals`; padding is of source 0."""
     (peers, lines, _), device = metadata_WC2.shape, metadata_WC2.device
     blocks = {"LP": triton.next_power_of_2(experts), "WP": triton.next_power_of_2(peers)}
-    block = min(256, max(16, _COMPARISONS // (blocks["LP"] * blocks["WP"])))
+    block = rows_of_program(blocks["LP"] * blocks["WP"])
     chunks = []
     for chunk, bound in enumerate(rows):
         row_R = torch.arange(bound, device=device)
@@ -198,3 +200,8 @@ def read_metadata(
         layout = Layout(count_e, offsets_e1, source_R, row_R, row_R.view(-1, 1))
         chunks.append(Arrivals(layout, weight_R, peer_R, place_R, wanted_W))
     return chunks
+
+
+def rows_of_program(groups: int) -> int:
+    """Returns how many rows a program reads, where there are so many groups; both are powers of two."""
+    return min(256, max(16, _COMPARISONS // groups))
