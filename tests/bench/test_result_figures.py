@@ -19,6 +19,13 @@ GPU = "gpu_nvidia-h100-80gb-hbm3_20261123T022338"
 
 MEASURED = (("layer", "layer"), ("emulated", "layer"), ("emulated", "model"), ("blocks", "model"), ("computed", "job"))
 
+DOORS = {
+    "door-hf": "Hugging Face, Mixtral",
+    "door-titan": "torchtitan",
+    "door-megatron": "Megatron-core",
+    "door-hf-qwen3": "Hugging Face, Qwen3's proportions",
+}
+
 # Numbers in those paragraphs that are no results: sizes, versions, time-outs.
 CONDITIONS = (
     *(
@@ -203,6 +210,14 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found = (*(f"{of['ratios'][one]:.2f}" for one in ("off", "auto")), f"{of['rows']['auto, tokens']['error']:+.1%}")
         found += ("–", "–") if fast is None else tuple(f"{fast['ratios'][one]:.2f}" for one in ("off", "auto"))
         yield f"| {label} |{' {} |' * 5}", found
+
+    doors = load("doors")["settings"]
+    for name, label in DOORS.items():
+        of = doors[name]["doors"]
+        rows = of["rows"]
+        blocks = f"{rows['blocks']['over_off']:.2f}" if "blocks" in rows else "–"
+        found = f"{rows['auto']['over_off']:.2f}", f"{of['over_before']:.2f}", f"{of['hidden']:.0%}", blocks
+        yield f"| {label} |{' {} |' * 4}", found
 
     gpu = load(GPU)
     limit = gpu["limit"]
