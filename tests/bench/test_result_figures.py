@@ -207,9 +207,12 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     for k, label in ((8, "8 of 16"), (4, "4 of 16"), (2, "2 of 8")):
         settings = load("tokens")["settings"]
         of, fast = (settings.get(f"tokens-{k}-{how}", {}).get("tokens") for how in ("computed", "fast"))
-        found = (*(f"{of['ratios'][one]:.2f}" for one in ("off", "auto")), f"{of['rows']['auto, tokens']['error']:+.1%}")
+        found = (
+            *(f"{of['ratios'][one]:.2f}" for one in ("off", "auto")),
+            f"{of['rows']['auto, tokens']['error']:+.1%}",
+        )
         found += ("–", "–") if fast is None else tuple(f"{fast['ratios'][one]:.2f}" for one in ("off", "auto"))
-        yield f"| {label} |{' {} |' * 5}", found
+        yield f"| {label}, computed |{' {} |' * 5}", found
 
     doors = load("doors")["settings"]
     for name, label in DOORS.items():

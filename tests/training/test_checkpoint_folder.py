@@ -177,7 +177,9 @@ def test_the_format_before_loads_with_a_warning(cluster: Cluster, tmp_path: Path
         warnings.simplefilter("ignore")
         texts = flipped_loads(0, 1, ONE, path, flips)
     assert {text for text in texts if text}, "some are refused"
-    assert all("is damaged: __0_0.distcp" in text and CURE in text for text in texts if text)
+    for text in filter(None, texts):
+        # Without checksums a name that was damaged is that of a class nobody knows.
+        assert ("is damaged: __0_0.distcp" in text and CURE in text) or "of no known class" in text, text
     cluster.run(2, loads_old, path, right.model)
 
 

@@ -19,7 +19,6 @@ import torch
 from bench.aot.standin import TARGETS
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.triton.grouped import holder
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Config, Variant, candidates, has_bulk_copies
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden_kernel
@@ -82,9 +81,7 @@ def aot_cases() -> list[AotCase]:
     for target in TARGETS:
         for launch in _launches(target):
             targets.setdefault(launch, []).append(target)
-    hold = {"flag_ptr": torch.int32, "sink_ptr": torch.int32, "epoch": "i32", "most": "i32", "NUMBERS": holder.NUMBERS}
-    held = AotCase("hold multiprocessors", holder.hold_kernel, hold, {"num_warps": holder.WARPS})
-    return [held, *(_case(launch, at) for launch, at in targets.items())]
+    return [_case(launch, at) for launch, at in targets.items()]
 
 
 def _launches(target: int) -> Iterator[_Launch]:

@@ -1,4 +1,5 @@
-"""Kernels that put rows into other ranks' memory, signal, and wait: where no peer is far, and through the network."""
+"""Kernels that put rows into other ranks' memory, signal, and wait: where no peer is far, and through the network; and
+one that stands for them where something else is timed."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import torch
 
 from bench.gpu import returned_rows
 from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.triton.grouped import holder
 from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
 
 
 def aot_cases() -> list[AotCase]:
-    return [*_of_puts(), *_of_waits(), *_of_signals(), *_of_plans()]
+    return [*_of_puts(), *_of_waits(), *_of_signals(), *_of_plans(), _held()]
 
 
 def _of_puts() -> list[AotCase]:
@@ -128,3 +130,9 @@ def _of_plans() -> list[AotCase]:
         read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
         cases.append(AotCase(f"read metadata {name}", plan.read_metadata_kernel, read))
     return cases
+
+
+def _held() -> AotCase:
+    arguments = {"flag_ptr": torch.int32, "sink_ptr": torch.int32, "epoch": "i32", "most": "i32"}
+    arguments["NUMBERS"] = holder.NUMBERS
+    return AotCase("hold multiprocessors", holder.hold_kernel, arguments, {"num_warps": holder.WARPS})
