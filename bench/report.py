@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu.kernels import KERNELS
+from bench.gpu.kernels import KERNELS, fastest_of_forms
 from bench.gpu.ours import NAME
 from bench.gpu.results import RESULTS, SCHEMA
 from bench.gpu.spread import PARTS
@@ -248,10 +248,7 @@ def _forms(rows: Mapping[tuple[str, str], Any]) -> list[str]:
     body = []
     for (shape, kernel), row in rows.items():
         if times := row.get("microseconds"):
-            best: list[float | None] = [
-                min((time for name, time in times.items() if name.startswith("gluon") is gluon), default=None)
-                for gluon in (False, True)
-            ]
+            best = fastest_of_forms(times)
             gain = f"{1 - best[1] / best[0]:.0%}" if best[0] and best[1] else "–"
             shown = ("–" if time is None else f"{time:.0f}" for time in best)
             body.append([shape, kernel, *shown, gain, row["config"]])

@@ -22,7 +22,7 @@ from torch import Tensor
 import fusedmoe
 from bench.gpu.case import make_case
 from bench.gpu.clock import Step
-from bench.gpu.kernels import grouped_steps
+from bench.gpu.kernels import fastest_of_forms, grouped_steps
 from bench.gpu.shapes import SHAPES, Shape
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Variant
 
@@ -67,14 +67,8 @@ def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
             told = step.told()
             times = told.get("microseconds") or {}
             assert isinstance(times, dict)
-            forms = (
-                min((taken for name, taken in times.items() if name.startswith("gluon") is gluon), default=float("nan"))
-                for gluon in (False, True)
-            )
-            triton_us, gluon_us = forms
-            print(
-                f"{shape.name} {step.name:8} Triton {triton_us:.0f} us, Gluon {gluon_us:.0f} us: {told.get('config')}"
-            )
+            shown = ("-" if taken is None else f"{taken:.0f}" for taken in fastest_of_forms(times))
+            print(f"{shape.name} {step.name:8} us in Triton, in Gluon: {', '.join(shown)}; {told.get('config')}")
         torch.cuda.empty_cache()
 
 

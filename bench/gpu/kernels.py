@@ -26,6 +26,15 @@ KERNELS = ("gate forward", "gate backward", *FORWARD, *BACKWARD, *PARTS)
 PASSES = {"forward": FORWARD, "backward": BACKWARD, "both": (*FORWARD, *BACKWARD)}
 
 
+def fastest_of_forms(times: Mapping[str, float]) -> tuple[float | None, float | None]:
+    """Returns the least time of Triton's configurations and of those in Gluon, by their names; None: there is none."""
+    triton, gluon = (
+        min((time for name, time in times.items() if name.startswith("gluon") is form), default=None)
+        for form in (False, True)
+    )
+    return triton, gluon
+
+
 def kernel_costs(shape: Shape) -> dict[str, Cost]:
     """What each has to do at the least."""
     S, M, H, E, K, R = shape.S, shape.M, shape.H, shape.E, shape.K, shape.rows

@@ -310,9 +310,11 @@ def tuner(device: torch.device, shared: bool = False) -> Tuner:
         with torch.cuda.device(device):  # whose events they are
             return check(variant, config, device)
 
+    holder = cache(partial(Holder, device))  # one for all that is timed, made with the first
+
     def measure_there(run: Callable[[], object], seconds: float) -> float:
         with torch.cuda.device(device):
-            return _measure(device, run, seconds, Holder(device) if shared else None)
+            return _measure(device, run, seconds, holder() if shared else None)
 
     return Tuner(
         partial(by_table if shared else to_try, capability),
