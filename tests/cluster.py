@@ -59,7 +59,8 @@ class Cluster:
     """A pool of ranks. `run(world, function, *args)` calls `function(rank, world, *args)` on each rank."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Connection]] = []
+        # By rank, which a process keeps: PyTorch caches coordinates by meshes, and those of all ranks are equal.
+        self._workers: list[tuple[Any, Connection] | None] = []
         self._store: Any = None  # one for all runs: every new one costs connections
         self._runs = 0
 
@@ -94,12 +95,12 @@ class Cluster:
         """The same, for tests of failures: tells how each rank ended, and replaces only those that are gone."""
         from torch.distributed import TCPStore
 
-        while len(self._workers) < world:
-            self._workers.append(start(_serve))
+        self._workers += [None] * (world - len(self._workers))
+        workers = [worker or start(_serve) for worker in self._workers[:world]]
+        self._workers[:world] = workers
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs += 1
-        workers = self._workers[:world]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send_bytes(pickle.dumps((sys.path, rank, world, self._store.port, self._runs)))
             pipe.send_bytes(pickle.dumps((function, args)))
@@ -108,7 +109,7 @@ class Cluster:
         for rank, (process, pipe) in enumerate(workers):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 outcomes.append(Outcome(None, ("TimeoutError", "", f"rank {rank} gave no answer within {timeout_s} s")))
-                self._end(process, pipe)
+                self._end(rank)
                 continue
             try:
                 ok, value, threads = pickle.loads(pipe.recv_bytes())
@@ -118,23 +119,27 @@ class Cluster:
                 outcomes.append(Outcome(value, None) if ok else Outcome(None, value))
                 if threads > MOST_THREADS // 2:
                     # PyTorch keeps a graph, and so process groups, after FSDP and where a recomputation ends early.
-                    self._end(process, pipe)
+                    self._end(rank)
             except EOFError:
                 process.join(5)
                 text = f"rank {rank} ended with exit code {process.exitcode}"
                 outcomes.append(Outcome(None, ("ProcessDied", "", text)))
-                self._end(process, pipe)
+                self._end(rank)
         return outcomes
 
     def close(self) -> None:
-        for process, pipe in list(self._workers):
-            self._end(process, pipe)
+        for rank in range(len(self._workers)):
+            self._end(rank)
 
-    def _end(self, process: Any, pipe: Connection) -> None:
+    def _end(self, rank: int) -> None:
+        worker = self._workers[rank]
+        if worker is None:
+            return
+        process, pipe = worker
         pipe.close()
         process.kill()
         process.join(10)
-        self._workers.remove((process, pipe))
+        self._workers[rank] = None
 
 
 def start(serve: Callable[[Connection], None], *more: str) -> tuple[Any, Connection]:

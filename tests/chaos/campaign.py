@@ -252,11 +252,11 @@ class Team:
     def __init__(self, folder: Path, port: int, first_run: int = 0) -> None:
         self._folder, self._port, self._run = folder, port, first_run
         folder.mkdir()
-        self._workers: list[_Worker] = []
+        self._workers: list[_Worker | None] = []  # by rank, which a process keeps: see `Cluster`
         self._made = 0
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in filter(None, self._workers):
             worker.end()
 
     def count(self, spec: Spec) -> list[Counter[str]]:
@@ -276,19 +276,24 @@ class Team:
         return replace(spec, folder=str(self._folder / "job"))
 
     def workers(self, count: int) -> list[_Worker]:
-        while len(self._workers) < count:
-            log = self._folder / f"rank-{self._made}.log"
-            self._made += 1
-            with _STARTING:
-                process, pipe = start(serve, "tests.chaos.ranks")
-            worker = _Worker(process, pipe, log)
-            worker.tell(str(log))
-            self._workers.append(worker)
-        return self._workers[:count]
+        self._workers += [None] * (count - len(self._workers))
+        workers = [worker or self._begin() for worker in self._workers[:count]]
+        self._workers[:count] = workers
+        return workers
+
+    def _begin(self) -> _Worker:
+        log = self._folder / f"rank-{self._made}.log"
+        self._made += 1
+        with _STARTING:
+            process, pipe = start(serve, "tests.chaos.ranks")
+        worker = _Worker(process, pipe, log)
+        worker.tell(str(log))
+        return worker
 
     def replace(self, worker: _Worker) -> None:
+        """Another process takes its rank in the next run."""
         worker.end()
-        self._workers.remove(worker)
+        self._workers[self._workers.index(worker)] = None
 
     def next_run(self) -> tuple[int, int]:
         """Its number, and the port of the launcher's store."""
