@@ -46,7 +46,7 @@ _PART_S = dict(
     buckets=240,
     placement=1500,
     tokens=90,
-    doors=420,
+    doors=540,
 )
 _START_S = 30  # of a setting, before its first part
 

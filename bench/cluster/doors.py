@@ -1,6 +1,6 @@
 """Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
 beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
-the model has attention (Hugging Face's), beside blocks in micro-batches, too.
+the model has attention (Hugging Face's), beside blocks in micro-batches, too. Then steps that try plans.
 
 Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
 doors of Hugging Face, nothing else at the others.
@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.cluster.model import explored
 from bench.cluster.setting import Setting
-from bench.cluster.turns import beside, in_turns, row
+from bench.cluster.turns import beside, in_turns, row, tell
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers import scheduled_exchange
 from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.schedule.tuning import Contest
 from fusedmoe.schedule.workload import uniform_share
+from fusedmoe.training import StepTuning
 
 #: Micro-batches of whole blocks, forward and backward.
 _DEGREES = (2, 2)
@@ -68,7 +71,17 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
         if "blocks" in rows:
             result["hidden_by_blocks"] = (off_s - rows["blocks"]["median_s"]) / hideable_s
-    return result
+    return result | {"auto": explored(_try_plans(doors["off"], topology))}
+
+
+def _try_plans(door: Door, topology: Topology) -> Contest:
+    """Returns what steps of a door without a plan have found by trying. Collective."""
+    step_tuning = StepTuning(door.model, tell=lambda _: None)
+    while step_tuning.tuning is None or not step_tuning.tuning.settled:
+        with step_tuning:
+            tell(topology, "auto tries plans")
+            door.step()
+    return step_tuning.tuning.contest
 
 
 def sent_bytes(setting: Setting) -> int:

@@ -52,5 +52,6 @@ def test_steps_in_turns(cluster: Cluster, tmp_path: Any, setting: Any) -> None:
     off_s, auto_s = (found["rows"][name]["median_s"] for name in ("off", "auto"))
     assert found["hidden"] == pytest.approx((off_s - auto_s) / found["hideable_s"])
     assert ("hidden_by_blocks" in found) == bool(blocks)
+    assert found["auto"]["steps_tried"] > 0 <= found["auto"]["share_of_500_steps"]
     # Of a token's two of four experts on two ranks, five sixths of the tokens cross for each pair's half.
     assert doors.sent_bytes(setting) == round(setting.layers * 4 * 5 / 6 * setting.row_bytes / 2)
