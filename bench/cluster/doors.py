@@ -2,6 +2,8 @@
 beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
 the model has attention (Hugging Face's), beside blocks in micro-batches, too. Then steps that try plans.
 
+The link first gets the rate at which what a step without a plan sends takes as long, measured, as what it computes.
+
 Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
 doors of Hugging Face, nothing else at the others.
 """
@@ -12,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.cluster.model import explored
 from bench.cluster.setting import Setting
-from bench.cluster.turns import beside, in_turns, row, tell
+from bench.cluster.turns import beside, in_turns, row, setting_json, tell
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers import scheduled_exchange
 from fusedmoe.layers.scheduled_exchange import exchanges_of
@@ -44,11 +47,13 @@ class Door(NamedTuple):
     step: Callable[[], object]
 
 
-def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """Steps in turns; what "auto" hides of what can be hidden. Collective."""
+def measure(setting: Setting, topology: Topology, rounds: int, set_rate: Callable[[Setting], object]) -> dict[str, Any]:
+    """Steps in turns; what "auto" hides of what can be hidden. `set_rate` gives the link the setting's. Collective."""
+    off = make(setting)
+    setting = _balanced(setting, topology, off, set_rate)
     with _one_direction():
         doors = {"before": make(setting)}
-    doors |= {name: make(setting) for name in ("off", "auto")}
+    doors |= {"off": off, "auto": make(setting)}
     for exchange in exchanges_of(doors["auto"].model):
         exchange.set_schedule("auto")
     if setting.door == "hf":
@@ -64,14 +69,24 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     if "blocks" in rows:
         rows["blocks"]["degrees"] = list(_DEGREES)
     off_s, auto_s, computed_s = rows["off"]["median_s"], rows["auto"]["median_s"], setting.computation_s
-    result: dict[str, Any] = {"rows": rows, "over_before": rows["before"]["median_s"] / auto_s}
-    if computed_s is not None:
-        # What travels can hide behind what is computed, and no longer than that.
-        hideable_s = min(off_s - computed_s, computed_s)
-        result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
-        if "blocks" in rows:
-            result["hidden_by_blocks"] = (off_s - rows["blocks"]["median_s"]) / hideable_s
-    return result | {"auto": explored(_try_plans(doors["off"], topology))}
+    assert computed_s is not None
+    # What travels can hide behind what is computed, and no longer than that.
+    hideable_s = min(off_s - computed_s, computed_s)
+    result = {"setting": setting_json(setting), "rows": rows, "over_before": rows["before"]["median_s"] / auto_s}
+    result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
+    if "blocks" in rows:
+        result["hidden_by_blocks"] = (off_s - rows["blocks"]["median_s"]) / hideable_s
+    return result | {"auto": explored(_try_plans(off, topology))}
+
+
+def _balanced(setting: Setting, topology: Topology, off: Door, set_rate: Callable[[Setting], object]) -> Setting:
+    """Returns the setting with the rate by what was measured, which the link has then. Collective."""
+    assert setting.inter_mbit is not None and setting.computation_s is not None
+    for _ in range(2):  # some of what is measured does not depend on the rate
+        sent_s = min(in_turns(topology, {"off": off.step}, 2)["off"]) - setting.computation_s
+        setting = replace(setting, inter_mbit=max(1, round(setting.inter_mbit * sent_s / setting.computation_s)))
+        set_rate(setting)
+    return setting
 
 
 def _try_plans(door: Door, topology: Topology) -> Contest:

@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from bench.cluster.setting import Setting
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # inside namespaces of our own: nobody else's network
 _PREFIX = "fusedmoe-"
 _COMMAND_S = 20.0
@@ -80,8 +82,7 @@ class TwoNodes:
             setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
             run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
             for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 32)):
-                shape = ("tbf", "rate", f"{rate}mbit", "burst", f"{bucket_kb}kb", "latency", "100ms")
-                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
+                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *_shape(rate, bucket_kb))
 
     def remove(self) -> None:
         """What there is of them, also when `make` was interrupted."""
@@ -89,6 +90,17 @@ class TwoNodes:
         for name in self.names:
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_S)
+
+
+def set_rate(setting: Setting) -> None:
+    """Gives the link between the nodes the setting's rate, from inside a node: called by a rank of each."""
+    assert setting.inter_mbit is not None
+    device = os.environ["GLOO_SOCKET_IFNAME"]
+    run("tc", "qdisc", "change", "dev", device, "root", *_shape(setting.inter_mbit, setting.bucket_kb))
+
+
+def _shape(rate_mbit: int, bucket_kb: int) -> tuple[str, ...]:
+    return "tbf", "rate", f"{rate_mbit}mbit", "burst", f"{bucket_kb}kb", "latency", "100ms"
 
 
 def run(*command: str) -> None:

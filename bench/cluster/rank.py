@@ -22,6 +22,7 @@ import torch.distributed as dist
 import fusedmoe
 from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, stacks, tokens
 from bench.cluster import layer as layers
+from bench.cluster.network import set_rate
 from bench.cluster.profile import StackProfile, profile_stack
 from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Step, computation
@@ -73,7 +74,7 @@ class Parts:
         return tokens.measure(self._setting, self._topology, self._rounds)
 
     def doors(self) -> dict[str, Any]:
-        return doors.measure(self._setting, self._topology, self._rounds)
+        return doors.measure(self._setting, self._topology, self._rounds, set_rate)
 
     @cached_property
     def _stack(self) -> tuple[Step, StackProfile]:

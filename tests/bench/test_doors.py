@@ -21,7 +21,8 @@ NEEDS = {"hf": "transformers", "titan": "torchtitan", "megatron": "megatron"}
 
 
 def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
-    setting = replace(SETTINGS[name], layers=2, S=512, M=16, H=32, sequence=64, computation_s=0.01)
+    rates: list[Any] = []
+    setting = replace(SETTINGS[name], inter_mbit=20, layers=2, S=512, M=16, H=32, sequence=64, computation_s=0.01)
     costs = CostModel({line: Line(1e-5, 1e-11 if line == "gemm" else 1e-8) for line in LINES})
     topology = Topology.from_sizes(ep=world, timeout_s=60, duplex=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +33,7 @@ def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
         assert all(one.topology.ep.downward is None for one in exchanges_of(before.model))
         assert all(one.topology.ep.downward is not None for one in exchanges_of(doors.make(setting).model))
         try:
-            return doors.measure(setting, topology, 1)
+            return doors.measure(setting, topology, 1, rates.append) | {"rates": [one.inter_mbit for one in rates]}
         finally:
             # Other tests use this process.
             mock.patch.stopall()
@@ -50,6 +51,7 @@ def test_steps_in_turns(cluster: Cluster, tmp_path: Any, setting: Any) -> None:
     blocks = {"blocks"} if setting.door == "hf" else set()
     assert found["rows"].keys() == {"before", "off", "auto"} | blocks and "degrees" in found["rows"]["auto"]
     off_s, auto_s = (found["rows"][name]["median_s"] for name in ("off", "auto"))
+    assert len(found["rates"]) == 2 and found["setting"]["inter_mbit"] == found["rates"][-1]
     assert found["hidden"] == pytest.approx((off_s - auto_s) / found["hideable_s"])
     assert ("hidden_by_blocks" in found) == bool(blocks)
     assert found["auto"]["steps_tried"] > 0 <= found["auto"]["share_of_500_steps"]
