@@ -47,6 +47,7 @@ _PART_S = dict(
     placement=1500,
     tokens=90,
     doors=540,
+    tuning=900,
 )
 _START_S = 30  # of a setting, before its first part
 

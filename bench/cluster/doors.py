@@ -1,8 +1,7 @@
 """Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
 beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
-the model has attention (Hugging Face's), beside blocks in micro-batches, too. Then steps that try plans.
-
-The link first gets the rate at which what a step without a plan sends takes as long, measured, as what it computes.
+the model has attention (Hugging Face's), beside blocks in micro-batches, too. Another part counts what
+steps that try plans cost.
 
 Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
 doors of Hugging Face, nothing else at the others.
@@ -30,7 +29,6 @@ from bench.cluster.turns import beside, in_turns, row, setting_json, tell
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers import scheduled_exchange
 from fusedmoe.layers.scheduled_exchange import exchanges_of
-from fusedmoe.schedule.tuning import Contest
 from fusedmoe.schedule.workload import uniform_share
 from fusedmoe.training import StepTuning
 
@@ -47,10 +45,19 @@ class Door(NamedTuple):
     step: Callable[[], object]
 
 
-def measure(setting: Setting, topology: Topology, rounds: int, set_rate: Callable[[Setting], object]) -> dict[str, Any]:
-    """Steps in turns; what "auto" hides of what can be hidden. `set_rate` gives the link the setting's. Collective."""
-    off = make(setting)
-    setting = _balanced(setting, topology, off, set_rate)
+def balanced(setting: Setting, topology: Topology, off: Door, set_rate: Callable[[Setting], object]) -> Setting:
+    """Returns the setting with the rate at which what the door without a plan sends takes as long, measured, as what it
+    computes; `set_rate` has given it to the link. Collective."""
+    assert setting.inter_mbit is not None and setting.computation_s is not None
+    for _ in range(2):  # some of what is measured does not depend on the rate
+        sent_s = min(in_turns(topology, {"off": off.step}, 2)["off"]) - setting.computation_s
+        setting = replace(setting, inter_mbit=max(1, round(setting.inter_mbit * sent_s / setting.computation_s)))
+        set_rate(setting)
+    return setting
+
+
+def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dict[str, Any]:
+    """Steps in turns; what "auto" hides of what can be hidden. Collective."""
     with _one_direction():
         doors = {"before": make(setting)}
     doors |= {"off": off, "auto": make(setting)}
@@ -76,27 +83,19 @@ def measure(setting: Setting, topology: Topology, rounds: int, set_rate: Callabl
     result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
     if "blocks" in rows:
         result["hidden_by_blocks"] = (off_s - rows["blocks"]["median_s"]) / hideable_s
-    return result | {"auto": explored(_try_plans(off, topology))}
+    return result
 
 
-def _balanced(setting: Setting, topology: Topology, off: Door, set_rate: Callable[[Setting], object]) -> Setting:
-    """Returns the setting with the rate by what was measured, which the link has then. Collective."""
-    assert setting.inter_mbit is not None and setting.computation_s is not None
-    for _ in range(2):  # some of what is measured does not depend on the rate
-        sent_s = min(in_turns(topology, {"off": off.step}, 2)["off"]) - setting.computation_s
-        setting = replace(setting, inter_mbit=max(1, round(setting.inter_mbit * sent_s / setting.computation_s)))
-        set_rate(setting)
-    return setting
-
-
-def _try_plans(door: Door, topology: Topology) -> Contest:
-    """Returns what steps of a door without a plan have found by trying. Collective."""
-    step_tuning = StepTuning(door.model, tell=lambda _: None)
+def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str, Any]:
+    """Steps that try plans, until one is chosen, and what they cost. Collective."""
+    step_tuning = StepTuning(off.model, tell=lambda _: None)
     while step_tuning.tuning is None or not step_tuning.tuning.settled:
+        tell(topology, "auto tries plans")
         with step_tuning:
-            tell(topology, "auto tries plans")
-            door.step()
-    return step_tuning.tuning.contest
+            off.step()
+    contest = step_tuning.tuning.contest
+    rows = {one.candidate.name: row(list(one.seconds)) for one in contest.entries if one.seconds}
+    return {"setting": setting_json(setting), "rows": beside(rows), "auto": explored(contest)}
 
 
 def sent_bytes(setting: Setting) -> int:

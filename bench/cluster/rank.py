@@ -74,7 +74,17 @@ class Parts:
         return tokens.measure(self._setting, self._topology, self._rounds)
 
     def doors(self) -> dict[str, Any]:
-        return doors.measure(self._setting, self._topology, self._rounds, set_rate)
+        setting, off = self._door
+        return doors.measure(setting, self._topology, off, self._rounds)
+
+    def tuning(self) -> dict[str, Any]:
+        setting, off = self._door
+        return doors.measure_tuning(setting, self._topology, off)
+
+    @cached_property
+    def _door(self) -> tuple[Setting, doors.Door]:
+        off = doors.make(self._setting)
+        return doors.balanced(self._setting, self._topology, off, set_rate), off
 
     @cached_property
     def _stack(self) -> tuple[Step, StackProfile]:

@@ -33,6 +33,7 @@ _TITLES = {
     "captured": "a step of a model in plain PyTorch, captured by torch.compile",
     "tokens": "MoELayer, tokens that travel once beside a row for each pair",
     "doors": "both passes of another framework's model, whose experts are over the ranks by fusedmoe's door",
+    "tuning": "the same, whose steps try plans",
     "steps": "a step of the benchmark's own stack of layers",
 }
 

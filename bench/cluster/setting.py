@@ -75,7 +75,7 @@ class Setting:
         if self.pairs:
             return ("tokens",)
         if self.door is not None:
-            return ("doors",)
+            return ("doors", "tuning")
         if self.alone:
             return ("layer",)
         real = ("job", "price") if self.emulated_flops is None and not self.blocks else ()

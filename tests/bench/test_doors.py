@@ -20,8 +20,7 @@ from tests.cluster import Cluster
 NEEDS = {"hf": "transformers", "titan": "torchtitan", "megatron": "megatron"}
 
 
-def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
-    rates: list[Any] = []
+def measured(rank: int, world: int, name: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     setting = replace(SETTINGS[name], inter_mbit=20, layers=2, S=512, M=16, H=32, sequence=64, computation_s=0.01)
     costs = CostModel({line: Line(1e-5, 1e-11 if line == "gemm" else 1e-8) for line in LINES})
     topology = Topology.from_sizes(ep=world, timeout_s=60, duplex=True)
@@ -33,7 +32,10 @@ def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
         assert all(one.topology.ep.downward is None for one in exchanges_of(before.model))
         assert all(one.topology.ep.downward is not None for one in exchanges_of(doors.make(setting).model))
         try:
-            return doors.measure(setting, topology, 1, rates.append) | {"rates": [one.inter_mbit for one in rates]}
+            off, rates = doors.make(setting), []
+            setting = doors.balanced(setting, topology, off, rates.append)
+            assert len(rates) == 2 and setting.inter_mbit == rates[-1].inter_mbit
+            return doors.measure(setting, topology, off, 1), doors.measure_tuning(setting, topology, off)
         finally:
             # Other tests use this process.
             mock.patch.stopall()
@@ -47,13 +49,15 @@ def measured(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
 def test_steps_in_turns(cluster: Cluster, tmp_path: Any, setting: Any) -> None:
     if find_spec(NEEDS[setting.door]) is None:
         pytest.skip(f"{NEEDS[setting.door]} is not installed")
-    found = cluster.run(2, measured, setting.name, str(tmp_path))[0]
+    found, tuned = cluster.run(2, measured, setting.name, str(tmp_path))[0]
     blocks = {"blocks"} if setting.door == "hf" else set()
     assert found["rows"].keys() == {"before", "off", "auto"} | blocks and "degrees" in found["rows"]["auto"]
     off_s, auto_s = (found["rows"][name]["median_s"] for name in ("off", "auto"))
-    assert len(found["rates"]) == 2 and found["setting"]["inter_mbit"] == found["rates"][-1]
     assert found["hidden"] == pytest.approx((off_s - auto_s) / found["hideable_s"])
     assert ("hidden_by_blocks" in found) == bool(blocks)
-    assert found["auto"]["steps_tried"] > 0 <= found["auto"]["share_of_500_steps"]
+    assert (
+        tuned["auto"]["steps_tried"] > 0 <= tuned["auto"]["share_of_500_steps"]
+        and tuned["auto"]["chosen"] in tuned["rows"]
+    )
     # Of a token's two of four experts on two ranks, five sixths of the tokens cross for each pair's half.
     assert doors.sent_bytes(setting) == round(setting.layers * 4 * 5 / 6 * setting.row_bytes / 2)
