@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
@@ -47,6 +48,14 @@ def cluster(cache: Path) -> Iterator[Cluster]:
     ranks = Cluster()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

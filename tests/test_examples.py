@@ -48,6 +48,7 @@ def test_functions() -> None:
     assert load("functions.py")["main"]().shape == (64, 16)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     last = load("blocks.py")["main"](steps=30)  # type: ignore[operator]
     first = float(capsys.readouterr().out.split("loss")[1].split()[0])

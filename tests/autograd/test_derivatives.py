@@ -33,6 +33,7 @@ from fusedmoe.tutel.gates.top import gate_product
 from fusedmoe.tutel.impls.dispatcher import scaled
 from tests.cluster import Cluster
 from tests.kernels.operator_cases import cases
+from tests.marks import slowly
 
 SOURCES = Path(fusedmoe.__file__).parent
 
@@ -113,7 +114,7 @@ def test_every_operator_is_tried() -> None:
     assert {overload._schema.name for overload in derivatives._gradients} == {f"fusedmoe::{name}" for name in known}
 
 
-@pytest.mark.parametrize("graded", [False, True], ids=["constant gradients", "gradients with a graph"])
+@pytest.mark.parametrize("graded", [True, *slowly(False)])
 def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool) -> None:
     for name, inputs in all_cases():
         with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
@@ -137,7 +138,7 @@ def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool
                     torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)
 
 
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("learns", [True, *slowly(False)])
 def test_operators_lose_no_tangent(learns: bool) -> None:
     for name, inputs in all_cases():
         operator = getattr(torch.ops.fusedmoe, name)

@@ -74,7 +74,7 @@ def test_silence_counts_from_the_last_sign_of_life() -> None:
 
 def test_one_that_is_stopped_with_the_run() -> None:
     stop = threading.Event()
-    threading.Timer(1.0, stop.set).start()
+    threading.Timer(0.2, stop.set).start()
     ended = watch(Process(["sleep", "300"]), 60, stop=stop.is_set)
     assert ended.code is None and ended.seconds < 30
 

@@ -41,6 +41,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
 TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
@@ -328,6 +329,7 @@ def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
     return losses
 
 
+@pytest.mark.slow
 def test_layer_and_main_job_in_a_setting(cluster: Cluster) -> None:
     for losses in cluster.run(2, layer_and_job, TINY):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -350,7 +352,7 @@ def profile_json(setting: Setting, costs: StepCosts) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("setting", [EMULATED, BLOCKS], ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [EMULATED, *slowly(BLOCKS)], ids=lambda setting: setting.name)
 def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     """Rates alone give the lines of collectives; what computes stays as it was measured."""
     costs, mbit = stack(setting), 1e6 / 8

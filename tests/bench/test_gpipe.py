@@ -23,6 +23,7 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.policies import POLICIES
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 CONFIG = ModelConfig(
     layers=3, model_dim=16, heads=2, seq_len=6, batch=4, hidden=24, experts=4, k=2, capacity_factor=None
@@ -70,7 +71,7 @@ def stages(rank: int, world: int, config: ModelConfig, micro_batches: int, aux_w
     return float(rank), close(stage, Stage(right, rank, world))
 
 
-@pytest.mark.parametrize(("micro_batches", "aux_weight", "positions"), [(2, 0.0, "learned"), (4, 0.1, "rope")])
+@pytest.mark.parametrize(("micro_batches", "aux_weight", "positions"), [(4, 0.1, "rope"), *slowly((2, 0.0, "learned"))])
 def test_two_stages_do_what_the_whole_model_does(
     cluster: Cluster, micro_batches: int, aux_weight: float, positions: str
 ) -> None:
@@ -139,6 +140,7 @@ def test_it_stands_beside_the_schedules(cluster: Cluster) -> None:
     assert found["auto"]["steps_tried"] > 0
 
 
+@pytest.mark.slow
 def test_steps_of_the_main_job(cluster: Cluster) -> None:
     """They learn one batch, and the number of micro-batches changes nothing."""
     first, last = cluster.run(2, trained, 2)

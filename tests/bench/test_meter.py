@@ -10,6 +10,7 @@ import torch
 
 from bench import meter
 from bench.meter import Use, energy_counter, energy_j, measure_use, peak_bytes
+from tests.marks import slowly
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -18,7 +19,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="t
 
 
 @linux
-@pytest.mark.parametrize("pieces", [1, 4000])
+@pytest.mark.parametrize("pieces", [4000, *slowly(1)])
 def test_the_peak_is_what_a_step_holds_at_once(pieces: int) -> None:
     """Also where memory was used and freed before, in pieces that the C library keeps for itself."""
 

@@ -36,7 +36,7 @@ def situation(iteration: int = 5, *, layers: int = 2, experts: int = 16, seed: i
     return replace(now, **changes)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 3), st.integers(0, 4), st.booleans())
 def test_every_policy_keeps_owners_and_slots(seed, m, t, calibrated):
     now = situation(seed=seed)

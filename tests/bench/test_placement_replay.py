@@ -24,6 +24,7 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import layer_s, load
+from tests.marks import slowly
 
 NODES = Nodes(16, 4)
 
@@ -155,7 +156,7 @@ def followed(experts: int):
     return trace, before, after
 
 
-@pytest.mark.parametrize("experts", [3, 12])
+@pytest.mark.parametrize("experts", [12, *slowly(3)])
 def test_what_is_drawn(experts):
     trace, before, after = followed(experts)
     found = figure(trace, before, after, FEW, 1, title="A layer")
@@ -174,6 +175,7 @@ def test_what_is_drawn(experts):
     assert heights == [*before.work_ILW[-1, 1], *after.work_ILW[-1, 1]]
 
 
+@pytest.mark.slow
 def test_legends_cover_no_bar_and_no_line():
     found = figure(*followed(12), FEW, 1, title="A layer")
     found.canvas.draw()
@@ -186,7 +188,7 @@ def test_legends_cover_no_bar_and_no_line():
 
 @pytest.mark.parametrize(
     ("ending", "starts"),
-    [("png", b"\x89PNG"), ("svg", b"<?xml"), pytest.param("pdf", b"%PDF", marks=pytest.mark.slow)],
+    [("svg", b"<?xml"), *slowly(("png", b"\x89PNG"), ("pdf", b"%PDF"))],
 )
 def test_formats(tmp_path, ending, starts):
     path = tmp_path / f"loads.{ending}"
@@ -206,6 +208,7 @@ def test_what_was_recorded():
     assert step < 0.5 < whole.mean(), "and drifting"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("per_node", "m", "iterations"),
     [(2, 2, 16), *(pytest.param(*of, 60, marks=pytest.mark.slow) for of in ((2, 1), (2, 2), (1, 2)))],

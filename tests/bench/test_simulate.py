@@ -33,6 +33,7 @@ def test_json(capsys):
         assert data[testbed]["ideal"]["fsmoe"] > data[testbed]["calibrated"]["fsmoe"]
 
 
+@pytest.mark.slow
 def test_table(capsys):
     main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
     out = capsys.readouterr().out

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.marks import slowly
+
 pytest.importorskip("triton")
 
 from triton import knobs
@@ -95,7 +97,7 @@ def test_processes_compile_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(compiling.compile_one(launch).cached for launch in launches)
 
 
-@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("target", [90, *slowly(80, 100)])
 def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> None:
     with standin.recording(target) as launches:
         layers.run(SHAPE, counts=(2,))

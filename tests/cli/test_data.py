@@ -70,6 +70,7 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
         assert bytes(corpus.held_out.numpy()) == bytes(range(81, 101)) + b"\0"
 
 
+@pytest.mark.slow
 def test_the_default_is_the_standard_library_without_tests_and_packages() -> None:
     corpus = load_corpus(None, "*", 0.05)
     text = bytes(corpus.train.numpy()) + bytes(corpus.held_out.numpy())

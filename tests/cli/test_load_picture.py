@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fusedmoe.cli.load_trace import MOST_COLUMNS, MOST_PANELS, LoadTrace, draw_loads, figure, over_mean
+from tests.marks import slowly
 
 
 def make(iterations: int, layers: int, experts: int) -> LoadTrace:
@@ -19,7 +20,9 @@ def test_loads_are_over_their_mean() -> None:
     assert over_mean(trace).tolist() == [[[2, 0, 2, 0], [1, 1, 1, 1]]]
 
 
-@pytest.mark.parametrize(("iterations", "layers", "experts"), [(1, 1, 1), (7, 5, 3), (MOST_COLUMNS + 7, 30, 4)])
+@pytest.mark.parametrize(
+    ("iterations", "layers", "experts"), [(1, 1, 1), (7, 5, 3), *slowly((MOST_COLUMNS + 7, 30, 4))]
+)
 def test_a_panel_for_each_layer_and_one_for_all(iterations: int, layers: int, experts: int) -> None:
     trace = make(iterations, layers, experts)
     *panels, bar_or_lines, last = figure(trace, title="Loads of $x_1").axes
@@ -45,6 +48,7 @@ def test_steps_have_the_numbers_that_they_had() -> None:
     assert lines.get_xlim() == (40.5, 44.5) and list(lines.lines[0].get_xdata()) == [41, 42, 43, 44]
 
 
+@pytest.mark.slow
 def test_it_is_written(tmp_path: Path) -> None:
     draw_loads(make(3, 2, 4), tmp_path / "loads.png", title="Loads")
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,7 @@ from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
 from fusedmoe.schedule.task import RESOURCES
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 MODEL = ["--model", "Mixtral-7B", "--layers", "3"]
 
@@ -55,21 +56,24 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert is_picture(tmp_path / "step.png")
 
 
-def test_what_bounds_a_layer_follows_from_the_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    costs = json.loads(TESTBEDS["B"].costs.to_json())
-    for line, bound, policy in (
-        ("gemm", "compute", "tutel"),
+@pytest.mark.parametrize(
+    ("line", "bound", "policy"),
+    [
         ("all-to-all/ep", "inter", "fsmoe"),
-        ("reduce-scatter/esp", "intra", "fsmoe"),
-    ):
-        slow = json.loads(json.dumps(costs))
-        slow["lines"][line]["beta_s"] *= 100
-        (tmp_path / "costs.json").write_text(json.dumps(slow))
-        layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
-        data = planned(capsys, *MODEL, *layout, "--schedule", policy)
-        assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
-        for layer in data["layers"]:
-            assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
+        *slowly(("gemm", "compute", "tutel"), ("reduce-scatter/esp", "intra", "fsmoe")),
+    ],
+)
+def test_what_bounds_a_layer_follows_from_the_costs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, bound: str, policy: str
+) -> None:
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    costs["lines"][line]["beta_s"] *= 100
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
+    data = planned(capsys, *MODEL, *layout, "--schedule", policy)
+    assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
+    for layer in data["layers"]:
+        assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +86,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0–2" in out  # layers alike are one row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
     """Where computation is slow, links have time for some, which cost nothing; more cost what they take beyond it."""
@@ -146,6 +151,7 @@ def test_micro_batches_through_whole_layers(
     assert planned(capsys, *FLOWMOE, "--batch", "1", "--schedule", "flowmoe")["micro_batches"]["backward"] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_plans_are_searched_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +164,7 @@ def test_plans_are_searched_once(
         main(["plan", *FLOWMOE, "--again"])
 
 
+@pytest.mark.slow
 def test_second_choices_that_compete_wait_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, waits in ((["--k", "2"], True), (["--k", "2", "--capacity-factor", "none"], False)):
         plan = Plan.parse(planned(capsys, *FLOWMOE, *flags, "--schedule", "flowmoe")["plan"])
@@ -221,6 +228,7 @@ def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out) == here
 
 
+@pytest.mark.slow
 def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(1, command, str(tmp_path), "profile", "--budget", "0.5")
     ((code, out, _),) = cluster.run(1, command, str(tmp_path), "plan", "--json")
@@ -283,7 +291,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert end.value.code == 0 and all(word in out for word in words)
 
 
-@pytest.mark.parametrize("flags", [["--order", "einsum"], ["--wire-dtype", "bf16"]])
+@pytest.mark.parametrize("flags", [["--order", "einsum"], *slowly(["--wire-dtype", "bf16"])])
 def test_blocks_with_products_and_compression_are_planned(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
     assert "lancet" in capsys.readouterr().out

@@ -31,6 +31,7 @@ from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import RESOURCES
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 # Costs of fused operations so low that whoever may will take them.
 FUSED_COSTS = replace(TESTBEDS["B"].costs, fused=FusedCosts(128, {"intra": 0.0, "inter": 0.0}))
@@ -59,7 +60,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 1), (2, 2, 2), *slowly(((1, 1, 1),), ((2, 1, 1),), ((4, 1, 2),), ((1, 2, 2),))]
+)
 @pytest.mark.parametrize("model", [{}, {"gate": "expert_choice"}], ids=["blocks", "layers"])
 def test_every_plan_has_only_what_can_run(sizes: tuple[int, int, int], dtype: str, model: dict[str, Any]) -> None:
     settings, launch, found = settings_of("auto", *sizes, dtype, **model)
@@ -132,8 +135,11 @@ def test_costs_of_what_training_cannot_run_change_nothing(capsys: pytest.Capture
     assert data["step_s"] == pytest.approx(0.211, abs=5e-4)
 
 
-@pytest.mark.parametrize("schedule", ["tutel", "fsmoe", "joint"])
-@pytest.mark.parametrize("placement", ["ep", "fssdp"])
+@pytest.mark.parametrize(
+    ("placement", "schedule"),
+    [("ep", "fsmoe"), ("fssdp", "joint")]
+    + slowly(("ep", "tutel"), ("ep", "joint"), ("fssdp", "tutel"), ("fssdp", "fsmoe")),
+)
 def test_words_and_picture_say_the_same(capsys: pytest.CaptureFixture[str], schedule: str, placement: str) -> None:
     """For how much of the step a resource is in use, also with one queue for all links, and with copies of experts."""
     settings = Settings(

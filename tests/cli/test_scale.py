@@ -54,6 +54,7 @@ def test_from_8_to_4096_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert all(one["slowest"] == pytest.approx(1) for one in even["points"]) and even["figures"]["spread"]["value"] == 0
 
 
+@pytest.mark.slow
 def test_one_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*MODEL, "--machine", "fsmoe-b", "--ranks", "32", "--spread", "0"]
     data = planned(capsys, *flags)

@@ -211,7 +211,10 @@ def test_four_ranks_stop_and_go_on_to_the_same_losses(
     assert (tokens_ILWE.sum(axis=3) == 2 * 2 * 16 // changes.get("mp", 2)).all()
 
 
-def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("stops", [False, *slowly(True)])
+def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(
+    cluster: Cluster, tmp_path: Path, text: Path, stops: bool
+) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=4, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 1, "dtype": "fp64"})
     off, whole, parts = (tmp_path / name for name in ("off", "whole", "parts"))
@@ -226,6 +229,8 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     assert {"dispatch", "all-gather", "expert", "gradient-all-reduce"} <= kinds
     parts_text = (whole / "parts.txt").read_text()
     assert all(part in parts_text for part in ("predicted", "measured", "expert backward", "optimizer", "step"))
+    if not stops:
+        return
 
     cluster.run(4, train_by_costs, settings, parts, None, 2, COSTS)
     other = replace(COSTS, lines={name: Line(1.0, 1.0) for name in COSTS.lines})  # by which nothing is in chunks
@@ -282,6 +287,7 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
     assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "stops", "balance"),
     [

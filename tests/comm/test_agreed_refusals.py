@@ -37,6 +37,7 @@ def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
     assert topology.world.board.read() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), *slowly((2, 1, 2), (4, 2, 2))])
 def test_what_all_have_raised_is_over(cluster: Cluster, world: int, ep: int, esp: int) -> None:
     cluster.run(world, goes_on, random.randrange(world), ep, esp)
@@ -74,7 +75,7 @@ def refused_by_one_replica(
     all_reduce(topology.dp, torch.ones(1))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [True, *slowly(False)])
 @pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), *slowly((0.6, 1.8))])
 def test_what_some_have_not_heard_is_told_to_them(
     cluster: Cluster, timeout_s: float, away_s: float, on_device: bool

@@ -77,6 +77,7 @@ def layers(rank: int, world: int, dispatch: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["2dh", *slowly("direct")])
 def test_layers(cluster: Cluster, dispatch: str) -> None:
     cluster.run(4, layers, dispatch)

@@ -38,7 +38,7 @@ def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
 @pytest.mark.parametrize(
     ("calls", "match"),
     # Whichever rank asks first names the operation for all: one may have been past the buckets.
-    [(0, "comparing the copies"), (1, "agreeing on gradient buckets|exchange of counts")],
+    [(0, "comparing the copies"), *slowly((1, "agreeing on gradient buckets|exchange of counts"))],
 )
 def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls: int, match: str) -> None:
     check(cluster, random.randrange(4), match, in_wrapper, calls)
@@ -197,6 +197,7 @@ def in_a_circle(rank: int, world: int) -> None:
         all_reduce(topology.esp, torch.ones(1), operation="adding")
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
     cluster.run(4, nothing)
     start = time.monotonic()

@@ -81,7 +81,7 @@ ROWS = ["rows of another width", "more rows than told", "other experts", "other 
 PASSES = ["an evaluation", "no backward", "part of the backward", "other order of backwards"]
 
 
-@pytest.mark.parametrize("way", [*SUMS[::2], *ROWS[:2], *PASSES[:2], *slowly(*SUMS[1::2], *ROWS[2:], *PASSES[2:])])
+@pytest.mark.parametrize("way", [SUMS[0], ROWS[0], PASSES[0], *slowly(*SUMS[1:], *ROWS[1:], *PASSES[1:])])
 def test_other_calls_end_all_ranks_at_once(cluster: Cluster, way: str) -> None:
     """Gloo would end a process, or give it memory that nobody has written."""
     culprit = random.randrange(2)

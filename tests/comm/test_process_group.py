@@ -51,6 +51,7 @@ def made_and_dropped(rank: int, world: int, count: int) -> None:
     assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [12, *slowly(200)])
 def test_many_topologies(cluster: Cluster, count: int) -> None:
     cluster.run(4, made_and_dropped, count)
@@ -115,6 +116,7 @@ def only_one_closes(rank: int, world: int) -> None:
         topology.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_close(cluster: Cluster) -> None:
     first, second = cluster.outcomes(2, only_one_closes)
     assert first.error is not None and first.error[0] == RankError.__name__

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.comm.protocol import Model, Network, Tiles
+from tests.marks import slowly
 
 
 @pytest.mark.parametrize(
     ("exchanges", "tiles", "empty"),
     [
-        *((4, 1, empty) for empty in (None, 0, 1)),
+        (4, 1, None),
+        *slowly((4, 1, 0), (4, 1, 1)),
         (2, 2, 0),
         *(pytest.param(2, 2, empty, marks=pytest.mark.slow) for empty in (None, 1)),
         *(pytest.param(3, 2, empty, marks=pytest.mark.slow) for empty in (None, 0, 1)),

@@ -17,6 +17,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import gather, reduce, traffic
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 2), (5,), ())
 # Longer than a small receive buffer.
@@ -121,7 +122,7 @@ def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, 
     return moved
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *slowly(4)])
 def test_any_pair_of_placements(cluster: Cluster, world: int):
     """SparseAllGather gives the right replicas, SparseReduceScatter the right sums, in the predicted bytes."""
     assert min(cluster.run(world, exchange_all, 40, (torch.float64, torch.bfloat16))) > 10

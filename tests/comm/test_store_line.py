@@ -125,6 +125,7 @@ def test_one_line_that_ends_with_its_store() -> None:
     assert soon(lambda: lines() == 0)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_before_the_first_question() -> None:
     """The connection is tried again for no longer than the answer is waited for, whatever the store's own time-out."""
     assert soon(lambda: lines() == 0), "what other tests left has ended"

@@ -17,6 +17,7 @@ from fusedmoe.comm.collectives import (
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 
 def axes(topology: Topology) -> dict[str, tuple[int, ...]]:
@@ -92,8 +93,16 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
     assert all_reduce(group, torch.tensor([rank]), "max").item() == world - 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        (4, torch.float8_e4m3fn),
+        (2, torch.float64),
+        *slowly(*((2, dtype) for dtype in (torch.bfloat16, torch.uint8, torch.float8_e4m3fn))),
+        *slowly(*((4, dtype) for dtype in (torch.float64, torch.bfloat16, torch.uint8))),
+    ],
+    ids=str,
+)
 def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
     cluster.run(world, ragged, dtype)
 

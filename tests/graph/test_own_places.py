@@ -17,6 +17,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend
 from tests.cluster import Cluster
 from tests.graph.models import FreeCopies
+from tests.marks import slowly
 
 S, E, C, M = 16, 4, 6, 8
 #: From scores of experts to the places that tokens take, and the weights with which these are read back.
@@ -133,6 +134,7 @@ def test_right_models_pass_and_give_the_same(world: None, gate: Gate, dtype: tor
     assert sum(name.startswith("give_rows") for name in order) == 2
 
 
+@pytest.mark.slow
 def test_inference_is_checked_too(world: None) -> None:
     assert any("give_rows" in name for name in steps_alike(switch, biased, torch.float64, 1e-12, grad=False))
 
@@ -141,7 +143,12 @@ def test_inference_is_checked_too(world: None) -> None:
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
-        (without_a_limit, r"a place of bmm\S* \(aten\.bmm\.default, node \d+ of \d+, \S*test_own_places\.py:\d+\) has"),
+        *slowly(
+            (
+                without_a_limit,
+                r"a place of bmm\S* \(aten\.bmm\.default, node \d+ of \d+, \S*test_own_places\.py:\d+\) has",
+            )
+        ),
         (of_another, r"in bmm_2 .* a token reads a place .*; bmm_2 .* gives another row for token \d+, and \d+ in all"),
     ],
 )
@@ -166,6 +173,7 @@ class Seen(Layer):
         return torch.einsum("sec,ecm->sm", weight_SEC, rows_ECM).sin() + rows_ECM.mean()
 
 
+@pytest.mark.slow
 def test_rows_that_others_read_are_refused_where_empty_places_have_numbers(world: None) -> None:
     x_SM = torch.randn(S, M)
     for experts, right in ((biased, False), (lambda rows, _: rows.relu(), True)):

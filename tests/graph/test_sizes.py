@@ -27,6 +27,7 @@ def test_sizes_that_are_known_late(world: None) -> None:
     assert not backend.reports[0].ranges and backend.reports[1].collectives[1].weights
 
 
+@pytest.mark.slow
 def test_sizes_that_values_decide(world: None) -> None:
     """As many rows as are chosen: no number is known of them, and results are what they were."""
 
@@ -55,6 +56,7 @@ def test_sizes_that_values_decide(world: None) -> None:
     assert [report.phase for report in backend.reports] == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_rows_that_a_dynamic_size_counts_are_not_split(world: None) -> None:
     """Dropless, a product between both ways: without a size nothing is split, and nothing is checked."""
 

@@ -49,6 +49,7 @@ def test_class(module: str, name: str) -> None:
             torch.testing.assert_close(grad, others[index], rtol=close, atol=close)
 
 
+@pytest.mark.slow
 def test_there_are_expert_classes() -> None:
     assert len(expert_classes()) >= 60
     with pytest.raises(ConfigError, match="has no has_gate"):

@@ -25,6 +25,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.hf import NAME, experts_forward
 from fusedmoe.hf.module_experts import fused_activation, is_clamped_swiglu, refuse_bad_numbers
 from tests.integrations.models import CONFIGS, VOCABULARY, make
+from tests.marks import slowly
 
 
 def results(model: Any, tokens: Tensor) -> dict[str, Tensor]:
@@ -158,7 +159,7 @@ def test_a_number_that_does_not_exist_is_refused() -> None:
         experts(x_TH, number_TK, weight_TK)
 
 
-@pytest.mark.parametrize("rows", [5, 70])  # few, and more
+@pytest.mark.parametrize("rows", [5, *slowly(70)])  # few, and more
 def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
     experts, given = module_of("gpt-oss")
     experts.config._experts_implementation = fusedmoe.hf.NAME
@@ -313,7 +314,7 @@ WRAPS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPS)
+@pytest.mark.parametrize("how", [*(how for how in WRAPS if how != "forward compiled"), *slowly("forward compiled")])
 def test_wrapped_and_hooked_models(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, tokens = make("mixtral", "eager", torch.float64), torch.randint(0, VOCABULARY, (2, 40))
     model = WRAPS[how](copy.deepcopy(exact), str(tmp_path))
@@ -338,7 +339,7 @@ def test_who_is_in_the_way_of_a_hooked_model() -> None:
         fusedmoe.hf.apply(make("mixtral", "eager").model.layers[0].mlp.experts)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gpt-oss", *slowly("mixtral")])
 def test_one_graph_for_all_numbers_of_tokens(family: str) -> None:
     """Where eager code takes another way for a few tokens."""
     experts, (x_TH, number_TK, weight_TK) = module_of(family, 300)

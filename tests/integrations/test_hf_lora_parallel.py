@@ -92,6 +92,7 @@ def refused(rank: int, world: int, folder: str) -> None:
         adapted(model, target_modules=["o_proj"])
 
 
+@pytest.mark.slow
 def test_adapters_that_nobody_shares_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager").save_pretrained(tmp_path)
     cluster.run(2, refused, str(tmp_path))

@@ -16,6 +16,7 @@ from fusedmoe.hf.callbacks import RouterMetrics
 from tests.cluster import Cluster
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 from tests.integrations.test_hf_parallel import load
+from tests.marks import slowly
 
 
 def sequences(seed: int, left: bool, lengths: tuple[int, ...] = (5, 1, 9)) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -32,7 +33,7 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("left", [True, *slowly(False)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_families(family: str, left: bool) -> None:
     torch.manual_seed(1)

@@ -91,9 +91,14 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
     # As many rows as tokens have experts, however they are spread.
     each = list(zip(*(rows for _, rows, _ in results), strict=True))
     assert [sum(rows) for rows in each] == [2 * 14] * 2
-    cluster.run(2, bad_numbers, str(tmp_path), sizes)
     over_mean = sum(max(rows) / 14 for rows in each) / 2
     assert [told for *_, told in results] == pytest.approx([over_mean] * 2)
+
+
+@pytest.mark.slow
+def test_bad_numbers_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    cluster.run(2, bad_numbers, str(tmp_path), {"fsdp_size": 2, "ep_size": 2, "tp_size": 1})
 
 
 def bad_numbers(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:

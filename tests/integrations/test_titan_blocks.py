@@ -178,6 +178,7 @@ def test_four_ranks(cluster: Cluster, ep: int) -> None:
     cluster.run(4, compare, {"dp_shard": 4, "tp": 1, "ep": ep}, [(2, 3)], tuple(CASES), timeout_s=300)
 
 
+@pytest.mark.slow
 def test_a_mask_of_blocks_goes_with_its_samples() -> None:
     """`BlockMask`s know samples by number."""
     lengths = torch.tensor([3, 130, 200])

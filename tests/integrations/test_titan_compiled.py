@@ -45,6 +45,7 @@ def compiled(rank: int, world: int, family: str, count: int, sizes: list[int]) -
     return compare(blocks, lambda block: block.experts.token_dispatcher.exchange, test_titan.DIM, own_sizes)
 
 
+@pytest.mark.slow
 def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
     for graphs, worst in cluster.run(2, compiled, "qwen3", 2, [9]):
         assert graphs == 1 and worst < 1e-10, (graphs, worst)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slowly
+
 pytest.importorskip("torchtitan")
 
 import torch
@@ -137,7 +139,7 @@ def compare(rank: int, world: int, sizes: dict[str, int], policies: Sequence[str
                     torch.testing.assert_close(scheduled[key], value, rtol=1e-10, atol=1e-10)
 
 
-def two_ranks(rank: int, world: int) -> None:
+def two_ranks(rank: int, world: int, policies: Sequence[str]) -> None:
     # No tokens on a rank, no rows for another, all for one: values and gradients of the definition.
     with plans_run() as ran:
         assert definition_on_ranks(rank, world, OURS[1], SCHEDULE) < 1e-10
@@ -145,7 +147,7 @@ def two_ranks(rank: int, world: int) -> None:
     with plans_run() as ran:
         assert tensor_parallel(rank, world, world, SCHEDULE) < 1e-5
     assert ran
-    compare(rank, world, {"dp_shard": world, "tp": 1, "ep": world}, ("none", "full"))
+    compare(rank, world, {"dp_shard": world, "tp": 1, "ep": world}, policies)
     nothing_of_the_experts_size_is_kept(rank, world)
     sharded_apart(rank, world)
 
@@ -180,8 +182,9 @@ def sharded_apart(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_two_ranks(cluster: Cluster) -> None:
-    cluster.run(2, two_ranks)
+@pytest.mark.parametrize("policies", [["full"], *slowly(["none"])], ids=str)
+def test_two_ranks(cluster: Cluster, policies: Sequence[str]) -> None:
+    cluster.run(2, two_ranks, policies)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fusedmoe.kernels.experts import (
     experts_forward,
 )
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout
+from tests.marks import slowly
 from tests.memory import PeakMemory
 
 
@@ -133,7 +134,7 @@ def test_rows_in_order_need_no_gather() -> None:
     compare(compute(*case), define(*case), 1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float32)], ids=str)
 def test_several_blocks_in_low_precision_and_non_contiguous_input(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_every_launch_compiles(target: int) -> None:
     compile_and_compare(list(record.launches(target)))
 
 
+@pytest.mark.slow
 def test_one_launch_compiles() -> None:
     print(f"seed {SEED}")
     compile_and_compare([SOME.choice(some_launches())])

@@ -6,9 +6,12 @@ import torch
 from fusedmoe.autograd.order import order_operator
 from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
+from tests.marks import slowly
+
+LONG = {"low_rank_experts", "clamped_swiglu", "grouped_linear"}
 
 
-@pytest.mark.parametrize("name", sorted(cases(torch.device("cpu"))))
+@pytest.mark.parametrize("name", [*sorted(cases(torch.device("cpu")).keys() - LONG), *slowly(*sorted(LONG))])
 def test_operator(name: str) -> None:
     check(name, cases(torch.device("cpu"))[name])
 

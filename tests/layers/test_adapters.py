@@ -24,6 +24,7 @@ from fusedmoe.experts import (
 )
 from fusedmoe.training import ShardedExperts, sync_gradients
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 E, M, H, T = 4, 6, 8, 11
 
@@ -150,8 +151,9 @@ def over_ranks(rank: int, world: int, kind: str, sizes: dict[str, int], tokens: 
                 torch.testing.assert_close(own.grad, right, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"esp": 2}])
+@pytest.mark.parametrize(
+    ("sizes", "scheduled"), [({"ep": 2}, True), ({"esp": 2}, False), *slowly(({"ep": 2}, False), ({"esp": 2}, True))]
+)
 def test_two_ranks(cluster: Cluster, sizes: dict[str, int], scheduled: bool) -> None:
     """Split experts, and experts whose shards share a factor; by operators, and in chunks by a plan."""
     tokens = [torch.randn(count, M, dtype=torch.float64) for count in (5, 9)]

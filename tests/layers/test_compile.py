@@ -111,6 +111,7 @@ def test_the_load_between_updates_counts_every_step() -> None:
     assert layer.gate.bias_E.any() and torch.equal(layer.gate.bias_E, twin.gate.bias_E)
 
 
+@pytest.mark.slow
 def test_under_autocast() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -120,6 +121,7 @@ def test_under_autocast() -> None:
     assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_bad_logits_end_it() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -200,6 +202,7 @@ def many_sizes(rank: int, world: int) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_two_graphs_for_all_numbers_of_tokens(cluster: Cluster) -> None:
     assert max(cluster.run(2, many_sizes)) <= 2
 
@@ -259,6 +262,7 @@ def block_by_block(rank: int, world: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_blocks_of_a_model(cluster: Cluster) -> None:
     """A call of what stays outside of graphs has one before it and one behind it, however many blocks there are."""
     assert cluster.run(2, block_by_block) == [{"in graphs": 1, "scheduled": 2, "Tutel's": 2}] * 2

@@ -21,6 +21,7 @@ from tests.layers.test_memory import saved_elements
 from tests.layers.test_pipeline import Attention
 from tests.layers.test_pipeline_parts import make
 from tests.layers.test_pipeline_plans import costs_of, halves
+from tests.marks import slowly
 
 M, H, E, K = 10, 12, 4, 2
 PARAMETERS = ("w1", "w2", "b1", "b2")
@@ -66,7 +67,7 @@ def test_one_rank(frozen: str) -> None:
     require_same(gradients(make_layer(frozen, schedule=fusedmoe.Schedule("fsmoe", degrees=(1, 1)))), whole, frozen)
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("frozen", ["w1 b1 b2", *slowly(*(one for one in FROZEN if one != "w1 b1 b2"))])
 def test_compiled(frozen: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(make_layer(frozen), backend="aot_eager", fullgraph=True)
@@ -116,8 +117,15 @@ def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None
     assert (kept[1] < kept[0]) == ("w1" in frozen.split())
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3])
-@pytest.mark.parametrize("degrees", [None, (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("frozen", "degrees"),
+    [
+        pytest.param(frozen, degrees, marks=() if place == number else pytest.mark.slow)
+        for place, frozen in enumerate(FROZEN[:3])
+        for number, degrees in enumerate([None, (2, 2), (3, 2)])
+    ],
+    ids=str,
+)
 def test_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
     cluster.run(2, on_ranks, frozen, degrees)
 
@@ -182,14 +190,27 @@ def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | Non
             assert right is None if got is None else right is not None and torch.equal(got, right), name
 
 
-@pytest.mark.parametrize("kind", ["experts", "adapters", "custom"])
-@pytest.mark.parametrize("degrees", [None, (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        *(("experts", None), ("adapters", (2, 2)), ("custom", (2, 2))),
+        *slowly(("experts", (2, 2)), ("adapters", None), ("custom", None)),
+    ],
+    ids=str,
+)
 def test_tokens_that_need_no_gradient(cluster: Cluster, kind: str, degrees: tuple[int, int] | None) -> None:
     cluster.run(2, first_layer, kind, degrees)
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3])
-@pytest.mark.parametrize("degrees", [(3, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("frozen", "degrees"),
+    [
+        pytest.param(frozen, degrees, marks=() if place == number else pytest.mark.slow)
+        for place, frozen in enumerate(FROZEN[:3])
+        for number, degrees in enumerate([(3, 3), (2, 3)])
+    ],
+    ids=str,
+)
 def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, int]) -> None:
     found = []
     for names in ("", frozen):

@@ -55,7 +55,7 @@ def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...],
     """The best of all pairs that ran, with the copy that different numbers cost; else one chunk, by the lines."""
     workload, parts, kind = where
     rng, seen, copies = random.Random(), set(), (0.0, 0.3)
-    for _ in range(200):
+    for _ in range(40):
         slow = costs_of(Line(1e3, 1e-9), Line(1e-6, 1e-12), 1e-6)
         copy_s = rng.choice(copies)
         lines = {**slow.lines, "copy": Line(copy_s, 0.0)}

@@ -30,6 +30,7 @@ from fusedmoe.layers.gates import (
 )
 from fusedmoe.layers.gates.base import top_experts
 from tests.layers.gate_cases import LEARNED, ROUTED, TOP_K, ids, make, parts
+from tests.marks import slowly
 
 
 @pytest.fixture(autouse=True)
@@ -354,7 +355,7 @@ def test_nothing_wide_is_kept_for_backward_but_the_input_itself() -> None:
         assert wide and all(tensor.data_ptr() == x.data_ptr() for tensor in wide), name
 
 
-@pytest.mark.parametrize("name", ["topk", "gshard", "deepseek_v3", "hash"])
+@pytest.mark.parametrize("name", ["topk", "deepseek_v3", *slowly("gshard", "hash")])
 def test_torch_compile_needs_no_graph_break(name: str) -> None:
     gate = make(name, 6, 2, dim=8).eval()
     x = torch.randn(12, 8)

@@ -29,6 +29,7 @@ from fusedmoe.kernels import backend
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.schedule import Schedule
 from tests.cluster import Cluster
+from tests.marks import slowly
 from tests.training.placed import Between
 
 M, E, K = 6, 8, 2
@@ -158,7 +159,10 @@ def tells(rank: int, world: int, culprits: list[int], esp: int, schedule: Any, b
 
 @pytest.mark.parametrize(
     ("world", "esp", "schedule", "blocks"),
-    [(2, 1, None, False), (2, 2, None, False), (2, 1, CHUNKS, False), (2, 1, None, True), (4, 2, None, False)],
+    [
+        *((2, 1, CHUNKS, False), (2, 1, None, True), (4, 2, None, False)),
+        *slowly((2, 1, None, False), (2, 2, None, False)),
+    ],
 )
 def test_bad_logits_end_all_ranks(cluster: Cluster, world: int, esp: int, schedule: Any, blocks: bool) -> None:
     culprits = sorted(random.sample(range(world), random.randint(1, world - 1)))

@@ -82,8 +82,14 @@ def masks(seed: int, share: float = 0.6) -> list[Tensor]:
     return [right, some.t(), one, torch.zeros(2, 3, dtype=torch.bool), torch.ones(6, dtype=torch.bool)]
 
 
-@pytest.mark.parametrize("factor", [None, 0.7])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        pytest.param(name, factor, marks=() if (factor is None) == (name == "softmoe") else pytest.mark.slow)
+        for name in GATES
+        for factor in (None, 0.7)
+    ],
+)
 def test_all_gates(name: str, factor: float | None) -> None:
     if factor is None and name == "expert_choice":
         factor = 1.0
@@ -159,7 +165,7 @@ def in_graphs_on_ranks(rank: int, world: int, factor: float | None, options: dic
 
 @pytest.mark.parametrize(
     ("factor", "options"),
-    [(0.7, {}), *slowly(*((factor, {"schedule": Schedule("fsmoe", (2, 3))}) for factor in (None, 0.7)))],
+    slowly((0.7, {}), *((factor, {"schedule": Schedule("fsmoe", (2, 3))}) for factor in (None, 0.7))),
     ids=str,
 )
 def test_in_one_graph_on_two_ranks(cluster: Cluster, factor: float | None, options: dict[str, Any]) -> None:
@@ -206,9 +212,9 @@ def on_ranks(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("ep", "mp", "options"),
     [
-        (2, 1, {}),
         (2, 1, {"schedule": Schedule("fsmoe", (2, 3))}),
         (1, 2, {}),
+        *slowly((2, 1, {})),
     ],
     ids=str,
 )

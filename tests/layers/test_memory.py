@@ -16,6 +16,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 
 def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
@@ -121,8 +122,14 @@ def in_parallel(
     check(layer, 30 + 20 * rank, 16, 24, 2, dtype, topology)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("ep", "esp", "dtype"),
+    [
+        *((2, 1, torch.float32), (1, 2, torch.bfloat16), (2, 2, torch.float32)),
+        *slowly((2, 1, torch.bfloat16), (1, 2, torch.float32), (2, 2, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_saved_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
     cluster.run(ep * esp, in_parallel, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype, (0, 0))
 

@@ -124,6 +124,7 @@ def test_eval_counts_no_load() -> None:
     assert torch.equal((layer.gate.bias_E - before).sign(), (layer.load_E.double().mean() - layer.load_E).sign())
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_never_told_its_load_says_so() -> None:
     """Once, after more training forwards than a step accumulates; other gates need not be told, nor does evaluation."""
     layer, other = build(), MoELayer(M, fusedmoe.gates.TopK(experts=E, k=2), SwiGLU(H))

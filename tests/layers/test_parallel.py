@@ -208,6 +208,7 @@ FEW_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [FEW_CASES, pytest.param(ALL_CASES, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_world_of_one(cases: list[tuple[str, str, str]]) -> None:
     equals_dense(0, 1, 1, 1, 1, "direct", "replicated", cases)
@@ -266,6 +267,7 @@ def bits(rank: int, world: int, dispatch: str) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in (x, *layer.parameters()) if p.grad is not None)]
 
 
+@pytest.mark.slow
 def test_dispatch_algorithms_agree_bit_for_bit(cluster: Cluster) -> None:
     direct = cluster.run(4, bits, "direct")
     for dispatch in ("1dh", "2dh"):

@@ -133,7 +133,7 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
 
 
 # Each degree, and each batch, that of one sample and that of none on a rank among them.
-DEFAULT = [((1, 1), (3, 8), 0.5), ((8, 8), (8, 0), 0.5), ((2, 3), (1,), 0.5), ((1, 4), (3, 8), 0.5)]
+DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,7 @@ def test_any_split_of_any_gate(cluster: Cluster, world: int) -> None:
             raise AssertionError(f"{given}") from error
 
 
+@pytest.mark.slow
 def test_two_level_dispatch(cluster: Cluster) -> None:
     sizes = {"ep": 4, "ranks_per_node": 2}
     cluster.run(4, compare, "gshard", 2, 1.0, (3, 2), (4, 3, 0, 1), sizes, 1, {"dispatch": "2dh"})

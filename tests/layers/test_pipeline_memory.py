@@ -70,6 +70,7 @@ def waiting(plan: Plan) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     [

@@ -154,6 +154,7 @@ def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
     compare(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
@@ -199,7 +200,7 @@ def notes(rank: int, world: int, degree: int) -> None:
         assert [note[:2] for note in logs[1]] == [note[:2] for note in logs[0]]
 
 
-@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("degree", [3, *slowly(1)])
 def test_what_hooks_see(cluster: Cluster, degree: int) -> None:
     notes(0, 1, degree)
     cluster.run(2, notes, degree)
@@ -269,6 +270,7 @@ def test_tokens_in_common_on_four_ranks(cluster: Cluster, sizes: dict[str, int])
     cluster.run(4, compare, sizes, (3, 2), (4, 3), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [3, *slowly(2)])
 def test_positions_of_tokens_in_common(cluster: Cluster, batch: int) -> None:
     options = {"mp_input": "replicated", "factor": 0.8}
@@ -308,8 +310,15 @@ class Halved(orders.Order):
         return replace(ordered, x_SM=x_SM * 0.5)
 
 
-@pytest.mark.parametrize("order", [orders.Einsum, Halved])
-@pytest.mark.parametrize("options", [{"factor": 0.8, "shared": True}, {"hooks": [Bend()]}], ids=str)
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        (orders.Einsum, {"factor": 0.8, "shared": True}),
+        (Halved, {"hooks": [Bend()]}),
+        *slowly((Halved, {"factor": 0.8, "shared": True}), (orders.Einsum, {"hooks": [Bend()]})),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("how", [{"along": "positions", "recompute": True}, *slowly({})], ids=str)
 def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[str, Any]) -> None:
     compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)

@@ -71,6 +71,7 @@ def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     follows(0, 1, policy, k, factor, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [pytest.param(one, marks=() if one == "joint" else pytest.mark.slow) for one in ("fsmoe", *whole_policies())],
@@ -97,13 +98,13 @@ APART = StepSplit((Degrees(2, 4), Degrees(3, 1)), (Degrees(1, 3), Degrees(4, 2))
 
 @pytest.mark.parametrize(
     "split",
-    [StepSplit(4, 2, weights=True), APART, *slowly(StepSplit(1, 3), StepSplit(1, 3, weights=True), StepSplit(4, 2))],
+    [APART, *slowly(StepSplit(4, 2, weights=True), StepSplit(1, 3), StepSplit(1, 3, weights=True), StepSplit(4, 2))],
 )
 def test_weight_gradients_by_themselves(cluster: Cluster, split: StepSplit) -> None:
     cluster.run(2, with_split, split, 2, 0.8)
 
 
-@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, None)])
+@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), *slowly((2, None))])
 def test_parts_in_chunks_of_their_own(k: int, factor: float | None) -> None:
     """Tokens that are sent before all are routed, and tasks that wait for no more than they have something of."""
     for split in (APART, StepSplit(APART.backward, APART.forward)):
@@ -179,7 +180,7 @@ def along_positions(
 
 
 @pytest.mark.parametrize(("k", "factor"), [(2, None), *slowly((1, 0.8), (2, 1.0))])
-@pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4)])
+@pytest.mark.parametrize(("batch", "length"), [(3, 4), *slowly((1, 7))])
 @pytest.mark.parametrize("split", [StepSplit(4, 3, weights=True), *slowly(StepSplit(2, 2), APART)])
 def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: StepSplit) -> None:
     along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fusedmoe import ConfigError, Topology, routing
 from fusedmoe.blocks.pipeline import Parts
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import GATES, Attention, E, H, L, M, make_blocks
+from tests.marks import slowly
 
 K = 2
 
@@ -87,9 +89,14 @@ def masked(
             assert not torch.equal(step(pipeline, others, x, seed)[-1], wanted[-1])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("degrees", [(2, 2), (2, 3)])
-@pytest.mark.parametrize(("gate", "factor"), [("noisy", 0.7), ("gshard", None), ("hash", 0.8), ("random", None)])
+@pytest.mark.parametrize(
+    ("gate", "factor", "degrees", "recompute"),
+    [
+        pytest.param(*gate, *how, marks=() if place == number else pytest.mark.slow)
+        for place, gate in enumerate([("noisy", 0.7), ("gshard", None), ("hash", 0.8), ("random", None)])
+        for number, how in enumerate(itertools.product([(2, 2), (2, 3)], [False, True]))
+    ],
+)
 def test_masks(gate: str, factor: float | None, degrees: tuple[int, int], recompute: bool) -> None:
     masked(0, Topology(), gate, factor, degrees, recompute)
 
@@ -101,7 +108,7 @@ def masked_on_ranks(rank: int, world: int, ep: int, mp: int) -> None:
         masked(data, topology, "topk", factor, degrees, einsum=einsum, mp_input=mp_input)
 
 
-@pytest.mark.parametrize(("ep", "mp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ep", "mp"), [(2, 1), *slowly((1, 2))])
 def test_masks_on_two_ranks(cluster: Cluster, ep: int, mp: int) -> None:
     cluster.run(2, masked_on_ranks, ep, mp)
 
@@ -158,8 +165,13 @@ def replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: 
             assert torch.equal(one, other) and torch.equal(one.long()[count // 3 :], own[count // 3 :])
 
 
-@pytest.mark.parametrize(("recompute", "around"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("gate", ["noisy", "random"])
+@pytest.mark.parametrize(
+    ("gate", "recompute", "around"),
+    [
+        *(("noisy", False, False), ("noisy", True, False), ("random", False, True)),
+        *slowly(("random", False, False), ("random", True, False), ("noisy", False, True)),
+    ],
+)
 def test_replay(gate: str, recompute: bool, around: bool) -> None:
     assert gate in GATES
     replayed(0, Topology(), gate, recompute, around)

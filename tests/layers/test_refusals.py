@@ -246,9 +246,11 @@ def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
     "function, match",
     [
         (experts_not_divisible, "6 experts cannot be split over ep = 4 ranks; choose a multiple of 4"),
-        (hidden_not_divisible, "hidden = 6 cannot be split over esp = 4 shards; choose a multiple"),
-        (uneven_nodes, r"same number of ranks .* hold \[\[0, 1, 2\], \[3\]\]. Use dispatch='direct'"),
-        (unsharded_expert, "esp = 2 splits every expert, but .* takes no `shard` and `shards`"),
+        *slowly(
+            (hidden_not_divisible, "hidden = 6 cannot be split over esp = 4 shards; choose a multiple"),
+            (uneven_nodes, r"same number of ranks .* hold \[\[0, 1, 2\], \[3\]\]. Use dispatch='direct'"),
+            (unsharded_expert, "esp = 2 splits every expert, but .* takes no `shard` and `shards`"),
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -272,8 +274,18 @@ def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) 
 @pytest.mark.parametrize(
     "width, weights, match",
     [
-        (M + 1, torch.float32, f"rows of different widths .*: {M} on rank 0, {M} on rank 1, {M + 1} on rank 2, {M} on"),
-        (M, torch.float64, "different dtypes of router weights .*torch.float32 on rank 1, torch.float64 on rank 2, "),
+        *slowly(
+            (
+                M + 1,
+                torch.float32,
+                f"rows of different widths .*: {M} on rank 0, {M} on rank 1, {M + 1} on rank 2, {M} on",
+            ),
+            (
+                M,
+                torch.float64,
+                "different dtypes of router weights .*torch.float32 on rank 1, torch.float64 on rank 2, ",
+            ),
+        ),
         (M, None, "different dtypes of router weights .*float32 on rank 1, None on rank 2, .*float32 on rank 3"),
     ],
 )
@@ -285,11 +297,13 @@ def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | N
     "function, match",
     [
         (gate_larger_on_one, r"gate is .*experts=4.* on ranks \[0, 1, 2\] and .*experts=8.* on ranks \[3\]"),
-        (dims_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]. Build MoELayer from the same"),
-        (replicas_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]"),
-        (hidden_differs, r"experts is .*hidden=8.* on ranks \[0, 2, 3\] and .*hidden=12.* on ranks \[1\]"),
-        (top_k_differs, r"gate is .* k=1.* on ranks \[0, 2, 3\] and .* k=2.* on ranks \[1\]"),
-        (wire_differs, r"hooks is .*bfloat16.* on ranks \[0, 2, 3\] and .*torch.float16.* on ranks \[1\]"),
+        *slowly(
+            (dims_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]. Build MoELayer from the same"),
+            (replicas_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]"),
+            (hidden_differs, r"experts is .*hidden=8.* on ranks \[0, 2, 3\] and .*hidden=12.* on ranks \[1\]"),
+            (top_k_differs, r"gate is .* k=1.* on ranks \[0, 2, 3\] and .* k=2.* on ranks \[1\]"),
+            (wire_differs, r"hooks is .*bfloat16.* on ranks \[0, 2, 3\] and .*torch.float16.* on ranks \[1\]"),
+        ),
         (dtype_differs, r"dtype is 'torch.float32' on ranks \[0, 2, 3\] and 'torch.float64' on ranks \[1\]"),
         (dtype_differs_later, "float32 on rank 0, .*float32 on rank 2, torch.bfloat16 on rank 3"),
     ],

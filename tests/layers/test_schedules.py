@@ -115,7 +115,7 @@ def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) 
 @pytest.mark.parametrize(
     "gate",
     [
-        pytest.param(name, marks=() if name in ("topk3", "softmoe", "expert_choice") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "expert_choice" else pytest.mark.slow)
         for name in GATES
         if name not in ("topk", "switch")
     ],
@@ -125,7 +125,7 @@ def test_gates(cluster: Cluster, gate: str, world: int, esp: int) -> None:
     cluster.run(world, compare, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
 
 
-@pytest.mark.parametrize("policy", ["lina", "joint", *slowly("sequential", "tutel", "fsmoe_no_iio")])
+@pytest.mark.parametrize("policy", ["joint", *slowly("lina", "sequential", "tutel", "fsmoe_no_iio")])
 def test_policies(cluster: Cluster, policy: str) -> None:
     cluster.run(4, compare, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
 
@@ -357,6 +357,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
     return [asked, len(compared)]
 
 
+@pytest.mark.slow
 def test_measuring_and_comparing_is_for_the_first_time(cluster: Cluster) -> None:
     assert cluster.run(2, measured_once) == [[[torch.float64, torch.float32], 8]] * 2
 

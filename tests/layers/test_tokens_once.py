@@ -211,6 +211,7 @@ class Distinct:
         return distinct(*self.sizes, generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("W", "E", "K"),
     [(2, 128, 8), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((4, 128, 8), (2, 8, 2), (4, 16, 4)))],
@@ -269,6 +270,7 @@ def test_a_token_crosses_to_a_node_once(cluster: Cluster, world: int, dispatch: 
             assert crossed <= 1.03 * across * 4 * M
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "esp", "dispatch"),
     [(4, 1, "2dh"), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((4, 1, "1dh"), (4, 2, "direct")))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from fusedmoe.training import ShardedExperts, save_communication
 from tests.cluster import Cluster
 from tests.comm.failing import nothing
 from tests.layers.tokens_once import Batch, all_experts, slice_of, travel
+from tests.marks import slowly
 
 M, E, K = 6, 8, 5
 SAMPLES = (4, 0, 7, 1)  # by rank, of three positions each
@@ -186,7 +188,7 @@ def close(got: Tensor, right: Tensor) -> None:
     ("name", "world", "esp"),
     [
         pytest.param(name, *way, marks=() if way == (2, 1) and name in quick else pytest.mark.slow)
-        for quick in [("schedules", "placed blocks")]
+        for quick in [("schedules",)]
         for name in CALLS
         for way in [(2, 1), (4, 1), (4, 2)]
     ],
@@ -273,7 +275,7 @@ def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, c
         for place, wrong in enumerate(WRONG)
     ],
 )
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [1, *slowly(0)])
 def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
     check_blame(cluster, name, 2, 1, wrong, culprit)
 
@@ -281,10 +283,10 @@ def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong:
 @pytest.mark.parametrize(
     ("name", "wrong", "culprit"),
     [
-        pytest.param(name, wrong, culprit, marks=() if (name, number) == ("layers", 7) else pytest.mark.slow)
+        pytest.param(name, wrong, by, marks=() if (name, number, by) == ("layers", 7, 3) else pytest.mark.slow)
         for name in ("layers", "schedules", "graphs", "blocks")
         for number, wrong in enumerate(WRONG)
-        for culprit in (number % 4, (number + 1) % 4)
+        for by in (number % 4, (number + 1) % 4)
         if name != "graphs" or number % 4 == 0  # these take long to make
     ],
 )
@@ -313,10 +315,8 @@ def some_experts(experts: int, rank: int, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize(
     ("wrong", "culprit", "dispatch"),
     [
-        pytest.param(wrong, culprit, dispatch, marks=() if (wrong, culprit) == ("swapped", 1) else pytest.mark.slow)
-        for wrong in WRONG
-        for culprit in (1, 2)
-        for dispatch in ("1dh", "2dh")
+        pytest.param(*of, marks=() if of == ("swapped", 1, "2dh") else pytest.mark.slow)
+        for of in itertools.product(WRONG, (1, 2), ("1dh", "2dh"))
     ],
 )
 def test_wrong_places_of_a_peer_end_all_ranks(cluster: Cluster, wrong: str, culprit: int, dispatch: str) -> None:

@@ -123,6 +123,7 @@ def test_bound_with_little_room(case, m, kind):
     assert balance(placement, tokens_WE, nodes, m).busiest <= (1 + most_owned / m) * mean
 
 
+@pytest.mark.slow
 def test_close_to_the_best():
     """100 small cases: the busiest rank against the best there is, copies against the fewest for such a rank."""
     rng, more, busier = np.random.default_rng(0), Counter[int](), []

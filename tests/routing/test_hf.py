@@ -17,6 +17,7 @@ from fusedmoe import ConfigError, routing
 from tests.cluster import Cluster
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 from tests.integrations.test_hf_parallel import load
+from tests.marks import slowly
 
 K = 2
 
@@ -202,8 +203,7 @@ def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple
     ("world", "sizes"),
     [
         (2, {"tp_size": 1, "ep_size": 2, "fsdp_size": 2}),
-        (2, {"tp_size": 2, "ep_size": 2}),
-        pytest.param(4, {"tp_size": 2, "ep_size": 4, "fsdp_size": 2}, marks=pytest.mark.slow),
+        *slowly((2, {"tp_size": 2, "ep_size": 2}), (4, {"tp_size": 2, "ep_size": 4, "fsdp_size": 2})),
     ],
     ids=["own batches", "a shared batch", "both"],
 )

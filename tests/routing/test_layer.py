@@ -22,6 +22,7 @@ from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
+from tests.marks import slowly
 
 M, H, E, K = 6, 5, 8, 2
 ROUTED = [name for name in GATES if name not in ("softmoe", "expert_choice")]
@@ -183,7 +184,7 @@ CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("inside", [True, *slowly(False)])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:
     def plain(f: Callable[..., Tensor], x: Tensor) -> Tensor:

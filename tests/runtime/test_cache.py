@@ -208,7 +208,7 @@ def on_ranks(rank: int, world: int, folder: str, ep: int, esp: int) -> tuple[Pro
 
 def test_rank_0_reads_and_writes_for_all(cluster: Cluster, tmp_path: Path) -> None:
     names = []
-    for ep, esp in ((2, 2), (4, 1), (2, 1)):
+    for ep, esp in ((2, 2), (2, 1)):
         every = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
         assert all(found == every[0][0] for found, *_ in every)
         assert [asked for *_, asked in every] == [1] * 4
@@ -217,7 +217,7 @@ def test_rank_0_reads_and_writes_for_all(cluster: Cluster, tmp_path: Path) -> No
         names.append(every[0][1])
         again = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
         assert [asked for *_, asked in again] == [0] * 4 and again[0][0] == every[0][0]
-    assert len(set(names)) == 3  # another layout, another file
+    assert len(set(names)) == 2  # another layout, another file
 
 
 def different_hosts(rank: int, world: int) -> tuple[str, str, str]:

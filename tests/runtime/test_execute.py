@@ -24,6 +24,7 @@ from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import fused_pass
 from fusedmoe.schedule.task import FUSED, KINDS, PIPELINE, Task, resources_of
+from tests.marks import slowly
 from tests.schedule.plans import random_costs, random_plan
 from tests.schedule.test_events import any_plan
 
@@ -99,7 +100,7 @@ def test_what_a_body_raises_ends_all(kind: str, order: str) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("kind", PIPELINE)
+@pytest.mark.parametrize("kind", ["expert", *slowly(*(kind for kind in PIPELINE if kind != "expert"))])
 def test_an_error_keeps_nothing(kind: str) -> None:
     """What bodies hold, process groups above all, is gone with the exception, and does not wait for the collector."""
 

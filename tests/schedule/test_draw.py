@@ -77,6 +77,7 @@ def test_kinds_that_share_a_row_look_different(vision):
             assert apart > 18, f"{one} and {two} are {apart:.1f} apart"  # about 2 is just visible
 
 
+@pytest.mark.slow
 def test_png_of_four_ranks(tmp_path):
     rng = random.Random()
     timelines = [training_step(rng, rank, layers=4, anchor_s=1.7e9 + rank * 1e-3) for rank in range(4)]

@@ -28,6 +28,7 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("testbed", ["B", pytest.param("A", marks=pytest.mark.slow)])
 def test_the_choice_has_no_regret_on_the_published_grid(testbed):
     """Both passes of all 1,458 cases (486 differ), every degree up to 16 simulated; backward with an all-reduce."""

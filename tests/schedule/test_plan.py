@@ -200,7 +200,7 @@ def test_standard_dependencies_do_not_depend_on_the_order_of_tasks():
     assert {task: set(before) for task, before in standard_dependencies(tasks).items()} == standard
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_plan_survives_its_text_and_a_pickle(seed):
     rng = random.Random(seed)

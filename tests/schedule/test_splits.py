@@ -66,7 +66,7 @@ def random_split(rng: random.Random, layers: int, most: int = 5) -> StepSplit:
 def test_a_split_step_does_the_same_work():
     """Pieces of everything take as long as the whole, apart from their starts."""
     rng = random.Random()
-    for _ in range(30):
+    for _ in range(10):
         costs = random_stack(rng)
         split = random_split(rng, len(costs.layers))
         schedule, whole = micro_schedule(costs, split), micro_schedule(costs, StepSplit(1, 1)).plan()
@@ -162,6 +162,7 @@ def test_the_backward_pass_begins_when_the_forward_pass_has_ended():
             assert begun_s >= ended_s * (1 - 1e-9), name
 
 
+@pytest.mark.slow
 def test_layers_at_the_ends_get_degrees_of_their_own():
     """Of many layers those between have their neighbours'; a plan of them is no worse for it."""
     model = TESTBEDS["B"].costs

@@ -236,6 +236,19 @@ def results_of(
     return {use.__name__: list(found) for use, *found in zip(uses, *ranks, strict=True)}
 
 
+class Plain:
+    """The results of expert parallelism: each use is computed when a test first asks for it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._results: dict[str, list[Any]] = {}
+
+    def results(self, uses: Sequence[Use]) -> dict[str, list[Any]]:
+        if missing := [use for use in uses if use.__name__ not in self._results]:
+            self._results |= results_of(self._cluster, "ep", missing, {})
+        return self._results
+
+
 def compare_results(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
     for name, ranks in found.items():
         torch.testing.assert_close(

@@ -39,7 +39,7 @@ def run(search: BucketSearch, step_s: Callable[[int], float]) -> int:
     return min(search.tried, key=lambda one: one[1])[0]
 
 
-@pytest.mark.parametrize("settings", [3, pytest.param(47, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [1, pytest.param(47, marks=pytest.mark.slow)])
 def test_eight_samples_come_within_5_percent_of_a_fine_sweep(settings: int) -> None:
     rng = random.Random()
     for _ in range(settings):

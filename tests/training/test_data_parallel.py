@@ -385,7 +385,7 @@ def gradients(rank: int, world: int, ep: int, mp: int, wrapped: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["synced", "wrapped"])
+@pytest.mark.parametrize("wrapped", [True, *slowly(False)])
 @pytest.mark.parametrize(("world", "ep", "mp"), [(4, 2, 2), *slowly((2, 1, 2), (4, 4, 4))])
 def test_gradients_are_those_of_one_process(cluster: Cluster, world: int, ep: int, mp: int, wrapped: bool) -> None:
     whole = build(None, "replicated")

@@ -14,6 +14,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.training import clip_grad_norm
 from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 
 def over_meshes(rank: int, world: int, seed: int) -> None:
@@ -103,7 +104,7 @@ def other_parts(rank: int, world: int) -> None:
         assert all(float(local_part(parameter.grad).max()) == 1 for parameter in model.values())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *slowly(4)])
 def test_other_parts_of_one_name_are_refused(cluster: Cluster, world: int) -> None:
     cluster.run(world, other_parts)
 

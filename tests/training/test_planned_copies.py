@@ -238,6 +238,6 @@ def frozen(rank: int, world: int, mode: str) -> bool:
     return all(bool(one.grad.abs().sum() > 0) for one in between.parameters())
 
 
-@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("mode", ["blocks", *slowly("layers")])
 def test_experts_that_do_not_learn(cluster: Cluster, mode: str) -> None:
     assert all(cluster.run(2, frozen, mode))

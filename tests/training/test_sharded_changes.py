@@ -22,10 +22,12 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
+from tests.marks import slowly
 from tests.training.placed import (
     EXACT,
     HECATE,
     Model,
+    Plain,
     Use,
     compare_results,
     optimizer_of,
@@ -244,18 +246,16 @@ CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": PlacementCosts(1e-3, 
 
 
 @pytest.fixture(scope="module")
-def plain(cluster: Cluster) -> dict[str, list[Any]]:
-    """Of expert parallelism."""
-    return results_of(cluster, "ep", USES, {})
+def plain(cluster: Cluster) -> Plain:
+    return Plain(cluster)
 
 
 @pytest.mark.parametrize(
     ("uses", "options", "recomputes"),
     [
         (USES[::5], {}, False),
-        (USES[2::5], {"rematerialises": True}, False),
-        ((loads_a_state,), CALIBRATED, False),
         (USES[1::5], EXACT, False),
+        *slowly((USES[2::5], {"rematerialises": True}, False), ((loads_a_state,), CALIBRATED, False)),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
             for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT)
@@ -267,9 +267,9 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
     ),
 )
 def test_copies_follow(
-    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], options: dict[str, Any], recomputes: bool
+    cluster: Cluster, plain: Plain, uses: tuple[Use, ...], options: dict[str, Any], recomputes: bool
 ) -> None:
-    compare_results(results_of(cluster, "fssdp", uses, HECATE | options, recomputes), plain)
+    compare_results(results_of(cluster, "fssdp", uses, HECATE | options, recomputes), plain.results(uses))
 
 
 def amid_a_forward(rank: int, world: int) -> str:
@@ -441,7 +441,8 @@ def other_copies(rank: int, world: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("trained", "trained by itself.*ShardedExperts of its own"), ("on one rank", "on all ranks")]
+    ("kind", "text"),
+    [("on one rank", "on all ranks"), *slowly(("trained", "trained by itself.*ShardedExperts of its own"))],
 )
 def test_copies_that_cannot_follow(cluster: Cluster, kind: str, text: str) -> None:
     for message in cluster.run(2, other_copies, kind):

@@ -25,6 +25,7 @@ from tests.training.placed import (
     EXACT,
     HECATE,
     Model,
+    Plain,
     Use,
     compare_results,
     experts_of,
@@ -141,9 +142,8 @@ USES: tuple[Use, ...] = (
 
 
 @pytest.fixture(scope="module")
-def plain(cluster: Cluster) -> dict[str, list[Any]]:
-    """Of expert parallelism."""
-    return results_of(cluster, "ep", USES, {})
+def plain(cluster: Cluster) -> Plain:
+    return Plain(cluster)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,8 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
     ],
     ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value),
 )
-def test_as_without_a_placement(
-    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], options: dict[str, Any]
-):
-    compare_results(results_of(cluster, "fssdp", uses, HECATE | options), plain)
+def test_as_without_a_placement(cluster: Cluster, plain: Plain, uses: tuple[Use, ...], options: dict[str, Any]):
+    compare_results(results_of(cluster, "fssdp", uses, HECATE | options), plain.results(uses))
 
 
 def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
@@ -358,6 +356,7 @@ def test_parametrised_where_it_cannot_be(cluster: Cluster) -> None:
     cluster.run(2, parametrised_elsewhere)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_told_at_once(cluster: Cluster):
     for states in cluster.run(2, unmovable):
         kept = [{"Adafactor": "row_var", "LBFGS": "d"}.get(state.split()[0], "rows") for state in states]
@@ -381,6 +380,7 @@ def alone(rank: int, world: int) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.slow
 def test_layers_without_sharded_experts(cluster: Cluster):
     for losses in cluster.run(2, alone):
         torch.testing.assert_close(losses[6:], losses[:6], rtol=1e-10, atol=1e-12)

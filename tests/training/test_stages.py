@@ -64,6 +64,7 @@ def of_two_ranks(rank: int, world: int, stage: int, folder: str) -> dict[str, Te
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[[0, 1], [2, 3]], pytest.param([[0, 2], [1, 3]], marks=pytest.mark.slow)])
 def test_a_stage_is_a_world_of_its_own(cluster: Cluster, tmp_path: Path, order: list[list[int]]) -> None:
     found = cluster.run(4, of_stages, str(tmp_path), order)

@@ -95,6 +95,7 @@ def forgotten(rank: int, world: int) -> list[bool]:
     return [one() is None for one in kept]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_model_with_buckets(cluster: Cluster) -> None:
     assert cluster.run(4, forgotten) == [[True] * 3] * 4
 

@@ -19,6 +19,7 @@ from fusedmoe.schedule.cost import CostModel, Line, Observed
 from fusedmoe.training import StepTuning, step_tuning
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
+from tests.marks import slowly
 
 E, K, M, H, TOKENS = 4, 2, 8, 6, 24
 # Links so slow that chunks are worth while, and measured as such.
@@ -124,7 +125,7 @@ def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str
     return chosen, told
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("grouped", [True, *slowly(False)])
 def test_a_loop_follows_plans_and_keeps_the_fastest(cluster: Cluster, tmp_path: Path, grouped: bool) -> None:
     (chosen, told), (others, silent) = cluster.run(2, trained, str(tmp_path), grouped)
     assert chosen == others and not silent and len(told) == 2

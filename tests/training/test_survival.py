@@ -361,6 +361,7 @@ def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
     return sorted(header["step"] for header in memory.headers().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["sending", pytest.param("the end", marks=pytest.mark.slow)])
 def test_a_refresh_that_is_cut_short_leaves_the_one_before(cluster: Cluster, tmp_path: Path, when: str) -> None:
     steps = cluster.run(4, _torn, str(tmp_path), when)

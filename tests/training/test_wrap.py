@@ -419,5 +419,6 @@ def _sharded_overflow(rank: int, world: int) -> None:
         assert bad == {name}
 
 
+@pytest.mark.slow
 def test_overflow_in_one_ranks_shard_reaches_all_ranks(cluster: Cluster) -> None:
     cluster.run(2, _sharded_overflow)

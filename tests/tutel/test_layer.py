@@ -26,6 +26,7 @@ from fusedmoe.tutel.experts.ffn import activation_name
 from fusedmoe.tutel.impls import dispatcher, losses
 from fusedmoe.tutel.impls.fast_dispatch import alignment_of, capacity_of
 from tests.cluster import Cluster
+from tests.marks import slowly
 from tests.tutel.cases import draw, fill
 
 D, H = 16, 32
@@ -559,7 +560,7 @@ def bad_numbers(rank: int, world: int) -> None:
             layer.zero_grad()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, *slowly(2)])
 def test_numbers_that_are_not_finite_are_refused(cluster: Cluster, world: int) -> None:
     cluster.run(world, bad_numbers)
 

@@ -167,6 +167,7 @@ def late(rank: int, world: int, call: str) -> None:
             calls[call]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [

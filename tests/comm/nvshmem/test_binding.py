@@ -145,6 +145,7 @@ def test_a_call_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, name:
     assert 0.5 < time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_a_stream_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
     heap = NvshmemHeap(Group("ep", job=Job(timeout_s=0.4)), CPU)
     monkeypatch.setattr(nvshmem, "record", lambda device: lambda: False)
@@ -227,7 +228,7 @@ def fail_on_rank_1(rank: int, world: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "operation"), [("init", "opening NVSHMEM"), ("allocate", "allocating symmetric memory")]
+    ("name", "operation"), [("allocate", "allocating symmetric memory"), *slowly(("init", "opening NVSHMEM"))]
 )
 def test_all_end_with_the_rank_that_failed(cluster: Cluster, name: str, operation: str) -> None:
     """The others wait for it inside the library meanwhile."""

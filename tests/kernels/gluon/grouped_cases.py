@@ -19,6 +19,7 @@ from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from tests.gluon_interpreter import interpret
+from tests.marks import slowly
 
 
 class Tile(NamedTuple):
@@ -55,6 +56,10 @@ ROUTINGS = {
     "full tiles": (16, 8),
     "all odd": (3, 1, 9, 11),
 }
+# What tests of each run by default, and what with `-m slow`.
+_QUICK = ("all odd", "empty between", "one row", "nothing")
+EACH_ROUTING = [*_QUICK, *slowly(*(name for name in ROUTINGS if name not in _QUICK))]
+EACH_ACTIVATION = ["geglu", "relu", *slowly(*(name for name in ACTIVATIONS if name not in ("geglu", "relu")))]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[FIRST] == found[THIRD] == "" and "for 1 seconds after its launch" in str(found[SECOND])
 
 
+@pytest.mark.slow
 def test_time_to_compile_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "_COMPILE_S", 1.0)
     assert checked(columns128="compile") == {FIRST: "", SECOND: None, THIRD: ""}

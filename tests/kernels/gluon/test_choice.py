@@ -203,6 +203,7 @@ assert not found, found
 """
 
 
+@pytest.mark.slow
 def test_it_is_not_imported_before_it_is_launched() -> None:
     done = subprocess.run([sys.executable, "-c", NOT_IMPORTED], capture_output=True, timeout=100, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,27 +7,27 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_dweight
+from tests.kernels.gluon.grouped_cases import EACH_ROUTING, LARGE, ROUTINGS, check_dweight
 
 ALL_ODD = ROUTINGS["all odd"]
 SIDES = pytest.mark.parametrize("gather", ["right", "left"], ids=["dw1", "dw2"])
 
 
 @SIDES
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", EACH_ROUTING)
 def test_every_routing(routing: str, gather: str) -> None:
     check_dweight(ROUTINGS[routing], 24, 40, gather)
 
 
 @SIDES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float16)])
-@pytest.mark.parametrize("height, width", [(8, 8), (72, 40), *slowly((16, 32), (24, 104))])
+@pytest.mark.parametrize("height, width", [(72, 40), *slowly((8, 8), (16, 32), (24, 104))])
 def test_sizes_that_divide_nothing(height: int, width: int, gather: str, dtype: torch.dtype) -> None:
     check_dweight((17, 0, 33, 16), height, width, gather, dtype)
 
 
 @SIDES
-@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
+@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (5, 3, 3), *slowly((3, 0, 1), (4, 2, 50))])
 def test_rings_and_grids(stages: int, lag: int, programs: int, gather: str) -> None:
     check_dweight((40, 1, 37), 24, 40, gather, stages=stages, lag=lag, programs=programs)
 
@@ -38,6 +38,6 @@ def test_tiles_as_on_a_gpu(gather: str) -> None:
 
 
 @SIDES
-@pytest.mark.parametrize("seed", [1, 2, *slowly(*range(3, 9))])
+@pytest.mark.parametrize("seed", [1, *slowly(*range(2, 9))])
 def test_orders_of_events(seed: int, gather: str) -> None:
     check_dweight((37, 0, 21, 3), 24, 40, gather, seed=seed)

@@ -260,7 +260,7 @@ def _is_found(kernel: str, fault: str, seeds: range) -> None:
         assert re.search(words, first), first
 
 
-@pytest.mark.parametrize("kernel, fault", [*PLANTED[::3], *slowly(*PLANTED[1::3], *PLANTED[2::3])])
+@pytest.mark.parametrize("kernel, fault", [*PLANTED[::6], *slowly(*(one for at, one in enumerate(PLANTED) if at % 6))])
 def test_planted_faults(kernel: str, fault: str) -> None:
     _is_found(kernel, fault, SEEDS)
 

@@ -73,15 +73,16 @@ def checked(of: Variant, config: HopperConfig = SMALL) -> str:
     return check(of, config, torch.device("cpu"), COUNTS, SIDES)
 
 
-@pytest.mark.parametrize("extra", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("operation", ["down", "dinput"])
+@pytest.mark.parametrize(
+    ("operation", "extra"), [("down", True), ("dinput", False), *slowly(("down", False), ("dinput", True))]
+)
 def test_products(operation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant(operation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS], "first by so few programs that each has several tiles"
     assert checked(variant(operation, extra=extra), TURNS) == ""
 
 
-@pytest.mark.parametrize("extra", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("extra", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", ["swiglu", *slowly(*(one for one in ACTIVATIONS if one != "swiglu"))])
 def test_up(activation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant("up", activation=activation, extra=extra)) == ""
@@ -89,7 +90,7 @@ def test_up(activation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant("up", activation=activation, extra=extra), TURNS) == ""
 
 
-@pytest.mark.parametrize("extra", [True, False], ids=["weight", "no weight"])
+@pytest.mark.parametrize("extra", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", ["swiglu", *slowly(*(one for one in ACTIVATIONS if one != "swiglu"))])
 def test_dhidden(activation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant("dhidden", activation=activation, extra=extra)) == ""

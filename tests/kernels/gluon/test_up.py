@@ -7,42 +7,42 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from fusedmoe.kernels.activation import ACTIVATIONS
-from tests.kernels.gluon.grouped_cases import LARGE, LARGE_TURNS, ROUTINGS, check_up
+from tests.kernels.gluon.grouped_cases import EACH_ACTIVATION, EACH_ROUTING, LARGE, LARGE_TURNS, ROUTINGS, check_up
 
 ALL_ODD = ROUTINGS["all odd"]
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", EACH_ROUTING)
 def test_every_routing(routing: str) -> None:
     check_up(ROUTINGS[routing], 40, 24)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, *slowly(False)])
+@pytest.mark.parametrize("activation", EACH_ACTIVATION)
 def test_every_activation(activation: str, bias: bool) -> None:
     check_up(ALL_ODD, 32, 24, activation, bias=bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float16)])
-@pytest.mark.parametrize("dim, hidden", [(8, 3), (16, 16), (72, 37), (24, 50)])
+@pytest.mark.parametrize("dim, hidden", [(72, 37), *slowly((8, 3), (16, 16), (24, 50))])
 def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:
     check_up(ALL_ODD, dim, hidden, dtype=dtype)
 
 
 @pytest.mark.parametrize("pingpong", [False, True], ids=["together", "by turns"])
-@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
+@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (5, 3, 3), *slowly((3, 0, 1), (4, 2, 50))])
 def test_rings_and_grids(stages: int, lag: int, programs: int, pingpong: bool) -> None:
     check_up(ALL_ODD, 40, 24, stages=stages, lag=lag, programs=programs, pingpong=pingpong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["swiglu", *slowly("relu")])
 def test_tiles_as_on_a_gpu(activation: str) -> None:
     check_up((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
     check_up((130, 0, 70), 328, 264, activation, tile=LARGE_TURNS, stages=6, lag=4, pingpong=True)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *slowly(*range(3, 9))])
+@pytest.mark.parametrize("seed", [1, *slowly(*range(2, 9))])
 def test_orders_of_events(seed: int) -> None:
     check_up(ALL_ODD, 56, 24, seed=seed)
     check_up(ALL_ODD, 56, 24, seed=seed, pingpong=True)
