@@ -108,7 +108,8 @@ def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -
     """
     by_name = _found(model)
     given = _by_layer(list(by_name), choices)
-    some_live = {name: _check(name, given[name], _experts(router)) for name, router in by_name.items()}
+    num_experts = {name: r.gate.experts if isinstance(r, MoELayer) else r.num_experts for name, r in by_name.items()}
+    some_live = {name: _check(name, given[name], num_experts[name]) for name in by_name}
     if any(tap is not None and tap.replayed is not None for tap in map(_tap, by_name.values())):
         raise ConfigError("routing.replay: the model's choices are being replayed already")
     taps = {name: _tapped(name, router) for name, router in by_name.items()}
@@ -281,10 +282,6 @@ def _ending(taps: Mapping[str, RouterTap], stop: Callable[[RouterTap], object]) 
         for tap in taps.values():
             stop(tap)
         raise
-
-
-def _experts(router: MoELayer | _Router) -> int:
-    return router.gate.experts if isinstance(router, MoELayer) else router.num_experts
 
 
 def _tap(router: MoELayer | _Router) -> RouterTap | None:

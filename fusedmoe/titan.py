@@ -441,14 +441,9 @@ def pipeline(
     Args:
         model: with `routed_experts` in it, on its ranks and with its parameters initialised: blocks of DeepSeek-V3
             (Kimi K2's too), gpt-oss or Qwen3, not compiled, without activation checkpoints.
-        degrees: micro-batches of a rank's samples, forward and backward, the same on all ranks; gpt-oss's have one
-            number. None: blocks go one after the other again.
-        policy: "auto", the best by prediction, or the name of a policy for whole layers ("flowmoe", "lancet"), chooses
-            the plan in place of the degrees; the first forward then measures the machine, and keeps that on disk.
-        recompute: keep only what blocks begin with for the backward pass, and compute attention again there.
+        degrees, policy, recompute: as `fusedmoe.hf.pipeline` takes them.
     Returns:
-        The blocks that follow each other with experts, a module for each such row of them: `set_plan` gives it another
-        plan. None where experts are not over ranks, and nothing travels.
+        The blocks that follow each other with experts, as `fusedmoe.hf.pipeline` does.
     Raises:
         ConfigError: an unknown policy; blocks of another class, in activation checkpoints among them; from a forward,
             blocks that are compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.

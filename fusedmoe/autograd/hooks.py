@@ -112,7 +112,7 @@ class WireCast(Hooks):
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        if not _is_floating(dtype):
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"WireCast: rows cannot travel as {dtype!r}; give a floating-point dtype, torch.bfloat16")
         self.dtype = dtype
 
@@ -129,10 +129,6 @@ class WireCast(Hooks):
 
     def __repr__(self) -> str:
         return f"WireCast({self.dtype})"
-
-
-def _is_floating(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 class WireFp8(Hooks):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from fusedmoe.comm.exchange import ExchangeSizes
 from fusedmoe.engine.chunks import concatenated, inverse, taken
 from fusedmoe.engine.run import Plans
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import Received
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, TaskKind
@@ -182,12 +183,50 @@ class MicroBatch:
         return torch.cat([before, own_S, after])
 
 
-class Call(Protocol):
-    """Arguments of a block of another library beside x."""
+class ExternalCall(NamedTuple):
+    """Arguments of a block of another library beside its tokens, of `batch` samples."""
 
-    def samples(self, at: slice) -> object:
-        """Returns the arguments for some samples of the batch."""
-        ...
+    who: str
+    batch: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def samples(self, at: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments for some samples.
+
+        Raises:
+            ConfigError: an argument of which it is not known what of it is which sample's.
+        """
+        return tuple(self._part(value, at) for value in self.args), self._part(self.kwargs, at)
+
+    def _part(self, value: Any, at: slice) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case dict():
+                return {key: self._part(each, at) for key, each in value.items()}
+            case list() | tuple():
+                return type(value)([self._part(each, at) for each in value])
+            case Tensor() if value.dim() == 0 or len(value) == 1:  # the same for all samples
+                return value
+            case Tensor() if len(value) == self.batch and value.dim() > 1:  # of one dimension it may be positions
+                return value[at]
+        from torch.nn.attention.flex_attention import BlockMask  # loads much, and few blocks have one
+
+        if isinstance(value, BlockMask) and value.shape[0] in (1, self.batch):
+            return value if value.shape[0] == 1 else _samples_of_mask(value, at)
+        got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"{self.who} is called with {got}, which nobody knows how to split into the {self.batch} samples of a "
+            "batch: use schedule=… in place of the pipeline"
+        )
+
+
+def _samples_of_mask(mask: Any, at: slice) -> Any:
+    """Returns a `BlockMask` of some samples, whose numbers the mask's function takes to be those of the batch."""
+    of_batch, part = mask.mask_mod, mask[at]
+    part.mask_mod = lambda b, h, q, kv: of_batch(b + at.start, h, q, kv)
+    return part
 
 
 class Sent:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
-from fusedmoe.blocks.cuts import Call, Index, MicroBatch, ReceivedChunk, Sent, sizes_of
+from fusedmoe.blocks.cuts import ExternalCall, Index, MicroBatch, ReceivedChunk, Sent, sizes_of
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
@@ -49,7 +49,7 @@ class BlocksForward(BlockPass, ForwardPass):
         mask: Tensor | None,
         keep: bool,
         refusal: str | None,
-        calls: Sequence[Call] | None = None,
+        calls: Sequence[ExternalCall] | None = None,
     ) -> None:
         self.keep, self._x, self._mask, self._refusal, self._calls = keep, x, mask, refusal, calls
         self._modules = blocks

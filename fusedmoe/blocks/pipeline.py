@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.blocks.backward import BlocksBackward
-from fusedmoe.blocks.cuts import BlockDegrees, Call, degrees_of
+from fusedmoe.blocks.cuts import BlockDegrees, ExternalCall, degrees_of
 from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
@@ -174,7 +174,7 @@ class PipelinedBlocks(nn.Module):
         for phase in STAGES:
             self._check(phase, plans, gradients)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, calls: Sequence[Call] | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, calls: Sequence[ExternalCall] | None = None) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i.
 
         `mask` [B, …], booleans, is false for padding, to which experts add nothing (see `MoELayer.forward`); dense
@@ -224,7 +224,7 @@ class PipelinedBlocks(nn.Module):
         mask: Tensor | None,
         followed: _Assigned,
         refusal: str | None,
-        calls: Sequence[Call] | None,
+        calls: Sequence[ExternalCall] | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the blocks by the plans followed; returns z, and each block's auxiliary loss. Collective."""
         plans, gradients, degrees = followed
@@ -347,7 +347,7 @@ class _ThroughBlocks(Function):
         states: list[BlockState],
         keep: bool,
         refusal: str | None,
-        calls: Sequence[Call] | None,
+        calls: Sequence[ExternalCall] | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         forward = BlocksForward(run, split, modules, states, x, mask, keep, refusal, calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -27,23 +28,20 @@ class PartExperts:
     A chunk keeps its pre-activations.
 
     Args: as for `fusedmoe.ops.experts_in_parts`.
-        learns: which parts have gradients; None: those that require them.
     """
 
     any_degree = tokens_learn = weights_learn = True
 
-    def __init__(
-        self, parts: Sequence[Tensor], how: WeightParts, activation: str, learns: Sequence[bool] | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[Tensor], how: WeightParts, activation: str) -> None:
         self.parameters, self._how, self._activation = tuple(parts), how, activation
-        self._learns = learning(parts) if learns is None else learns
+        self._learns = learning(parts)
         self.keeps_rows = any(self._learns)
         self._joined: GroupedExperts | None = None
 
     def for_backward(self) -> PartExperts:
         # Without the joined weights: a graph that kept them would keep a copy of all experts.
-        experts = PartExperts(self.parameters, self._how, self._activation, self._learns)
-        experts.tokens_learn, experts.weights_learn = self.tokens_learn, self.weights_learn
+        experts = copy(self)
+        experts._joined = None
         return experts
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:

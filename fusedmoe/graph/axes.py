@@ -222,8 +222,10 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: i
     for source in node.all_input_nodes:
         inputs.setdefault(source, None)
     value = node.meta["val"]
-    if isinstance(value, (tuple, list)) and not all(_has(source, axis, chunks) for source in value):
-        return None
+    if isinstance(value, (tuple, list)):
+        given = [one for one in value if one is not None]
+        if not all(isinstance(one, torch.Tensor) and fits(one.shape, axis, chunks) for one in given):
+            return None
     carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
     return OperatorSplit(axis, inputs, crosses, carries)
 
@@ -234,11 +236,6 @@ def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | N
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
     return None if way_of(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
-
-
-def _has(value: Any, axis: Axis | Rows, chunks: int) -> bool:
-    """Returns whether one of several results can be in chunks along that axis; a result that is None can."""
-    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, chunks)
 
 
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]

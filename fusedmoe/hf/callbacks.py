@@ -145,6 +145,11 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
 
 
+def named_input(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> dict[str, Tensor]:
+    """Returns the arguments of registered experts by name."""
+    return {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+
+
 def _routers(model: Any) -> dict[type, int]:
     """Returns classes of routers, and the place of the logits in their outputs, as the models themselves say."""
     routers = {}

@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.distributed.parallel_utils import _use_local_dtensor_params
 from transformers.utils.output_capturing import _active_collector
 
 from fusedmoe import PipelinedBlocks
 from fusedmoe.dispatchers import EXCHANGE, ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
+from fusedmoe.hf.callbacks import RouterMetrics, named_input, registered_experts
 from fusedmoe.hf.owner import NAME
 
 #: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
@@ -94,12 +94,12 @@ class TransformersBlocks:
     families: tuple[str, ...] = FAMILIES
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
-        hidden_states, top_k_index, top_k_weights = _named(*args, **kwargs)
         # Metrics count what experts are called with, by hooks.
         for hook in experts._forward_pre_hooks.values():
             if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RouterMetrics):
                 hook(experts, args, kwargs)
-        return hidden_states, top_k_index, top_k_weights
+        x_TH, number_TK, weight_TK = named_input(*args, **kwargs).values()
+        return x_TH, number_TK, weight_TK
 
     def k(self, block: ExternalBlock) -> int:
         experts: Any = block.exchange.experts.module
@@ -119,7 +119,3 @@ class TransformersBlocks:
         if "_fusedmoe_padding" in vars(block.exchange.experts.module):
             return "mask_padding masks the tokens of whole batches; leave it out"
         return None
-
-
-def _named(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> ExpertsInput:
-    return hidden_states, top_k_index, top_k_weights

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fusedmoe.dispatchers import Remembered, enclosing_checkpoints
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.callbacks import registered_experts
+from fusedmoe.hf.callbacks import named_input, registered_experts
 
 
 def mask_padding(model: Any) -> Any:
@@ -91,7 +91,7 @@ class _Masked:
         mask_BL = self._mask()
         if mask_BL is None:
             return None
-        given = _arguments(*args, **kwargs)
+        given = named_input(*args, **kwargs)
         number_TK = given["top_k_index"]
         last = len(number_TK) // max(len(mask_BL), 1)
         if last * len(mask_BL) != len(number_TK) or last > mask_BL.shape[1]:
@@ -111,8 +111,3 @@ class _Masked:
         if mask is not None:
             self._kept.keep(mask, around)
         return mask
-
-
-def _arguments(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> dict[str, Any]:
-    """Returns the arguments of experts by name."""
-    return {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}

@@ -21,8 +21,7 @@ from fusedmoe.autograd.experts import experts as grouped_experts
 from fusedmoe.autograd.low_rank import low_rank_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
-from fusedmoe.engine.low_rank_experts import LowRankChunks
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights

@@ -241,7 +241,7 @@ def _shard_spec(
     kept = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
     starts = _check_chunk(name, own, shape, sharding, topology, numbers is not None)
     axes = ("mp",) if "mp" in sharding else ("ep", "esp")
-    placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in axes)
+    placements = tuple(Replicate() if (dim := sharding.get(axis, NAMED)) == NAMED else Shard(dim) for axis in axes)
     mesh = topology.dense_mesh if "mp" in sharding else topology.expert_mesh
     of_all = tuple(shape), holders(sharding, topology), True, NAMED not in sharding.values()
     if not isinstance(tensor, DTensor):
@@ -266,10 +266,6 @@ def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
     # It serves only to find places, so it needs no process groups.
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
-
-
-def _placement(dim: int) -> Placement:
-    return Replicate() if dim == NAMED else Shard(dim)
 
 
 def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:

@@ -20,7 +20,7 @@ from torchtitan.models.gpt_oss.model import GptOssTransformerBlock
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 import fusedmoe.titan
-from fusedmoe.blocks.external_blocks import ExternalCall
+from fusedmoe.blocks.cuts import ExternalCall
 from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError
 from fusedmoe.titan import FAMILIES

@@ -24,7 +24,6 @@ from tests.layers.test_pipeline_plans import costs_of, halves
 from tests.marks import slowly
 
 M, H, E, K = 10, 12, 4, 2
-PARAMETERS = ("w1", "w2", "b1", "b2")
 #: What is frozen of the experts.
 FROZEN = ("w1 w2 b1 b2", "w1", "w2 b2", "b1 b2", "w1 b1 b2")
 

@@ -186,7 +186,9 @@ class Board:
     def blame(self, rank: int, operation: str, message: str) -> str:
         """Posts that another rank did not come; returns the verdict, or who hosts the store where that is silent."""
         said = self.post(rank, operation, message)
-        return f"{_host()}: {self._line.trouble}. {_CURE}" if self._line.trouble else str(said)
+        host = f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST}"
+        trouble = self._line.trouble
+        return f"{host} failed in hosting the job's store: {trouble}. {_CURE}" if trouble else str(said)
 
     def refuse(self, operation: str, message: str, heard_by: int) -> None:
         """Notes why this rank takes no part in an operation of `heard_by` ranks, which learn of it from that."""
@@ -342,11 +344,6 @@ def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
     if not store.check(keys):
         return None
     return store.multi_get(keys)
-
-
-def _host() -> str:
-    """Returns the words that the process failed that hosts the job's store."""
-    return f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST} failed in hosting the job's store"
 
 
 def attempt() -> str:

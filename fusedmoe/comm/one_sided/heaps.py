@@ -140,16 +140,6 @@ def _view(path: str, size: int, inode: int) -> Tensor:
         os.close(file)
 
 
-#: What `SymmHeap` calls, with the arguments given here, and reads of `torch._C._distributed_c10d._SymmetricMemory`.
-#: Torch 2.11 and 2.13 agree in it; a test holds the installed torch to it.
-INTERFACE: dict[str, tuple[str, ...] | None] = {
-    "empty_strided_p2p": ("size", "stride", "dtype", "device"),
-    "rendezvous": ("tensor", "group_name"),
-    "buffer_ptrs": None,
-    "rank": None,
-}
-
-
 class SymmHeap(Heap):
     """The heap over GPUs of a node that address each other's memory."""
 

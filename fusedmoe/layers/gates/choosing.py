@@ -101,9 +101,8 @@ class Choosing(TorchFunctionMode):
             if own is not score:  # a DTensor, of tokens that are split over ranks: each has its own
                 shape = torch.Size((*score.shape[:-1], k))
                 of_all: Any = score
-                index = of_all.from_local(
-                    index, of_all.device_mesh, of_all.placements, shape=shape, stride=_strides(shape)
-                )
+                stride = torch.empty(shape, device="meta").stride()
+                index = of_all.from_local(index, of_all.device_mesh, of_all.placements, shape=shape, stride=stride)
         self.chosen_TK = _local(index).flatten(0, -2)
         return index
 
@@ -111,10 +110,6 @@ class Choosing(TorchFunctionMode):
 def _local(tensor: Any) -> Tensor:
     # By its method, for DTensor's module takes long to import.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def choosing() -> Choosing | None:

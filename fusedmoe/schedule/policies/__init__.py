@@ -233,9 +233,6 @@ class PlanSearch:
 
     def plan(self, name: str) -> Plan:
         """Returns the plan by a policy of `POLICIES`."""
-        return self._plan(name)
-
-    def _plan(self, name: str) -> Plan:
         if name not in self._made and name in self._shared:
             self._made[name] = self._shared[name]()
         elif name not in self._made:
@@ -247,10 +244,10 @@ class PlanSearch:
     @cached_property
     def families(self) -> dict[str, Plan]:
         """The plans that `joint` takes the best of, by the policy that they come from; its own split is "joint"."""
-        plans = {policy.name: self._plan(policy.name) for policy in POLICIES.values() if not policy.whole}
+        plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.whole}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
-            plans |= {policy.name: self._plan(policy.name) for policy in POLICIES.values() if not policy.by_layer}
+            plans |= {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.by_layer}
             plans["joint"] = joint_split(self._tuned, self._costs, self._degrees, self._step)
         return plans
 
@@ -260,7 +257,7 @@ class PlanSearch:
         as well, all-reduces in buckets of 1 MiB, buckets of the best size."""
         attention, all_reduce = exposed_by_part(self._costs, self._degrees, self._step)
         self._step()
-        experts, tuned = self._plan("pipemoe"), self._plan("flowmoe")
+        experts, tuned = self.plan("pipemoe"), self.plan("flowmoe")
         return {"pipelined experts": experts, "attention": attention, "all-reduce": all_reduce, "tuned": tuned}
 
     @cached_property
