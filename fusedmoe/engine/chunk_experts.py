@@ -23,6 +23,7 @@ from fusedmoe.kernels.experts import (
     experts_backward_weights,
     experts_forward,
 )
+from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 
 # Gradients of parameters; None before the first chunk, and for a parameter without one.
@@ -197,9 +198,7 @@ class AutogradExperts:
 
 
 def _gradients(totals: Totals) -> Gradients | None:
-    if totals is None:
-        return None
-    return Gradients(None, None, *(None if total is None else _at_least_float32(total) for total in totals))
+    return None if totals is None else Gradients(None, None, *totals)
 
 
 def add_all(totals: Totals, grads: Totals) -> Totals:
@@ -211,9 +210,4 @@ def add_all(totals: Totals, grads: Totals) -> Totals:
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if total is None or grad is None:
         return grad if total is None else total
-    return _at_least_float32(total).add_(grad)
-
-
-def _at_least_float32(total: Tensor) -> Tensor:
-    # Chunks are not rounded one after the other: half precision is for their sum.
-    return total.float() if total.dtype.itemsize < 4 else total
+    return at_least_float32(total).add_(grad)
