@@ -33,11 +33,13 @@ _MOST_HUNG = 3
 
 
 def variants() -> Iterator[Variant]:
-    """Yields the variants of SwiGLU experts without biases, in bfloat16, that have a form in Gluon."""
+    """Yields the variants of SwiGLU experts without biases, in bfloat16, that have a form in Gluon; of gradients of
+    matrices also those that are added to a chunk's before."""
     for operation in OPERATIONS:
         activation = "swiglu" if operation in ("up", "dhidden") else ""
         gather = operation not in ("down", "dinput")
-        yield Variant(operation, "bfloat16", "ieee", activation, gather, operation == "dhidden", True, True)
+        for extra in {"dhidden": (True,), "dw1": (False, True), "dw2": (False, True)}.get(operation, (False,)):
+            yield Variant(operation, "bfloat16", "ieee", activation, gather, extra, True, True)
 
 
 def check(shapes: Sequence[Shape], device: torch.device) -> None:

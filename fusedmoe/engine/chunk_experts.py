@@ -23,6 +23,7 @@ from fusedmoe.kernels.experts import (
     experts_backward_weights,
     experts_forward,
 )
+from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.low_rank import Adapters, low_rank_backward, low_rank_forward
 
@@ -233,9 +234,7 @@ class LowRankChunks:
 
 
 def _gradients(totals: Totals) -> Gradients | None:
-    if totals is None:
-        return None
-    return Gradients(None, None, *(None if total is None else _at_least_float32(total) for total in totals))
+    return None if totals is None else Gradients(None, None, *totals)
 
 
 def add_all(totals: Totals, grads: Totals) -> Totals:
@@ -247,9 +246,4 @@ def add_all(totals: Totals, grads: Totals) -> Totals:
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if total is None or grad is None:
         return grad if total is None else total
-    return _at_least_float32(total).add_(grad)
-
-
-def _at_least_float32(total: Tensor) -> Tensor:
-    # Chunks are not rounded one after the other: half precision is for their sum.
-    return total.float() if total.dtype.itemsize < 4 else total
+    return at_least_float32(total).add_(grad)

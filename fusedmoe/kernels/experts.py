@@ -27,6 +27,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import Activation, cached_rows, define_activation
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
+from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.wanted import ALL, Wanted
 
@@ -178,7 +179,8 @@ def experts_backward(
 
     Args:
         x_SM: None where no gradient of W1 is wanted.   h_NH: None where none but the output bias's is.
-        into: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
+        into: gradients of other rows, to whose parameters' part this one's is added: in place, half precision in new
+            float32 memory.
         wanted: what is computed; each has the same bits whatever else is.
         shared: as of `experts_forward`.
     """
@@ -238,17 +240,13 @@ def experts_backward_weights(
     wanted: Wanted = ALL,
     shared: bool = False,
 ) -> Gradients:
-    """The second half of `experts_backward`: the parameters' gradients, its `x_SM` and `weight_N` None.
-
-    `into`: gradients of other rows, in at least float32, to which these are added in place.
-    """
+    """The second half of `experts_backward`: the parameters' gradients, `x_SM` and `weight_N` None; `into` as there."""
     if not wanted.parameters:
         return Gradients(None, None, None, None, None, None)
     if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
-        given = (layout, weight_N, weights, wanted, shared)
-        return experts.experts_backward_weights(dy_SM, x_SM, left, *given).added_to(into)
+        return experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into, wanted, shared)
     dy_SM = dy_SM.contiguous()
     blocks, most, _ = row_blocks(layout, dy_SM, weights.w2.shape[2])
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, wanted, most)
@@ -361,6 +359,7 @@ class _ParameterGradients:
         most: int,
     ) -> None:
         self._wanted = wanted
+        into = None if into is None else Gradients(None, None, *map(at_least_float32, into.parameters))
         # Products add to what is there; sums in another dtype, float32 beside half precision, are added to at the end.
         total = None if into is None else next(filter(torch.is_tensor, into.parameters), None)
         self._later = into if total is not None and total.dtype != dy_SM.dtype else None

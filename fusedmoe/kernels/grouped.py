@@ -16,6 +16,7 @@ Their Triton cuts the rows into tiles (`define_tiles`), so that the size of a gr
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -104,6 +105,15 @@ def define_dweight(left_NP: Tensor, right_NQ: Tensor, expert_N: Tensor, experts:
     """out [E, P, Q], in plain torch, of rows already gathered."""
     rows = [expert_N == e for e in range(experts)]
     return torch.stack([left_NP[of_expert].t() @ right_NQ[of_expert] for of_expert in rows])
+
+
+_Sum = TypeVar("_Sum", Tensor, Tensor | None)
+
+
+def at_least_float32(total: _Sum) -> _Sum:
+    """Returns a sum that further rows' gradients are added to: as it is, or of half precision a copy in float32."""
+    # Chunks are not rounded one after the other: half precision is for their sum.
+    return total.float() if total is not None and total.dtype.itemsize < 4 else total
 
 
 def tile_bound(rows: int, experts: int, block_rows: int) -> int:

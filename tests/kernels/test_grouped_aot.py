@@ -41,7 +41,7 @@ from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
 from tests.kernels.cases import gluon as gluon_cases
-from tests.kernels.cases.grouped import EVEN, ODD, aot_cases, variants
+from tests.kernels.cases.grouped import EVEN, ODD, aot_cases, can_widen, variants
 
 ROWS, EXPERTS, PEERS = 100, 3, 8
 LIBRARIES = {"libnvshmem_device": "/somewhere/libnvshmem_device.bc"}
@@ -120,10 +120,16 @@ def flight(variant: Variant, columns: int, far: bool) -> Flight:
 
 
 def run(
-    variant: Variant, bulk_copies: bool, sides: tuple[int, int], config: Config, far: bool | None = None
+    variant: Variant,
+    bulk_copies: bool,
+    sides: tuple[int, int],
+    config: Config,
+    far: bool | None = None,
+    widens: bool = False,
 ) -> Variant:
     """Runs a variant's launcher on tensors without memory; returns what the launcher took it for.
 
+    `widens`: the gradient of a matrix is added to one of half precision.
     `far`: whether peers are far, of rows that are awaited and results that are put; None: there are none.
     """
     dtype = getattr(torch, variant.dtype)
@@ -161,7 +167,8 @@ def run(
         product.product(call, operation, empty(ROWS, depth), b, transposed, bias, put=put)
     else:
         gather = {"dw1": "right", "dw2": "left"}[operation]
-        dweight.dweight(call, operation, empty(ROWS, depth), empty(ROWS, columns), gather)
+        total = empty(EXPERTS, depth, columns, dtype=dtype if widens else torch.float32) if variant.extra else None
+        dweight.dweight(call, operation, empty(ROWS, depth), empty(ROWS, columns), gather, total)
     (key,) = asked
     return key.variant
 
@@ -180,11 +187,12 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
     for case in aot_cases():
         cases.setdefault(case.name, []).append(case)
     for variant, target, config in everything():
-        for sides in (EVEN,) if variant.even else ODD[:1]:
+        sides = EVEN if variant.even else ODD[0]
+        for widens in (False, True)[: 1 + can_widen(variant)]:
             launches.clear()
-            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config) == variant
+            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config, widens=widens) == variant
             (launch,) = launches
-            name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}"
+            name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}{' widened' * widens}"
             (case,) = cases[name]
             assert target in case.targets, name
             assert launch.is_case(case), (name, launch.arguments, case.arguments)
@@ -196,11 +204,12 @@ def test_what_the_gluon_form_launches_is_compiled(launches: list[Launch], monkey
     monkeypatch.setattr(gluon_launch, "_grid", lambda config, out, most: (1,))
     cases = {case.name: case for case in gluon_cases.aot_cases()}
     for variant in variants(True):
-        for candidate in gluon_candidates(variant, (9, 0)):
+        both = itertools.product(gluon_candidates(variant, (9, 0)), (False, True)[: 1 + can_widen(variant)])
+        for candidate, widens in both:
             launches.clear()
-            assert run(variant, True, EVEN, candidate.config) == variant
+            assert run(variant, True, EVEN, candidate.config, widens=widens) == variant
             (launch,) = launches
-            case = cases.pop(f"{variant} {candidate.config}")
+            case = cases.pop(f"{variant} {candidate.config}{' widened' * widens}")
             assert launch.is_case(case), (case.name, launch.arguments, case.arguments)
     assert not cases
 
@@ -244,7 +253,7 @@ def test_every_variant_is_known() -> None:
             sides = EVEN if even else ODD[0]
             activations = tuple(ACTIVATIONS) if operation in ("up", "dhidden") else ("",)
             gathers = (False,) if operation in ("down", "dinput") else (False, True)
-            extras = (False, True) if operation in ("up", "down", "dhidden") else (False,)
+            extras = (False,) if operation == "dinput" else (False, True)
             taken |= {
                 call.variant(operation, *sides, *flags) for flags in itertools.product(activations, gathers, extras)
             }

@@ -16,6 +16,7 @@ from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
@@ -93,25 +94,38 @@ def experts_backward_weights(
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
+    into: Gradients | None,
     wanted: Wanted,
     shared: bool = False,
 ) -> Gradients:
-    """The parameters' half of the backward, as in the contract."""
+    """The parameters' half of the backward, as in the contract: kernels add to `into` on their way out."""
     dy_SM, dh, a = solid(dy_SM), left.dh_NH, left.a_NH
     call = make_call(layout, dy_SM, shared=shared)
     dw1 = dw2 = db1 = db2 = None
+    w1_EPQ, w2_EPQ, b1_EPQ, b2_EO = _totals(into)
     if wanted.w1 and x_SM is not None and dh is not None:
-        dw1 = dweight(call, "dw1", dh, solid(x_SM), "right").view_as(weights.w1)
+        dw1 = dweight(call, "dw1", dh, solid(x_SM), "right", w1_EPQ).view_as(weights.w1)
     if wanted.w2 and a is not None:
-        dw2 = dweight(call, "dw2", dy_SM, a, "left")
+        dw2 = dweight(call, "dw2", dy_SM, a, "left", w2_EPQ)
     # Σ over an expert's rows is the product of a column of ones with them: the same kernel, and the same order of sums.
     one_N1 = dy_SM.new_ones((layout.rows, 1)) if wanted.b1 or wanted.b2 else None
     if weights.b1 is not None and wanted.b1 and one_N1 is not None and dh is not None:
-        db1 = dweight(call, "dw1", one_N1, dh, None).view_as(weights.b1)
+        db1 = dweight(call, "dw1", one_N1, dh, None, b1_EPQ).view_as(weights.b1)
     if weights.b2 is not None and wanted.b2 and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
         db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
+        # Few numbers, which are columns of the kernel's.
+        db2 = db2 if b2_EO is None else at_least_float32(b2_EO).add_(db2)
     return Gradients(None, None, dw1, dw2, db1, db2)
+
+
+def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The parameters' part as matrices of each expert, [E, P, Q]; the output bias as it is."""
+    if into is None:
+        return None, None, None, None
+    w1_EPQ = None if into.w1 is None else into.w1.flatten(1, -2)
+    b1_EPQ = None if into.b1 is None else into.b1.flatten(1)[:, None]
+    return w1_EPQ, into.w2, b1_EPQ, into.b2
 
 
 def forward_in_flight(

@@ -18,7 +18,7 @@ from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from tests.kernels.cases import AotCase
-from tests.kernels.cases.grouped import EVEN, is_common, variants
+from tests.kernels.cases.grouped import EVEN, can_widen, is_common, totals, variants
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 _TABLES = {"tiles_ptr": torch.int32, "used_ptr": torch.int32, "ends_ptr": torch.int32, "n_col_tiles": "i32"}
@@ -26,15 +26,18 @@ _TABLES = {"tiles_ptr": torch.int32, "used_ptr": torch.int32, "ends_ptr": torch.
 
 def aot_cases() -> list[AotCase]:
     return [
-        _case(variant, candidate.config, first=place == 0)
+        _case(variant, candidate.config, place == 0, widens)
         for variant in variants(True)
         for place, candidate in enumerate(gluon_candidates(variant, (9, 0)))
+        for widens in (False, True)[: 1 + can_widen(variant)]
         if isinstance(candidate.config, HopperConfig)
     ]
 
 
-def _case(variant: Variant, config: HopperConfig, first: bool) -> AotCase:
+def _case(variant: Variant, config: HopperConfig, first: bool, widens: bool) -> AotCase:
     kernel, arguments = _KERNELS[variant.operation](variant, config)
+    if variant.operation in ("dw1", "dw2"):
+        arguments |= totals(variant, widens)
     arguments |= {
         "BM": config.bm,
         "BN": config.bn,
@@ -45,14 +48,14 @@ def _case(variant: Variant, config: HopperConfig, first: bool) -> AotCase:
     }
     common = is_common(variant)
     return AotCase(
-        f"{variant} {config}",
+        f"{variant} {config}" + " widened" * widens,
         kernel,
         arguments,
         config.options,
         targets=(90,),
         # Products by groups of warps, bulk copies, and rows that are looked up by copies of threads.
         expect={90: ("HGMMA", "UTMALDG", *(["LDGSTS"] if variant.gather else []))},
-        quick=first and common and variant.dtype == "bfloat16",
+        quick=first and common and variant.dtype == "bfloat16" and not widens,
         rare=not (first or common),
     )
 
@@ -136,7 +139,6 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "sorted_ptr": dtype,
         "sorted_desc": _box(variant, config.bk, config.bn if left else config.bm),
-        "out_ptr": dtype,
         "starts_ptr": torch.int32,
         "P": height,
         "Q": width,

@@ -38,7 +38,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _PRECISIONS = (("bfloat16", "ieee"), ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"))
 _WITH_ACTIVATION = ("up", "dhidden")
 _WITH_GATHER = ("up", "dhidden", "dw1", "dw2")
-_WITH_EXTRA = ("up", "down", "dhidden")
+_WITH_EXTRA = ("up", "down", "dhidden", "dw1", "dw2")
 # Tensor cores of each generation.
 _PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
@@ -54,13 +54,15 @@ def variants(bulk_copies: bool) -> Iterator[Variant]:
 
 
 class _Launch(NamedTuple):
-    """`in_flight`: rows are awaited, or results put; `nvshmem`: from far peers, or to them."""
+    """`in_flight`: rows are awaited, or results put; `nvshmem`: from far peers, or to them. `widens`: what is added is
+    of half precision, the sum in float32."""
 
     variant: Variant
     config: Config
     sides: tuple[int, int]
     in_flight: bool = False
     nvshmem: bool = False
+    widens: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,6 +97,8 @@ def _launches(target: int) -> Iterator[_Launch]:
         for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
             for sides in all_sides:
                 yield _Launch(variant, candidate.config, sides)
+                if can_widen(variant):
+                    yield _Launch(variant, candidate.config, sides, widens=True)
             if _can_be_in_flight(variant):
                 yield _Launch(variant, candidate.config, all_sides[0], True)
                 config = candidate.config
@@ -110,9 +114,16 @@ def _can_be_in_flight(variant: Variant) -> bool:
     return variant.operation in ("down", "dinput")
 
 
+def can_widen(variant: Variant) -> bool:
+    """Gradients of matrices in half precision, which are added to those of a first chunk."""
+    return variant.operation in ("dw1", "dw2") and variant.extra and variant.dtype != "float32"
+
+
 def is_common(variant: Variant) -> bool:
-    """One variant of each operation, dtype and precision."""
+    """One variant of each operation, dtype and precision; of gradients of matrices two, alone and added to others."""
     gather, extra = variant.operation in _WITH_GATHER, variant.operation in _WITH_EXTRA
+    if variant.operation in ("dw1", "dw2"):
+        return variant.gather
     return variant.activation in ("", "swiglu") and (variant.gather, variant.extra) == (gather, extra)
 
 
@@ -128,14 +139,14 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
     rare = not common or sides not in (EVEN, ODD[0])
     words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
     return AotCase(
-        " ".join(words) + " in flight" * launch.in_flight + " nvshmem" * launch.nvshmem,
+        " ".join(words) + " in flight" * launch.in_flight + " nvshmem" * launch.nvshmem + " widened" * launch.widens,
         kernel,
         {name: value for name, value in arguments.items() if name in known},
         config.options,
         tuple(targets),
         {target: _expect(launch, target) for target in targets if target == 90 or not rare},
         quick=common and variant.even and variant.dtype == "bfloat16" and chosen and not launch.nvshmem,
-        rare=rare or (launch.in_flight and config not in first) or launch.nvshmem,
+        rare=rare or ((launch.in_flight or launch.widens) and config not in first) or launch.nvshmem,
         libraries=nvshmem_bitcode if launch.nvshmem else dict,
     )
 
@@ -220,12 +231,20 @@ def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "left_rows": None if left or not variant.bulk else launch.box(config.bk, config.bm),
         "right_rows": None if right or not variant.bulk else launch.box(config.bk, config.bn),
         "source_ptr": torch.int64 if variant.gather else None,
-        "out_ptr": dtype,
+        **totals(variant, launch.widens),
         "starts_ptr": torch.int32,
     }
     even = variant.even and launch.sides[0] % config.bm == 0 and launch.sides[1] % config.bn == 0
     flags = {"GATHER_LEFT": left, "GATHER_RIGHT": right, "EVEN": even, "NARROW": True}
     return dweight_kernel, {**tensors, **_sides(launch, "P", "Q"), **flags}
+
+
+def totals(variant: Variant, widens: bool) -> dict[str, Any]:
+    """Matrices that are added to, and those of the results."""
+    dtype = getattr(torch, variant.dtype)
+    if not variant.extra:
+        return {"total_ptr": None, "out_ptr": dtype}
+    return {"total_ptr": dtype if widens else torch.float32, "out_ptr": torch.float32}
 
 
 _KERNELS = {"up": _up, "dhidden": _dhidden, "down": _product, "dinput": _product, "dw1": _dweight, "dw2": _dweight}

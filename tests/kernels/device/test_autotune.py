@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedmoe.files import write_kept
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, correctness
@@ -36,6 +37,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     is_even,
 )
 from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
 from tests.marks import interpreted_slowly
@@ -57,7 +59,7 @@ def variant(
 ) -> Variant:
     activation = {"up": "swiglu", "dhidden": "geglu"}.get(operation, "")
     gather = gather and operation not in ("down", "dinput")
-    extra = extra and operation in ("up", "down", "dhidden")
+    extra = extra and operation != "dinput"
     name = str(dtype).removeprefix("torch.")
     return Variant(operation, name, "ieee", activation, gather, extra, even, bulk and even)
 
@@ -487,6 +489,37 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(out, torch.einsum("nk,nmk->nm", a, b[expert_N]), rtol=1e-4, atol=1e-4)
     product(call, "down", a, b, True)
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in place", "widened"])
+def test_a_launch_that_adds_is_repeated_and_adds_once(total: torch.dtype, device: torch.device) -> None:
+    """However often a gradient of matrices is launched to find its configuration."""
+    slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (32, 64))
+    times, ran = {slow: 3.0, fast: 2.0}, 0
+
+    def measure(run: Callable[[], object], seconds: float) -> float:
+        nonlocal ran
+        ran += 1
+        run()
+        run()
+        return times[run.args[0]]  # type: ignore[attr-defined]
+
+    def choose(key: Key, launch: Callable[[Config], object]) -> Config:
+        tuner = Tuner(lambda key: [*map(Candidate, times)], lambda *of: "", measure, Record(None), lambda: True)
+        return tuner.choose(key._replace(rows=10**9), launch)
+
+    layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
+    call = GroupedCall(layout, torch.empty(0, device=device), choose, True)
+    left, right = torch.randn(50, 64, device=device), torch.randn(50, 32, device=device)
+    total_EPQ = torch.randn(3, 64, 32, device=device).to(total)
+    expert_N = torch.arange(3, device=device).repeat_interleave(torch.tensor([20, 0, 30], device=device))
+    expected = total_EPQ.double() + define_dweight(left.double(), right.double(), expert_N, 3)
+    before = total_EPQ.clone()
+    out = dweight(call, "dw1", left, right, None, total_EPQ)
+    assert ran == 2 and out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    in_place = total == torch.float32
+    assert (out.data_ptr() == total_EPQ.data_ptr()) == in_place and torch.equal(total_EPQ, before) != in_place
 
 
 def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import ALL, Wanted, Weights, experts_backward, experts_forward
+from fusedmoe.kernels.experts import ALL, Gradients, Wanted, Weights, experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from tests.kernels.routings import choose
@@ -138,12 +139,49 @@ def test_no_rows_of_some_tokens(
         layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
         with no_sync():
             y_SM, h = triton_experts.experts_forward(x_SM[:0], layout, None, weights, activation)
-            given, wanted = (layout, None, weights), ALL
-            dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], h, *given, activation, wanted)
-            grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given, wanted)
+            given = (layout, None, weights)
+            dx_SM, _, left = triton_experts.experts_backward_rows(dy_SM[:0], h, *given, activation, ALL)
+            grads = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given, None, ALL)
+            into = Gradients(None, None, weights.w1, weights.w2, weights.b1, weights.b2)
+            added = triton_experts.experts_backward_weights(dy_SM[:0], x_SM[:0], left, *given, into, ALL)
         assert y_SM.shape == dx_SM.shape == (0, dim)
         for gradient, of in ((grads.w1, weights.w1), (grads.w2, weights.w2), (grads.b1, weights.b1)):
             assert gradient is not None and of is not None and gradient.shape == of.shape and not gradient.any()
+        assert all(torch.equal(one, other) for one, other in zip(added.parameters, into.parameters, strict=True))
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in place", "widened"])
+@pytest.mark.parametrize(("dim", "hidden"), [(64, 32), *interpreted_slowly((36, 30))])
+def test_gradients_are_added_to_those_of_other_rows(
+    dim: int, hidden: int, total: torch.dtype, device: torch.device, no_sync: NoSync
+) -> None:
+    """In float32, whatever the dtype and the strides of what is there; experts without rows keep it."""
+    swiglu, experts = ACTIVATIONS["swiglu"], 7
+    expert_SK = torch.tensor([[0, 6], [6, 0], [0, 6], [2, -1]], device=device).repeat(9, 1)
+    layout, exact = build_layout(expert_SK, experts, None), define_layout(expert_SK, experts, None)
+    weights, weight_N = make_weights(experts, dim, hidden, "swiglu", "slice", device), torch.rand(layout.rows)
+    weight_N = weight_N.to(device)
+    x_SM, dy_SM = torch.randn(36, dim, device=device), torch.randn(36, dim, device=device)
+    given = [torch.randn_like(one).to(total) for one in (weights.w1, weights.w2, weights.b1, weights.b2)]  # type: ignore[arg-type]
+    given[1] = given[1].mT.contiguous().mT
+    before = [one.double().cpu() for one in given]
+    _, h = experts_forward(x_SM, layout, weight_N, weights, swiglu)
+    into, only_w1 = Gradients(None, None, *given), Wanted(False, False, True, False, False, False)
+    with no_sync():
+        added = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, swiglu, into)
+    whole = Weights(*(double(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
+    case = (double(x_SM), exact, double(weight_N[: exact.rows]), whole, swiglu)
+    _, right_h = experts_forward(*case)  # type: ignore[arg-type]
+    right = experts_backward(double(dy_SM), case[0], right_h, *case[1:])  # type: ignore[arg-type]
+    for found, old, own in zip(added.parameters, before, right.parameters, strict=True):
+        assert found is not None and own is not None and found.dtype == torch.float32
+        torch.testing.assert_close(double(found), old + own, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[1].double().cpu(), old[1]), "an expert without rows"
+    assert (added.w1.data_ptr() == given[0].data_ptr()) == (total == torch.float32)  # type: ignore[union-attr]
+    # What is not wanted has no sum, either.
+    alone = replace(into, w2=None, b1=None, b2=None)
+    one = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, swiglu, alone, only_w1)
+    assert one.w1 is not None and one.parameters[1:] == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])

@@ -310,14 +310,25 @@ def check_dweight(
     tile: Tile = SMALL_MATRIX,
     programs: int = 2,
     seed: int = 0,
+    added: torch.dtype | None = None,
     **changed: Any,
 ) -> None:
-    """Runs the gradient of the experts' matrices and compares it with float64. `gather`: "left" or "right"."""
+    """Runs the gradient of the experts' matrices and compares it with float64.
+
+    Args:
+        gather: "left" or "right".
+        added: the dtype of matrices that are added, in place in float32; None: there are none.
+    """
     rows, experts, left = Rows(counts, tile.bm), len(counts), gather == "left"
     given = _gathered(rows, height if left else width, dtype, PADDING)
     in_order = _padded(rows, width if left else height, dtype, seed=3)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    out = torch.full((experts, height, width), torch.nan, dtype=dtype)
+    total = None if added is None else _random(experts, height, width, dtype=added, seed=4)
+    before = torch.zeros(experts, height, width).double() if total is None else total.double()
+    if total is not None and added == torch.float32:
+        out = total
+    else:
+        out = torch.full((experts, height, width), torch.nan, dtype=dtype if total is None else torch.float32)
     interpret(
         dweight_kernel,
         programs,
@@ -325,6 +336,7 @@ def check_dweight(
         given.source,
         in_order,
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
+        total,
         out,
         starts,
         height,
@@ -340,5 +352,5 @@ def check_dweight(
     )
     sides = (given.double[: rows.number], in_order[: rows.number].double())
     left_NP, right_NQ = sides if left else sides[::-1]
-    right = define_dweight(left_NP, right_NQ, rows.expert_N, experts)
+    right = define_dweight(left_NP, right_NQ, rows.expert_N, experts) + before
     _close(out, right, define_dweight(left_NP.abs(), right_NQ.abs(), rows.expert_N, experts))

@@ -97,10 +97,12 @@ def test_dhidden(activation: str, extra: bool, programs: list[int]) -> None:
     assert programs == [3, MULTIPROCESSORS]
 
 
+@pytest.mark.parametrize("extra", [True, False], ids=["added to others", "alone"])
 @pytest.mark.parametrize("operation", ["dw1", "dw2"])
-def test_gradients_of_matrices(operation: str, programs: list[int]) -> None:
-    assert checked(variant(operation), MATRIX) == ""
-    assert programs == [3, MULTIPROCESSORS]
+def test_gradients_of_matrices(operation: str, extra: bool, programs: list[int]) -> None:
+    assert checked(variant(operation, extra=extra), MATRIX) == ""
+    # Added to float32 and to half precision.
+    assert programs == [3] * (1 + extra) + [MULTIPROCESSORS] * (1 + extra)
 
 
 @pytest.mark.parametrize("operation", ["down", "dw1"])

@@ -75,10 +75,20 @@ def store_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
 
 
 @gluon.jit
+def add_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
+    """Adds what another matrix has where `store_columns` stores."""
+    mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
+    places = row.to(gl.int64)[:, None] * STRIDE + column[None, :]
+    return x + gl.load(ptr + places, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def store_tile(
-    acc, ptr, first_row, end, first_column, COLUMNS, bias, ROWS: gl.constexpr, BN: gl.constexpr, BIAS: gl.constexpr
-):
-    """Stores a tile of a matrix of this many columns, with its bias: pointer, where it begins, `add_bias`'s columns."""
+    acc, ptr, first_row, end, first_column, COLUMNS, bias, total_ptr,
+    ROWS: gl.constexpr, BN: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Stores a tile of a matrix of this many columns, with its bias: pointer, where it begins, `add_bias`'s columns; or
+    with the same tile of another matrix, if there is one, which may be the one it is stored in."""
     bias_ptr, first_bias, bias_start, bias_columns = bias
     WIDE: gl.constexpr = BN // 4
     OUT: gl.constexpr = stored_layout(WIDE)
@@ -94,6 +104,9 @@ def store_tile(
             if BIAS:
                 x = gl.convert_layout(part, OUT)
                 x = add_bias(x, bias_ptr, first_bias, bias_start, at, bias_columns)
+            elif total_ptr is not None:
+                x = gl.convert_layout(part, OUT)
+                x = add_columns(x, total_ptr, row, end, at, COLUMNS, COLUMNS)
             else:
                 # Narrowed first: half as much goes through shared memory.
                 x = gl.convert_layout(part.to(ptr.dtype.element_ty), OUT)

@@ -2,7 +2,7 @@
 
 The other side comes by bulk copies, but for an expert's last rows where they do not fill a step: a box would run into
 rows that are another expert's, or that nobody has written. There both sides come by copies of threads, zero past the
-end. An expert without rows has no step, and gets zeros.
+end. An expert without rows has no step, and gets zeros. Gradients of other rows may be added on the way out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _load(sides, bufs, ring, table, sizes, GATHER_LEFT: gl.constexpr, BLOCKS: gl
 
 
 @gluon.jit
-def _multiply(out_ptr, bufs, ring, table, sizes, GROUP_OF_WARPS: gl.constexpr, BLOCKS: gl.constexpr):
+def _multiply(total_ptr, out_ptr, bufs, ring, table, sizes, GROUP_OF_WARPS: gl.constexpr, BLOCKS: gl.constexpr):
     P, Q = sizes
     ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
@@ -101,14 +101,16 @@ def _multiply(out_ptr, bufs, ring, table, sizes, GROUP_OF_WARPS: gl.constexpr, B
         acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, True, False, BLOCKS)
         # All matrices below each other.
         first = expert * P + row_tile * BLOCKS.bm + GROUP_OF_WARPS * ROWS
-        store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, (None, 0, 0, 0), ROWS, BN, False)
+        no_bias = (None, 0, 0, 0)
+        store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, no_bias, total_ptr, ROWS, BN, False)
 
 
 @jit(do_not_specialize=["experts", "n_row_tiles", "n_col_tiles"])
 def dweight_kernel(
     # The side whose rows are looked up, left [·, P] (GATHER_LEFT) or right [·, Q], and which each row reads, [rows]
-    # int64; the other side, and boxes [BK, BN or BM] of it; results [E, P, Q].
-    gathered_ptr, source_ptr, sorted_ptr, sorted_desc, out_ptr,
+    # int64; the other side, and boxes [BK, BN or BM] of it; what is added, or None, and results, [E, P, Q], which may
+    # be the same.
+    gathered_ptr, source_ptr, sorted_ptr, sorted_desc, total_ptr, out_ptr,
     # [E + 1] int32: first row of each expert and, last, the number of rows, at least one. P, Q: multiples of 8.
     starts_ptr, P, Q, experts, n_row_tiles, n_col_tiles,
     GATHER_LEFT: gl.constexpr,
@@ -127,8 +129,8 @@ def dweight_kernel(
     sides = (gathered_ptr, source_ptr, sorted_ptr, sorted_desc)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, bufs, ring, table, sizes, 0, BLOCKS)),
-            (_multiply, (out_ptr, bufs, ring, table, sizes, 1, BLOCKS)),
+            (_multiply, (total_ptr, out_ptr, bufs, ring, table, sizes, 0, BLOCKS)),
+            (_multiply, (total_ptr, out_ptr, bufs, ring, table, sizes, 1, BLOCKS)),
             (_load, (sides, bufs, ring, table, sizes, GATHER_LEFT, BLOCKS)),
         ],
         [4, 4],

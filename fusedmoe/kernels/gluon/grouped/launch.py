@@ -102,20 +102,26 @@ def launch_dhidden(
     )  # fmt: skip
 
 
-def launch_dweight(call: GroupedCall, config: HopperConfig, left: Tensor, right: Tensor, gather_left: bool) -> Tensor:
-    """Σ over each expert's rows of left[n]ᵀ·right[n], as `triton.grouped.dweight.dweight`; rows of one side are looked
-    up."""
+def launch_dweight(
+    call: GroupedCall,
+    config: HopperConfig,
+    left: Tensor,
+    right: Tensor,
+    gather_left: bool,
+    total: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Writes Σ over each expert's rows of left[n]ᵀ·right[n] + total, as `triton.grouped.dweight.dweight`; rows of one
+    side are looked up. `out` may be `total`."""
     p, q, experts = left.shape[1], right.shape[1], call.layout.experts
     gathered, in_order = (left, right) if gather_left else (right, left)
-    out = left.new_empty((experts, p, q))
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
     dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
         gathered, call.layout.source_N,
-        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), out,
+        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out,
         call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
         GATHER_LEFT=gather_left, LAG=config.stages - 2, **_constants(config),
     )  # fmt: skip
-    return out
 
 
 def _grid(config: HopperConfig, out: Tensor, most: int) -> tuple[int]:

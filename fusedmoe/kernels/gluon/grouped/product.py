@@ -63,7 +63,7 @@ def _multiply(
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
         bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
-        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BLOCKS.bn, N, bias, ROWS, BLOCKS.bn, BIAS)
+        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BLOCKS.bn, N, bias, None, ROWS, BLOCKS.bn, BIAS)
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])

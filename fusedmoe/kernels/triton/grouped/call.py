@@ -70,9 +70,13 @@ class GroupedCall:
         return Variant(operation, name, self.precision, activation, gather, extra, even, even and self._bulk)
 
     def run(self, variant: Variant, depth: int, columns: int, launch: Callable[[Config], Result]) -> Result:
+        return launch(self.config(variant, depth, columns, launch))
+
+    def config(self, variant: Variant, depth: int, columns: int, launch: Callable[[Config], object]) -> Config:
+        """The configuration for a launch. `launch` may be repeated: where the launch adds to what is there, it writes
+        elsewhere."""
         experts = self.layout.experts
-        key = Key(variant, depth, columns, experts, bucket(self.layout.rows, experts))
-        return launch(self.choose(key, launch))
+        return self.choose(Key(variant, depth, columns, experts, bucket(self.layout.rows, experts)), launch)
 
 
 def solid(tensor: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ class Variant(NamedTuple):
         operation: one of `OPERATIONS`.
         dtype: of all operands, e.g. "bfloat16"; precision: of float32 products, "ieee" or "tf32".
         activation: its name where the operation has one, else "".
-        gather: whether rows are looked up; extra: whether there is a bias (up, down) or a router weight (dhidden).
+        gather: whether rows are looked up; extra: whether there is a bias (up, down), a router weight (dhidden) or a
+            sum to add to (dw1, dw2).
         even: whether sizes are such that whole blocks are read without masks (see `is_even`).
         bulk: whether operands come by bulk copies.
     """

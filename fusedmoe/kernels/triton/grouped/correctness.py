@@ -219,10 +219,18 @@ def _dweight(case: RandomRows, depth: int, columns: int) -> Results:
         case.random(case.tokens, width) if side == gather else case.random_rows(width)
         for side, width in (("left", depth), ("right", columns))
     )
-    out = dweight(case.call, case.variant.operation, left, right, gather)
     index = [case.source_N if side == gather else slice(case.kept) for side in ("left", "right")]
-    left, right = (values[rows].double() for values, rows in zip((left, right), index, strict=True))
-    yield "the matrices' gradient", out, define_dweight(left, right, case.expert_N, case.experts)
+    left_NP, right_NQ = (values[rows].double() for values, rows in zip((left, right), index, strict=True))
+    right_EPQ = define_dweight(left_NP, right_NQ, case.expert_N, case.experts)
+    # What is added is a first chunk's, of the rows' dtype, or a sum of several in float32.
+    totals: list[Tensor | None] = [None]
+    if case.variant.extra:
+        dtypes = dict.fromkeys((torch.float32, case.dtype))
+        totals = [case.random(case.experts, depth, columns, dtype=of) for of in dtypes]
+    for total in totals:
+        before = 0.0 if total is None else total.double()
+        out = dweight(case.call, case.variant.operation, left, right, gather, total)
+        yield "the matrices' gradient", out, right_EPQ + before
 
 
 _RESULTS: dict[str, Callable[[RandomRows, int, int], Results]] = {

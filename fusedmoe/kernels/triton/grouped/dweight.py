@@ -1,17 +1,19 @@
 """Gradient of the experts' matrices: out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n].
 
-A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros.
+A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros. Gradients of other
+rows may be added on the way out, in float32: so a layer in chunks adds them up without a pass over all matrices.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
-from fusedmoe.kernels.triton.grouped.device import mac, swizzle
+from fusedmoe.kernels.triton.grouped.device import halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
 
 
@@ -31,7 +33,8 @@ def dweight_kernel(
     # read in whole blocks of rows.
     left_ptr, right_ptr, left_rows, right_rows,
     # Which row a gathered side reads, the experts' matrices, the first row of each expert, and sizes.
-    source_ptr, out_ptr, starts_ptr, P, Q,
+    # Where `total_ptr` is not None: matrices that are added, which may be those of the results, in float32 then.
+    source_ptr, total_ptr, out_ptr, starts_ptr, P, Q,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
     # EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits.
     DESCRIPTORS: tl.constexpr, EVEN: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -79,38 +82,62 @@ def dweight_kernel(
         left = tl.load(left_ptrs, mask=rest & in_p, other=0.0)
         right = tl.load(right_ptrs, mask=rest & in_q, other=0.0)
         acc = mac(left.T, right, acc, PRECISION, INTERPRET)
-    out_ptrs = out_ptr + expert.to(tl.int64) * P * Q + p[:, None].to(tl.int64) * Q + q[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(p < P)[:, None] & (q < Q)[None, :])
+    first = expert.to(tl.int64) * P * Q
+    if total_ptr is None:
+        out_ptrs = out_ptr + first + p[:, None].to(tl.int64) * Q + q[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(p < P)[:, None] & (q < Q)[None, :])
+    else:
+        # Some columns at a time: what is added to all of them would not fit the registers beside the sums.
+        left_half, right_half = halves(acc, BP, BQ)
+        for half in tl.static_range(2):
+            one, other = halves(left_half if half == 0 else right_half, BP, BQ // 2)
+            for quarter in tl.static_range(2):
+                part = one if quarter == 0 else other
+                column = q_tile * BQ + (2 * half + quarter) * (BQ // 4) + tl.arange(0, BQ // 4)
+                places = first + p[:, None].to(tl.int64) * Q + column[None, :]
+                inside = (p < P)[:, None] & (column < Q)[None, :]
+                part += tl.load(total_ptr + places, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out_ptr + places, part.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gather: str | None) -> Tensor:
-    """Σ over each expert's rows of left[n]ᵀ·right[n], [E, P, Q]; `gather`: which side's rows are looked up."""
+def dweight(
+    call: GroupedCall, operation: str, left: Tensor, right: Tensor, gather: str | None, total: Tensor | None = None
+) -> Tensor:
+    """Σ over each expert's rows of left[n]ᵀ·right[n], [E, P, Q]; `gather`: which side's rows are looked up.
+
+    `total`: [E, P, Q], to which it is added: in place in float32, of half precision into new float32 memory, so that a
+    sum over chunks is rounded once.
+    """
     layout = call.layout
     if layout.source_N is None:
         gather = None
     left, right = solid(left), solid(right)
     p, q = left.shape[1], right.shape[1]
     if layout.rows == 0:
-        return left.new_zeros((layout.experts, p, q))
-    variant = call.variant(operation, p, q, gather=gather is not None)
+        return left.new_zeros((layout.experts, p, q)) if total is None else total.float()
+    variant = call.variant(operation, p, q, gather=gather is not None, extra=total is not None)
+    total = None if total is None else solid(total)
+    dtype = left.dtype if total is None else torch.float32
 
     narrow = max(left.numel(), right.numel()) < 2**31
 
-    def launch(config: Config) -> Tensor:
+    def launch(config: Config, out: Tensor | None = None) -> Tensor:
+        # Launches that are repeated to choose a configuration must not add to `total` each time.
+        out = left.new_empty((layout.experts, p, q), dtype=dtype) if out is None else out
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_dweight
 
-            return launch_dweight(call, config, left, right, gather == "left")
-        out = left.new_empty((layout.experts, p, q))
+            launch_dweight(call, config, left, right, gather == "left", total, out)
+            return out
         given = constants(variant, config)
         given |= {"BP": given.pop("BM"), "BQ": given.pop("BN")}
         given["EVEN"] = given.pop("EVEN_K") and p % config.bm == 0 and q % config.bn == 0
         left_rows = described(left, [config.bk, config.bm]) if variant.bulk and gather != "left" else None
         right_rows = described(right, [config.bk, config.bn]) if variant.bulk and gather != "right" else None
         dweight_kernel[(triton.cdiv(p, config.bm) * triton.cdiv(q, config.bn), layout.experts)](
-            left, right, left_rows, right_rows, layout.source_N, out, call.starts_E1, p, q,
+            left, right, left_rows, right_rows, layout.source_N, total, out, call.starts_E1, p, q,
             GATHER_LEFT=gather == "left", GATHER_RIGHT=gather == "right", NARROW=narrow, **given,
         )  # fmt: skip
         return out
 
-    return call.run(variant, p, q, launch)
+    return launch(call.config(variant, p, q, launch), total if total is not None and total.dtype == dtype else None)
