@@ -8,8 +8,8 @@ activation by a kernel of ours or the module's own functions.
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, groupby
+from math import isfinite
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             infinite (on CUDA from a later call).
     """
     check_experts(self)
-    refuse_bad_numbers(self, hidden_states, top_k_weights)
     if _is_few(self, hidden_states, top_k_index):
         return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+    refuse_bad_numbers(self, hidden_states, top_k_weights)
     # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
     number_TK = (
         top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
@@ -89,82 +89,91 @@ def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
 
 
 def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`experts_forward` for some tokens on a CPU, without gradients: a product for each expert that was chosen."""
-    dtype, K = row_dtype(experts, hidden_states), top_k_index.shape[1]
-    number_P = top_k_index.flatten().tolist()
-    if not experts._is_expert_parallel and max(number_P, default=0) >= experts.num_experts:
-        raise ConfigError(
-            f"fusedmoe.hf: chosen experts must be numbers from 0 to {experts.num_experts - 1}, got {max(number_P)}"
-        )
-    pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
-    x_TH, first = hidden_states.to(dtype), "gate_up_proj" if experts.has_gate else "up_proj"
-    if len(x_TH) == 1:
-        # Between products that read all of a cache each call costs many times what it does alone: one token is not
-        # sorted, looked up or added up row by row.
-        numbers, sizes, token_N = [number_P[pair] for pair in pairs], [1] * len(pairs), None
-        rows_NH = x_TH.expand(len(pairs), -1)
-    else:
-        # By expert, so that each matrix is read once.
-        pairs.sort(key=number_P.__getitem__)
-        counts = Counter(map(number_P.__getitem__, pairs))
-        numbers, sizes = list(counts), list(counts.values())
-        pair_N = torch.tensor(pairs, dtype=torch.long)
-        token_N = pair_N.div(K, rounding_mode="floor")
-        rows_NH = x_TH[token_N]
-    if not pairs:
+    """`experts_forward` for some tokens on a CPU, without gradients: a product for each expert that was chosen.
+
+    A product reads more than a cache holds, and after it a call takes several times as long as otherwise. So there are
+    few calls, and what needs no product is done before the first.
+    """
+    # A finite sum is of finite numbers only; where it is not, all are looked at.
+    if not (isfinite(hidden_states.sum()) and isfinite(sum(top_k_weights.flatten().tolist()))):
+        refuse_bad_numbers(experts, hidden_states, top_k_weights)
+    dtype, (T, K), E = row_dtype(experts, hidden_states), top_k_index.shape, experts.num_experts
+    number_P = top_k_index.flatten()
+    # By expert, so that each matrix is read once; one token has one row for each.
+    number_N, pair_N = (number_P, None) if T == 1 else number_P.sort(stable=True)
+    numbers = number_N.tolist()
+    if not experts._is_expert_parallel and max(numbers, default=0) >= E:
+        raise ConfigError(f"fusedmoe.hf: chosen experts must be numbers from 0 to {E - 1}, got {max(numbers)}")
+    here = [row for row, number in enumerate(numbers) if 0 <= number < E]
+    if not here:
         return torch.zeros_like(hidden_states)
-    rows_NI = _product(experts, rows_NH, first, numbers, sizes)
+    x_TH, total = hidden_states.to(dtype), torch.promote_types(dtype, torch.float32)
+    weight_TK = top_k_weights.to(total)
+    if some := len(here) < len(numbers):
+        here_N = torch.tensor(here)
+        number_N, numbers = number_N[here_N], [numbers[row] for row in here]
+        pair_N = here_N if pair_N is None else pair_N[here_N]
+        weight_N1 = weight_TK.reshape(-1, 1)[pair_N]
+    if pair_N is None:
+        rows_NH = x_TH.expand(K, -1)
+    else:
+        token_N = pair_N.div(K, rounding_mode="floor")
+        rows_NH = x_TH.index_select(0, token_N)
+    names = matrix_names(experts)
+    up_NI, down_NH = (
+        getattr(experts, f"{name}_bias").index_select(0, number_N).to(dtype) if experts.has_bias else None
+        for name in names
+    )
+    runs, ends_E = [(number, len([*run])) for number, run in groupby(numbers)], None
+    # Many experts in one call, in which each costs a fraction of a call, also one without rows.
+    if T > 1 and 4 * len(runs) > E:
+        size_of = dict(runs)
+        ends_E = torch.tensor([*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32)
+    rows_NI = _product(experts, names[0], rows_NH, runs, ends_E, up_NI)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", numbers, sizes)
+    rows_NH = _product(experts, names[1], rows_NI.to(dtype), runs, ends_E, down_NH)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
     # Weights and sums in float32 at least, as in the library's own kernels.
-    total = torch.promote_types(dtype, torch.float32)
-    rows_NH, weight_1P = rows_NH.to(total), top_k_weights.reshape(1, -1).to(total)
-    if token_N is None:
-        weight_1N = weight_1P if len(pairs) == K else weight_1P[:, pairs]
-        return torch.mm(weight_1N, rows_NH).to(hidden_states.dtype)
-    if len(pairs) == len(number_P):  # as mostly: each token has K rows, which lie together in the order of pairs
-        rows_TKH = torch.empty_like(rows_NH).index_copy_(0, pair_N, rows_NH).view(-1, K, rows_NH.shape[1])
-        return torch.bmm(weight_1P.view(-1, 1, K), rows_TKH).squeeze(1).to(hidden_states.dtype)
-    rows_NH = rows_NH * weight_1P[:, pair_N].t()
-    return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
+    rows_NH = rows_NH.to(total)
+    if some:
+        y_TH = rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH * weight_N1)
+    elif pair_N is None:
+        y_TH = torch.mm(weight_TK, rows_NH)
+    else:  # each token has K rows, which lie together in the order of pairs
+        rows_TKH = torch.empty_like(rows_NH).index_copy_(0, pair_N, rows_NH).view(T, K, -1)
+        y_TH = torch.bmm(weight_TK.unsqueeze(1), rows_TKH).squeeze(1)
+    return y_TH.to(hidden_states.dtype)
 
 
-def _product(experts: Any, rows_NI: Tensor, name: str, numbers: list[int], sizes: list[int]) -> Tensor:
-    """Returns [N, O]: the rows of each of some experts times its matrix, plus its bias.
+def _product(
+    experts: Any, name: str, rows_NI: Tensor, runs: list[tuple[int, int]], ends_E: Tensor | None, bias_NO: Tensor | None
+) -> Tensor:
+    """Returns [N, O]: the rows of each of some experts times its matrix, plus their biases.
 
     Args:
-        numbers, sizes: of the experts, and how many rows each has.
+        runs: each of these experts and how many rows it has, in the order of the rows.
+        ends_E: int32; where each expert's rows end, to multiply in one call if that serves.
+        bias_NO: of each row; written over.
     """
     (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
-    several = 4 * len(numbers) > len(weight_EIO)
-    biases = getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None
-    converts = weight_EIO.dtype != dtype
-    if several and adapter is None and not (skinny or converts) and _takes_groups(rows_NI, weight):
-        counts_E = [0] * len(weight)
-        for number, size in zip(numbers, sizes, strict=True):
-            counts_E[number] = size
-        ends_E = torch.tensor([*accumulate(counts_E)], dtype=torch.int32)
-        out_NO: Tensor = nn.functional.grouped_mm(rows_NI, weight_EIO, offs=ends_E)
-        return out_NO if biases is None else out_NO.add_(biases.repeat_interleave(torch.tensor(counts_E), 0))
-    # Views of all experts in one call take as long as those of some by themselves.
-    matrices = weight_EIO.unbind() if several else weight_EIO
-    out_NO = rows_NI.new_empty(len(rows_NI), weight_EIO.shape[2])
+    converts = weight.dtype != dtype
+    if ends_E is not None and adapter is None and not (skinny or converts) and _takes_groups(rows_NI, weight):
+        grouped_NO: Tensor = nn.functional.grouped_mm(rows_NI, weight_EIO, offs=ends_E)
+        return grouped_NO if bias_NO is None else grouped_NO.add_(bias_NO)
+    out_NO = rows_NI.new_empty(len(rows_NI), weight_EIO.shape[2]) if bias_NO is None else bias_NO
+    sizes, beta = [size for _, size in runs], 0 if bias_NO is None else 1
     parts = rows_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
-    for number, size, rows_nI, out_nO in zip(numbers, sizes, *parts, strict=True):
-        matrix_IO = matrices[number].to(dtype) if converts else matrices[number]
+    for (number, size), rows_nI, out_nO in zip(runs, *parts, strict=True):
+        matrix_IO = weight_EIO[number].to(dtype) if converts else weight_EIO[number]
         # Few rows wait for the weight alone, which BLAS reads faster from the left where it is [out, in].
         if 1 < size <= skinny:
-            out_nO.copy_(torch.mm(matrix_IO.t(), rows_nI.t()).t())
-            if biases is not None:
-                out_nO += biases[number]
-        elif biases is not None:
-            torch.addmm(biases[number], rows_nI, matrix_IO, out=out_nO)
+            product_nO = torch.mm(matrix_IO.t(), rows_nI.t()).t()
+            out_nO.add_(product_nO) if beta else out_nO.copy_(product_nO)
         else:
-            torch.mm(rows_nI, matrix_IO, out=out_nO)
+            out_nO.addmm_(rows_nI, matrix_IO, beta=beta)
         if adapter is not None:
             low = rows_nI @ adapter.a_ErI[number].t().to(dtype)
             out_nO.addmm_(low, adapter.b_EOr[number].t().to(dtype), alpha=adapter.scale)

@@ -201,6 +201,22 @@ def test_decoding(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> No
             torch.testing.assert_close(half.double(), wanted, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_decoding_in_single_precision(family: str) -> None:
+    """Chosen experts in any order, also twice, where all of them are one product."""
+    experts, _ = module_of(family)
+    for numbers in ([[2, 0]], [[3, 1, 3]], [[1, 0, 2], [3, 0, 1]], [[0, 2], [0, 2], [0, 1], [0, 3]]):
+        given = routed(experts, torch.tensor(numbers))
+        with torch.no_grad():
+            experts.config._experts_implementation = "eager"
+            wanted = experts(*given)
+            single = copy.deepcopy(experts).float()
+            single.config._experts_implementation = fusedmoe.hf.NAME
+            x_TH, number_TK, weight_TK = given
+            found = single(x_TH.float(), number_TK, weight_TK.float())
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_decoding_where_experts_are_elsewhere() -> None:
     experts, (x_TH, number_TK, weight_TK) = module_of("mixtral")
     experts.config._experts_implementation = fusedmoe.hf.NAME
