@@ -196,17 +196,26 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered, self._added = (), False
+        self._gathered, self._added, self._learns = (), False, False
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
-        """Appends the replicas that a placement has more than there are now to what is held."""
-        added_W: list[list[int]] = [[] for _ in self._held_W]
+        """Puts the replicas that a placement has more than there are now into what is held: in the place of those that
+        it lacks, then behind them."""
+        held_W = [list(held) for held in self._held_W]
         # Every rank keeps the tables of all, since places are numbered through them.
+        lacks_W: list[list[int]] = [[] for _ in held_W]
+        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
+            for rank in set(old) - set(new):
+                lacks_W[rank].append(held_W[rank].index(expert))
         for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
             for rank in set(new) - set(old):
-                added_W[rank].append(expert)
-        self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
+                if lacks_W[rank]:
+                    held_W[rank][lacks_W[rank].pop(0)] = expert
+                else:
+                    held_W[rank].append(expert)
+        assert not any(lacks_W), "a place that nothing is in"
+        self._held_W = [tuple(held) for held in held_W]
         self.now = wanted
 
     # Fetching replicas.
@@ -333,8 +342,9 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
-            # Once a step: a forward that is computed again must find the copies that it had.
-            if training and adds and not self._added:
+            # Once a step: a forward that is computed again must find the copies that it had, and one whose backward is
+            # still to come those that it computed with.
+            if training and adds and not (self._added or self._learns):
                 self._added = True
                 self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
             sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
@@ -375,6 +385,7 @@ class DynamicExperts:
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
+        self._learns |= learns
         if learns:
             if self._returns is None:  # nobody called `begin` with gradients enabled
                 self._lay_way()
@@ -425,15 +436,17 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> None:
-        """Fetches the replicas that the corrected placement has more. Collective."""
+        """Fetches the replicas that the corrected placement has more; those that it lacks give them their places, and
+        send no gradients. Collective."""
         if wanted == self.now:
             return
         self.arrive()
         # What is fetched late goes after what was fetched before, also when its gradients go back.
-        more = gather(self.now, wanted, self.nodes)
-        last = max((one.step for one in self._gathered), default=-1) + 1
+        more = gather(self.now.both(wanted), wanted, self.nodes)
+        stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
+        last = max((one.step for one in stays), default=-1) + 1
         self._add(wanted)
-        self._gathered += tuple(one._replace(step=one.step + last) for one in more)
+        self._gathered = stays + tuple(one._replace(step=one.step + last) for one in more)
         self._gather(more)
 
     def _send_back(

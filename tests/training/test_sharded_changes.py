@@ -23,6 +23,7 @@ from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (
+    AUTO,
     EXACT,
     HECATE,
     Model,
@@ -258,7 +259,7 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
         (USES[1::5], EXACT, False),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
-            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT)
+            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT, AUTO)
             for recomputes in (False, True)
         ),
     ],
