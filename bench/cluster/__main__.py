@@ -44,7 +44,8 @@ _PART_S = dict(
     steps=300,
     sweep=300,
     buckets=240,
-    placement=1500,
+    placement=1700,
+    routers=1500,
     tokens=90,
     doors=420,
 )

@@ -133,6 +133,11 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
     if part == "placement":
         _show_placed(found, console)
         return
+    if part == "routers":
+        for router, of in found["routers"].items():
+            console.print(f"a router that {router}" if router != "even" else "a router of even loads", highlight=False)
+            _show_placed(of | {"setting": setting}, console)
+        return
     if part == "price":
         _show_price(found, console)
         return
@@ -242,7 +247,7 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
     setting = found["setting"]
     title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers of {setting['E']} experts, a whole step"
     table = Table(title=title, title_justify="left")
-    for column in ["placement", "median", "mean", "spread", "over-ep", "t", "straggler", "ingress", "sent", "peak"]:
+    for column in ["placement", "median", "mean", "spread", "over-ep", "over-hecate", "t", "straggler", "ingress", "sent", "peak"]:
         table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
     for policy, row in found["rows"].items():
         table.add_row(
@@ -251,6 +256,7 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
             _ms(row["mean_s"]),
             _spread(row),
             f"{row['over_ep']:.2f}",
+            f"{row['over_hecate']:.2f}" if "over_hecate" in row else "",  # a record from before it has none
             str(row["overlap"]) if row["overlap"] is not None else "",
             f"{row['straggler']:.2f}",
             *(

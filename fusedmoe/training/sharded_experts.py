@@ -35,6 +35,7 @@ from fusedmoe.placement.hecate import (
     overlap_degree,
     predict,
     reshard,
+    uneven,
 )
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
@@ -120,8 +121,9 @@ class ShardedExperts:
             saves more time than they take on their way (`fusedmoe.placement.balance`). It is worked out on the host in
             each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes, as
             measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
-            next to nothing may give their places to others. Elsewhere rows go to the nearest copies. "predicted": the
-            copies are those of the policy, and rows spread evenly over them.
+            next to nothing may give their places to others. Elsewhere rows go to the nearest copies; and owners stay
+            where their ranks are within 5% of the mean. "predicted": the copies are those of the policy, and rows
+            spread evenly over them.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
@@ -136,10 +138,11 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
-            already, numbers that cannot be, a `balance` other than "predicted" with `calibrates`, or an optimizer whose state cannot
-            move with single experts; in the first step, where it cannot be tried on a small parameter before. In a step
-            in which owners change: a copy of the model that is trained by itself, or that not all ranks have. A
-            function that places experts on other ranks than the layer has, or changes owners with `reshard=False`.
+            already, numbers that cannot be, a `balance` other than "predicted" with `calibrates`, or an optimizer whose
+            state cannot move with single experts; in the first step, where it cannot be tried on a small parameter
+            before. In a step in which owners change: a copy of the model that is trained by itself, or that not all
+            ranks have. A function that places experts on other ranks than the layer has, or changes owners with
+            `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
@@ -340,8 +343,9 @@ class ShardedExperts:
         history_ILE = np.stack(self._history)
         nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
         if self._policy in _HECATE and self._moves and is_due(self.iteration):
-            shardings = tuple(placement.sharding for placement in before)
-            before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
+            shardings, load_LE = tuple(placement.sharding for placement in before), predict(history_ILE)
+            if self._look_s is None or uneven(shardings, load_LE):
+                before = reshard(shardings, load_LE, nodes, self.overlap)
         # The rest is one layer's alone, and takes its time: ranks decide for some layers each.
         decided = []
         for layer in range(world.index, len(before), world.size):

@@ -278,6 +278,18 @@ def test_placements_are_measured_and_shown(
 
 
 @pytest.mark.slow
+def test_routers_are_measured_and_shown(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
+    cluster.run(4, measured_parts, setting, ["routers"], str(tmp_path))
+    found = shown(setting, tmp_path, ["routers"], capsys)["routers"]["routers"]
+    assert [*found] == [*placed._ROUTERS]
+    for of in found.values():
+        assert of["rows"]["hecate"]["over_hecate"] == 1 and len(of["rows"]["auto"]["rounds_s"]) == 6
+    straggler = {router: of["rows"]["ep"]["straggler"] for router, of in found.items()}
+    assert 1 <= straggler["even"] < straggler["changes every step"]
+
+
+@pytest.mark.slow
 def test_the_price_of_placements_is_measured_and_shown(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
