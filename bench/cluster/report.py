@@ -247,7 +247,19 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
     setting = found["setting"]
     title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers of {setting['E']} experts, a whole step"
     table = Table(title=title, title_justify="left")
-    for column in ["placement", "median", "mean", "spread", "over-ep", "over-hecate", "t", "straggler", "ingress", "sent", "peak"]:
+    for column in [
+        "placement",
+        "median",
+        "mean",
+        "spread",
+        "over-ep",
+        "over-hecate",
+        "t",
+        "straggler",
+        "ingress",
+        "sent",
+        "peak",
+    ]:
         table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
     for policy, row in found["rows"].items():
         table.add_row(

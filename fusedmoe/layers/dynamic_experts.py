@@ -32,7 +32,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
+from fusedmoe.layers.expert_tables import by_place, held_after, replace, table, unstacked_of
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
@@ -200,23 +200,8 @@ class DynamicExperts:
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
-        """Puts the replicas that a placement has more than there are now into what is held: in the place of those that
-        it lacks, then behind them."""
-        held_W = [list(held) for held in self._held_W]
         # Every rank keeps the tables of all, since places are numbered through them.
-        lacks_W: list[list[int]] = [[] for _ in held_W]
-        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
-            for rank in set(old) - set(new):
-                lacks_W[rank].append(held_W[rank].index(expert))
-        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
-            for rank in set(new) - set(old):
-                if lacks_W[rank]:
-                    held_W[rank][lacks_W[rank].pop(0)] = expert
-                else:
-                    held_W[rank].append(expert)
-        assert not any(lacks_W), "a place that nothing is in"
-        self._held_W = [tuple(held) for held in held_W]
-        self.now = wanted
+        self._held_W, self.now = held_after(self._held_W, self.now, wanted), wanted
 
     # Fetching replicas.
 

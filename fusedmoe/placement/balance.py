@@ -248,7 +248,7 @@ def _balances(
     tokens_WE = tokens_WE.astype(np.int64)
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
     sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
-    balances = []
+    balances: list[Balance] = []
     for level in sorted(levels, reverse=True):
         most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
         if balances and sharing.work_V.max() <= most:

@@ -133,7 +133,9 @@ def test_auto_looks_only_where_it_pays(cluster: Cluster):
 
 
 @pytest.mark.parametrize(
-    "options", [{"balance": "even"}, EXACT | {"calibrates": True}, AUTO | {"calibrates": True}], ids=lambda options: "-".join(options)
+    "options",
+    [{"balance": "even"}, EXACT | {"calibrates": True}, AUTO | {"calibrates": True}],
+    ids=lambda options: "-".join(options),
 )
 def test_what_is_refused(options: dict[str, Any]):
     model = Model(Topology(), "fssdp")

@@ -22,7 +22,19 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.placed import AUTO, DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
+from tests.training.placed import (
+    AUTO,
+    DIM,
+    EXACT,
+    EXPERTS,
+    HECATE,
+    Model,
+    experts_of,
+    optimizer_of,
+    run,
+    tokens,
+    train_step,
+)
 
 # Of a machine on which copying pays.
 COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
