@@ -24,7 +24,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -150,7 +150,7 @@ def cheapest_balance(
     """
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
     tried += _with_copies(placement, placement, tried[-1], m)
-    return min(tried, key=partial(_seconds, placement, costs))
+    return _cheapest(placement, costs, tried)[1]
 
 
 def auto_balance(
@@ -175,22 +175,30 @@ def auto_balance(
     now_s = layer_s(nearest.load(), costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
-    seconds = partial(_seconds, placement, costs)
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
-    as_it_is, exact = min(tried, key=seconds), tried[-1]
+    as_it_is_s, as_it_is = _cheapest(placement, costs, tried)
+    exact = tried[-1]
     copied = _with_copies(placement, placement, exact, m)
     less = _useful(exact) if m else placement
     if less != placement:
         copied += _with_copies(placement, less, exact, m)
-    cheapest = min((as_it_is, *copied), key=seconds)
-    return cheapest if seconds(cheapest) < seconds(as_it_is) - _WORTH * now_s else as_it_is
+    if copied:
+        cheapest_s, cheapest = _cheapest(placement, costs, copied)
+        if cheapest_s < as_it_is_s - _WORTH * now_s:
+            return cheapest
+    return as_it_is
 
 
-def _seconds(before: Placement, costs: PlacementCosts, found: Balance) -> float:
-    """Returns the seconds of a layer whose copies were those of `before` when its gate had chosen."""
-    after = found.placement
-    come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
-    return layer_s(found.load(), costs) + come_s
+def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balance]) -> tuple[float, Balance]:
+    """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
+    those of `before` when its gate had chosen."""
+
+    def seconds(found: Balance) -> float:
+        after = found.placement
+        come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
+        return layer_s(found.load(), costs) + come_s
+
+    return min(((seconds(one), one) for one in balances), key=lambda priced: priced[0])
 
 
 def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int) -> list[Balance]:

@@ -445,13 +445,14 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
 
 
 def _look_s(placed: DynamicExperts, m: int, costs: PlacementCosts, topology: Topology) -> float:
-    """Measures the seconds in which the slowest rank finds the cheapest balance. Collective over all ranks."""
+    """Measures the seconds that the slowest rank looks for a balance in a forward. Collective over all ranks."""
     ranks, experts = placed.placement.ranks, placed.placement.experts
     tokens_WE = np.tile(4096 // np.arange(1, experts + 1), (ranks, 1))  # skewed by Zipf's law
     seconds = []
     for _ in range(3):  # the first also loads what the others use
         start = perf_counter()
-        cheapest_balance(placed.placement.sharding, tokens_WE, placed.nodes, m, costs)
+        found = auto_balance(placed.placement.sharding, tokens_WE, placed.nodes, m, costs)
+        auto_balance(found.placement, tokens_WE, placed.nodes, 0, costs)  # as `DynamicExperts.split` asks
         seconds.append(perf_counter() - start)
     look_s = torch.tensor(min(seconds), dtype=torch.float64, device=device_of(topology.world))
     return float(all_reduce(topology.world, look_s, "max", "time to balance in"))
