@@ -70,7 +70,7 @@ class DynamicExperts:
         balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
-        neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
+        neighbours: the layers before and after, whose replicas may be fetched one layer ahead.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
         sparse: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
             as there are no replicas.
@@ -200,7 +200,6 @@ class DynamicExperts:
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
-        # Every rank keeps the tables of all, since places are numbered through them.
         self._held_W, self.now = held_after(self._held_W, self.now, wanted), wanted
 
     # Fetching replicas.
@@ -221,10 +220,15 @@ class DynamicExperts:
         self.begun = True
         # Where replicas come one layer after the other, those of the first layer come now.
         first = self.neighbours[0] is None
-        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
+        if first if self._ahead or self.travel == "in turns" else self.travel == "at once":
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
+
+    @property
+    def _ahead(self) -> bool:
+        # What a gate adds would else wait behind the replicas of all layers to come.
+        return self.rematerialises or (self.balances is not None and self.travel == "at once")
 
     def _lay_way(self) -> None:
         """Lays the gradients' way back to the owners."""
@@ -327,8 +331,7 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
-            # Once a step: a forward that is computed again must find the copies that it had, and one whose backward is
-            # still to come those that it computed with.
+            # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
                 self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
@@ -365,7 +368,7 @@ class DynamicExperts:
             self.fetch()
         turns = self.travel == "in turns"
         # The next layer's replicas travel while this one computes.
-        if self.rematerialises and after is not None and not turns:
+        if self._ahead and after is not None and not turns:
             after.fetch()
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
@@ -421,8 +424,7 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> None:
-        """Fetches the replicas that the corrected placement has more; those that it lacks give them their places, and
-        send no gradients. Collective."""
+        """Fetches the replicas that a placement has more; those that it lacks send no gradients. Collective."""
         if wanted == self.now:
             return
         self.arrive()

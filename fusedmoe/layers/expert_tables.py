@@ -53,7 +53,7 @@ def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequen
 
 def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
     """Returns the experts in each rank's table after its copies have changed: new ones in the places of those that are
-    there no longer, then behind all others.
+    there no longer, then behind all others. Ranks keep the tables of all, since places are numbered through them.
 
     Worked example: [0, 1] with a copy of 2 behind is [0, 1, 2]; with copies of 3 and 4 instead it becomes [0, 1, 3, 4].
     """
