@@ -67,6 +67,15 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         what = "chosen degrees" if part == "sweep" else "S_p after 8 samples"
         yield Goal(f"{what} within 5% of the best", f"{found['regret']:+.1%}", found["regret"] <= 0.05)
         return
+    if part == "placement":
+        return
+    if part == "routers":
+        for router, wanted in (("changes every step", 1.25), ("drifts slowly", 1.0)):
+            ratio = found["routers"][router]["rows"]["auto"]["over_hecate"]
+            yield Goal(f"{router}: auto at least {wanted} times as fast as hecate", f"{ratio:.2f}", ratio >= wanted)
+        longer = 1 / found["routers"]["even"]["rows"]["auto"]["over_ep"] - 1
+        yield Goal("even loads: auto at most 2% behind ep", f"{longer:+.1%}", longer <= 0.02)
+        return
     rows = found["rows"]
     for which, what in (("error", "predicted"), ("refit_error", "predicted by refitted costs")):
         errors = {name: abs(row[which]) for name, row in rows.items() if which in row}
@@ -107,7 +116,7 @@ def _show_all(results: Mapping[str, Mapping[str, Any]], console: Console) -> Non
         (name, part): of
         for name, parts in results.items()
         for part, of in parts.items()
-        if "auto" in of.get("rows", {})
+        if "auto" in of.get("rows", {}) and part != "placement"  # where it is a balance
     }
     if len(found) < 2:
         return

@@ -577,6 +577,10 @@ def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch
     assert [goal.met for goal in goals("steps", steps)] == [True]
     assert [goal.met for goal in goals("sweep", sweep)] == [False]
     assert goals("layer", layer | {"run": clean | {"old": "OLD"}}) == []
+    auto = {"changes every step": (1, 1.3), "drifts slowly": (1, 0.99), "even": (0.97, 1)}
+    routers = {name: {"rows": {"auto": {"over_ep": ep, "over_hecate": hecate}}} for name, (ep, hecate) in auto.items()}
+    assert [goal.met for goal in goals("routers", common | {"routers": routers})] == [True, False, False]
+    assert goals("placement", layer) == []
     found = {"emulated": {"layer": layer, "steps": steps, "sweep": sweep}, "layer": {"layer": layer}}
     show(json.loads(json.dumps(found)), Console(width=170))
     out = capsys.readouterr().out
