@@ -7,7 +7,7 @@ really travel, and the optimizer's state with experts that change owners. Every 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ _STEPS = 12
 _RUNS: dict[str, dict[str, Any]] = {
     "hecate": {},
     "exact": {"balance": "exact"},
+    "auto": {"balance": "auto"},
     "algorithm1": {"policy": "algorithm1"},
     "ep": {"policy": "ep"},
     "fastermoe": {"policy": "ep", "calibrates": shadow},
@@ -50,21 +51,46 @@ _RUNS: dict[str, dict[str, Any]] = {
     "flexmoe": {"policy": partial(replicate, m=_MEMORY), "reshard": False},
     "hecate, re-materialising": {"rematerialises": True},
 }
+# Routers, as `make_loads` is told, under which Hecate and what corrects it after the gate are compared: experts that
+# are liked for one step only, for some, and always alike.
+_ROUTERS: dict[str, dict[str, float]] = {
+    "changes every step": {"jitter": 1.5},
+    "drifts slowly": {"drift": 0.02, "jitter": 0.05},
+    "even": {"skew": 0.0, "spread": 0.0, "drift": 0.0, "jitter": 0.0, "difference": 0.0},
+}
+_ROUTED = ("ep", "hecate", "exact", "auto")
+_ROUTED_STEPS = 6  # of a round
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
     """A step under every policy, beside what it sends and the memory that experts take at its height. Collective."""
-    steps = _STEPS * rounds
-    trace = make_loads(_WARM + 1 + steps, setting.layers, setting.ranks, setting.E, tokens=setting.S, seed=1)
+    found = _measured(setting, topology, list(_RUNS), _STEPS * rounds, {})
+    return found | {"attention_s": _ATTENTION_S, "memory": _MEMORY}
+
+
+def measure_routers(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """A step under Hecate, what corrects it after the gate, and expert parallelism, by router. Collective."""
+    found = {}
+    for name, loads in _ROUTERS.items():
+        tell(topology, name)
+        found[name] = _measured(setting, topology, _ROUTED, _ROUTED_STEPS * rounds, loads)
+    return {"routers": found, "attention_s": _ATTENTION_S, "memory": _MEMORY}
+
+
+def _measured(
+    setting: Setting, topology: Topology, names: Sequence[str], steps: int, loads: dict[str, float]
+) -> dict[str, Any]:
+    """Rows by policy, in turns, of a router whose loads are made so."""
+    trace = make_loads(_WARM + 1 + steps, setting.layers, setting.ranks, setting.E, tokens=setting.S, seed=1, **loads)
     tell(topology, "warming up")
-    runs = {name: _Run(setting, topology, trace, name) for name in _RUNS}
+    runs = {name: _Run(setting, topology, trace, name) for name in names}
     for run in runs.values():
         for _ in range(_WARM):
             run.step()
         run.sharded_before = run.sent
     tell(topology, "policies")
     seconds = in_turns(topology, {name: run.step for name, run in runs.items()}, steps)
-    ep_s = statistics.median(seconds["ep"])
+    ep_s, hecate_s = (statistics.median(seconds[name]) for name in ("ep", "hecate"))
     rows = {}
     for name, run in runs.items():
         found = all_gather_object(topology.world, run.found())
@@ -73,6 +99,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             **row(of),
             "mean_s": statistics.mean(of),
             "over_ep": ep_s / statistics.median(of),
+            "over_hecate": hecate_s / statistics.median(of),
             "overlap": found[0]["overlap"],
             "straggler": float(np.mean(_over_mean([one["work"] for one in found]))),
             "ingress_bytes": float(np.mean(found[0]["ingress"])),
@@ -81,7 +108,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             "peak_bytes": max(one["peak"] for one in found),
         }
         run.close()
-    return {"rows": rows, "attention_s": _ATTENTION_S, "memory": _MEMORY, "router": trace.source, "steps": steps}
+    return {"rows": rows, "router": trace.source, "steps": steps}
 
 
 def _over_mean(work: list[list[int]]) -> Any:

@@ -70,6 +70,9 @@ class Parts:
     def placement(self) -> dict[str, Any]:
         return placed.measure(self._setting, self._topology, self._rounds)
 
+    def routers(self) -> dict[str, Any]:
+        return placed.measure_routers(self._setting, self._topology, self._rounds)
+
     def tokens(self) -> dict[str, Any]:
         return tokens.measure(self._setting, self._topology, self._rounds)
 

@@ -68,6 +68,15 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         what = "chosen degrees" if part == "sweep" else "S_p after 8 samples"
         yield Goal(f"{what} within 5% of the best", f"{found['regret']:+.1%}", found["regret"] <= 0.05)
         return
+    if part == "placement":
+        return
+    if part == "routers":
+        for router, wanted in (("changes every step", 1.25), ("drifts slowly", 1.0)):
+            ratio = found["routers"][router]["rows"]["auto"]["over_hecate"]
+            yield Goal(f"{router}: auto at least {wanted} times as fast as hecate", f"{ratio:.2f}", ratio >= wanted)
+        longer = 1 / found["routers"]["even"]["rows"]["auto"]["over_ep"] - 1
+        yield Goal("even loads: auto at most 2% behind ep", f"{longer:+.1%}", longer <= 0.02)
+        return
     rows = found["rows"]
     wanted = {
         "error": "predicted",
@@ -113,7 +122,7 @@ def _show_all(results: Mapping[str, Mapping[str, Any]], console: Console) -> Non
         (name, part): of
         for name, parts in results.items()
         for part, of in parts.items()
-        if "auto" in of.get("rows", {})
+        if "auto" in of.get("rows", {}) and part != "placement"  # where it is a balance
     }
     if len(found) < 2:
         return
@@ -138,6 +147,11 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
     setting = found["setting"]
     if part == "placement":
         _show_placed(found, console)
+        return
+    if part == "routers":
+        for router, of in found["routers"].items():
+            console.print(f"a router that {router}" if router != "even" else "a router of even loads", highlight=False)
+            _show_placed(of | {"setting": setting}, console)
         return
     if part == "price":
         _show_price(found, console)
@@ -253,7 +267,19 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
     setting = found["setting"]
     title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers of {setting['E']} experts, a whole step"
     table = Table(title=title, title_justify="left")
-    for column in ["placement", "median", "mean", "spread", "over-ep", "t", "straggler", "ingress", "sent", "peak"]:
+    for column in [
+        "placement",
+        "median",
+        "mean",
+        "spread",
+        "over-ep",
+        "over-hecate",
+        "t",
+        "straggler",
+        "ingress",
+        "sent",
+        "peak",
+    ]:
         table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
     for policy, row in found["rows"].items():
         table.add_row(
@@ -262,6 +288,7 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
             _ms(row["mean_s"]),
             _spread(row),
             f"{row['over_ep']:.2f}",
+            f"{row['over_hecate']:.2f}" if "over_hecate" in row else "",  # a record from before it has none
             str(row["overlap"]) if row["overlap"] is not None else "",
             f"{row['straggler']:.2f}",
             *(

@@ -69,7 +69,7 @@ class Setting:
     def parts(self) -> tuple[str, ...]:
         """What is measured there, each by itself, what is the real thing first (`bench.cluster.rank`)."""
         if self.placed:
-            return ("placement",)
+            return ("placement", "routers")
         if self.captured:
             return ("captured",)
         if self.pairs:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -25,6 +25,7 @@ from fusedmoe.placement.hecate import (
     materialise,
     predict,
     reshard,
+    uneven,
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
@@ -135,16 +136,36 @@ def exact(now: Situation, *, t: int, m: int, level: float | None = None) -> Deci
 
     `level`: as `balance` takes it, whatever that costs; None: what is cheapest. The copies that it adds are waited for.
     """
-    predicted = hecate(now, t=t, m=m)
-    waits_s, found = predicted.waits_s, []
-    for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
+
+    def after_gate(placement: Placement, tokens_WE: NDArray[np.int64]) -> Balance:
         if level is None:
-            found.append(cheapest_balance(placement, tokens_WE, now.nodes, m, now.costs))
-        else:
-            found.append(balance(placement, tokens_WE, now.nodes, m, level))
-        waits_s += gathered_s(placement, found[-1].placement, now.nodes, now.costs)
+            return cheapest_balance(placement, tokens_WE, now.nodes, m, now.costs)
+        return balance(placement, tokens_WE, now.nodes, m, level)
+
+    return _balanced(now, hecate(now, t=t, m=m), after_gate)
+
+
+def auto(now: Situation, *, t: int, m: int) -> Decision:
+    """Hecate, and exact balance where it pays: what `ShardedExperts(balance="auto")` does, if looking takes no time."""
+    shardings = [placement.sharding for placement in now.before]
+    predicted = hecate(now, t=t, m=m, sharded=uneven(shardings, predict(now.history_ILE)))
+    return _balanced(now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.nodes, m, now.costs))
+
+
+def _balanced(
+    now: Situation, predicted: Decision, after_gate: Callable[[Placement, NDArray[np.int64]], Balance]
+) -> Decision:
+    """The predicted copies as they are corrected after the gate. What comes then is waited for; predicted copies that
+    give up their places have been sent once."""
+    waits_s, given_up, found = predicted.waits_s, 0, []
+    for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
+        found.append(after_gate(placement, tokens_WE))
+        kept = placement.both(found[-1].placement)
+        waits_s += gathered_s(kept, found[-1].placement, now.nodes, now.costs)
+        given_up += int((placement.extra_W() - kept.extra_W()).sum())
     placements = tuple(one.placement for one in found)
     sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
+    sent += given_up * now.costs.expert_bytes
     return Decision(placements, waits_s, sent, loads=tuple(one.load() for one in found))
 
 

@@ -19,6 +19,7 @@ from bench.placement.baselines import (
     CLUSTER_A,
     Decision,
     Policy,
+    auto,
     exact,
     expert_parallelism,
     hecate,
@@ -36,7 +37,7 @@ from fusedmoe.placement.placement import Nodes
 from fusedmoe.runtime.progress import WorkBar
 
 DESCRIPTION = """\
-Follows the loads of experts, recorded or made up, under eight ways to place them, and shows what
+Follows the loads of experts, recorded or made up, under nine ways to place them, and shows what
 each makes of the work of ranks and of what they receive from other nodes.
 
 The rank with the most tokens sets the pace of a layer. With expert parallelism (ep) that is
@@ -45,7 +46,8 @@ copies those that the last 5 iterations asked for most: at most t experts travel
 time beside attention hides), a rank has room for m copies in each layer. Every 100 iterations
 owners change as well. algorithm1 is hecate without the search that this library puts behind the
 paper's Algorithm 1. exact is hecate, and once the gates have chosen it shares tokens over the
-copies, and adds copies, as is cheapest; even does so until all ranks have the same, whatever it
+copies, and adds copies, as is cheapest; auto does so only where it saves 2% of a layer's time, and
+may put copies in the place of useless ones; even does so until all ranks have the same, whatever it
 costs. fastermoe, smartmoe and flexmoe are what others do; a rank has the same room for copies
 there, and the last two the period that makes them fastest.
 
@@ -75,7 +77,7 @@ examples:
     python -m bench.placement.loads --json | jq '.policies.hecate.straggler'
 """
 
-POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate", "exact", "even")
+POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate", "exact", "auto", "even")
 
 #: Iterations between two changes that are tried for policies that do not say, or whose papers had other loads.
 PERIODS = (5, 10, 25, 50, 100)
@@ -103,6 +105,7 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, number, what in (
         ("--skew", 1.35, "of popularity: the k-th expert has k^-S of the first"),
         ("--drift", 0.05, "of the logarithm of a popularity, from one iteration to the next"),
+        ("--jitter", 0.1, "of the same, of what comes and goes in one iteration"),
     ):
         source.add_argument(flag, type=float, default=number, metavar="S", help=f"{what} (default: {number:g})")
     placing = parser.add_argument_group("placement")
@@ -171,6 +174,7 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
         tokens=arguments.tokens,
         skew=arguments.skew,
         drift=arguments.drift,
+        jitter=arguments.jitter,
         seed=arguments.seed,
     )
 
@@ -190,6 +194,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
         {"": partial(hecate, t=t, m=m, calibrated=arguments.calibrate, searches=False)},
         {"": partial(hecate, t=t, m=m, calibrated=arguments.calibrate)},
         {"": partial(exact, t=t, m=m)},
+        {"": partial(auto, t=t, m=m)},
         {"": partial(exact, t=t, m=m, level=1.0)},
     )
     best = {}

@@ -32,7 +32,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import by_place, replace, table, unstacked_of
+from fusedmoe.layers.expert_tables import by_place, held_after, replace, table, unstacked_of
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
@@ -70,7 +70,7 @@ class DynamicExperts:
         balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
-        neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
+        neighbours: the layers before and after, whose replicas may be fetched one layer ahead.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
         sparse: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
             as there are no replicas.
@@ -196,18 +196,11 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered, self._added = (), False
+        self._gathered, self._added, self._learns = (), False, False
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
-        """Appends the replicas that a placement has more than there are now to what is held."""
-        added_W: list[list[int]] = [[] for _ in self._held_W]
-        # Every rank keeps the tables of all, since places are numbered through them.
-        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
-            for rank in set(new) - set(old):
-                added_W[rank].append(expert)
-        self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
-        self.now = wanted
+        self._held_W, self.now = held_after(self._held_W, self.now, wanted), wanted
 
     # Fetching replicas.
 
@@ -227,10 +220,15 @@ class DynamicExperts:
         self.begun = True
         # Where replicas come one layer after the other, those of the first layer come now.
         first = self.neighbours[0] is None
-        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
+        if first if self._ahead or self.travel == "in turns" else self.travel == "at once":
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
+
+    @property
+    def _ahead(self) -> bool:
+        # What a gate adds would else wait behind the replicas of all layers to come.
+        return self.rematerialises or (self.balances is not None and self.travel == "at once")
 
     def _lay_way(self) -> None:
         """Lays the gradients' way back to the owners."""
@@ -333,8 +331,8 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
-            # Once a step: a forward that is computed again must find the copies that it had.
-            if training and adds and not self._added:
+            # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
+            if training and adds and not (self._added or self._learns):
                 self._added = True
                 self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
             sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
@@ -370,11 +368,12 @@ class DynamicExperts:
             self.fetch()
         turns = self.travel == "in turns"
         # The next layer's replicas travel while this one computes.
-        if self.rematerialises and after is not None and not turns:
+        if self._ahead and after is not None and not turns:
             after.fetch()
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
+        self._learns |= learns
         if learns:
             if self._returns is None:  # nobody called `begin` with gradients enabled
                 self._lay_way()
@@ -425,15 +424,16 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> None:
-        """Fetches the replicas that the corrected placement has more. Collective."""
+        """Fetches the replicas that a placement has more; those that it lacks send no gradients. Collective."""
         if wanted == self.now:
             return
         self.arrive()
         # What is fetched late goes after what was fetched before, also when its gradients go back.
-        more = gather(self.now, wanted, self.nodes)
-        last = max((one.step for one in self._gathered), default=-1) + 1
+        more = gather(self.now.both(wanted), wanted, self.nodes)
+        stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
+        last = max((one.step for one in stays), default=-1) + 1
         self._add(wanted)
-        self._gathered += tuple(one._replace(step=one.step + last) for one in more)
+        self._gathered = stays + tuple(one._replace(step=one.step + last) for one in more)
         self._gather(more)
 
     def _send_back(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.placement.placement import Placement
 
 
 def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:
@@ -48,6 +49,25 @@ def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequen
     assert layout.source_N is not None
     source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
     return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
+
+
+def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
+    """Returns the experts in each rank's table after its copies have changed: new ones in the places of those that are
+    there no longer, then behind all others. Ranks keep the tables of all, since places are numbered through them.
+
+    Worked example: [0, 1] with a copy of 2 behind is [0, 1, 2]; with copies of 3 and 4 instead it becomes [0, 1, 3, 4].
+    """
+    held_WP = [list(held) for held in held_W]
+    for rank, held in enumerate(held_WP):
+        gone_E, new_E = (
+            np.flatnonzero(one.holds_EW[:, rank] & ~other.holds_EW[:, rank]).tolist()
+            for one, other in ((before, after), (after, before))
+        )
+        assert len(gone_E) <= len(new_E), "a place would have nothing in it"
+        for expert in gone_E:
+            held[held.index(expert)] = new_E.pop(0)
+        held += new_E
+    return [tuple(held) for held in held_WP]
 
 
 def table(parameter: nn.Parameter, rows: int) -> Tensor:

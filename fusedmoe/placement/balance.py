@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -33,12 +33,16 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, layer_s
+from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, gather, layer_s
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
 LEVELS = (1.0, 1.03, 1.1, 1.25)
 #: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
 _LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
+# Of the mean: copies that compute fewer rows may give their places to others.
+_USELESS = 1 / 8
+# Copies that come after the gate, and a look for them, must save this share of the layer's time.
+_WORTH = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,7 @@ class Balance:
     """Copies of experts, and whose rows they compute.
 
     Attributes:
-        placement: the copies that there were, and new ones.
+        placement: the copies that there were, and new ones, some of them in the places of others (`auto_balance`).
         tokens_WE: [W, E] int64, rows of each rank for each expert.
         computed_EV: [E, V] int64, rows of each expert that each rank computes (V = W).
     """
@@ -82,6 +86,14 @@ class Balance:
             for both in ((ways.near_sent_EW, ways.near_received_EW), (ways.far_sent_EW, ways.far_received_EW))
         )
         return PlacementLoad(self.computed_EV.sum(axis=0), ways.far_received_EW.sum(axis=0), max(far), max(near))
+
+    def mean_load(self) -> PlacementLoad:
+        """Counts what ranks and links would have if all of them had the mean."""
+        ways, ranks = self._ways, self.nodes.ranks
+        work_W, ingress_W = (
+            np.full(ranks, -(-int(of.sum()) // ranks)) for of in (self.computed_EV, ways.far_received_EW)
+        )
+        return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-int(ways.near_received_EW.sum()) // ranks))
 
     @cached_property
     def _ways(self) -> _Ways:
@@ -136,22 +148,101 @@ def cheapest_balance(
     New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
     them. Arguments are those of `balance`.
     """
+    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    tried += _with_copies(placement, placement, tried[-1], m)
+    return _cheapest(placement, costs, tried)[1]
+
+
+def auto_balance(
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, look_s: float = 0.0
+) -> Balance:
+    """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies there are.
+
+    It is looked for where ranks and links that all had the mean would save more than `look_s`, and 2% of the layer's
+    time. New copies must save that share as well, with their ways counted in full. Where ranks have no room for them,
+    they may take the places of copies that compute next to nothing, if no other copy was made of those.
+
+    Worked example: rank 0 owns expert 0, rank 1 expert 1, with room for one copy each. Expert 1 was predicted, so rank
+    0 has a copy of it; but all rows are for expert 0. Rank 1 takes a copy of 0, if half of the rows take longer than
+    the copy's way there and its gradients' way back.
+
+    Args:
+        placement: owners, and the copies that were made by one gather (`traffic.gather`) from them.
+        look_s: seconds that looking for the cheapest takes, the same on every rank.
+        tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
+    """
+    nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
+    now_s = layer_s(nearest.load(), costs)
+    if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
+        return nearest
+    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    as_it_is_s, as_it_is = _cheapest(placement, costs, tried)
+    exact = tried[-1]
+    copied = _with_copies(placement, placement, exact, m)
+    less = _useful(exact) if m else placement
+    if less != placement:
+        copied += _with_copies(placement, less, exact, m)
+    if copied:
+        cheapest_s, cheapest = _cheapest(placement, costs, copied)
+        if cheapest_s < as_it_is_s - _WORTH * now_s:
+            return cheapest
+    return as_it_is
+
+
+def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balance]) -> tuple[float, Balance]:
+    """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
+    those of `before` when its gate had chosen."""
 
     def seconds(found: Balance) -> float:
-        return layer_s(found.load(), costs) + gathered_s(placement, found.placement, nodes, costs)
+        after = found.placement
+        come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
+        return layer_s(found.load(), costs) + come_s
 
-    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    return min(((seconds(one), one) for one in balances), key=lambda priced: priced[0])
+
+
+def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int) -> list[Balance]:
+    """Returns balances with new copies beside those of `placement`, by level; places of `before` that they leave free
+    keep their copies. `exact`: of the copies that there are."""
+    rows, ranks = int(exact.tokens_WE.sum()), exact.nodes.ranks
     # New copies are for ranks that compute more than the mean.
-    if tried[-1].busiest * nodes.ranks >= tried[-1].tokens_WE.sum() + nodes.ranks:
-        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-        tried += [balance(placement, tokens_WE, nodes, m, level) for level in LEVELS]
-    return min(tried, key=seconds)
+    if exact.busiest * ranks < rows + ranks or not (placement.extra_W() < m).any():
+        return []
+    # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
+    found = [balance(placement, exact.tokens_WE, exact.nodes, m, level) for level in LEVELS]
+    if placement == before:
+        return found
+    return [replace(one, placement=_filled(one.placement, before, m)) for one in found]
+
+
+def _useful(exact: Balance) -> Placement:
+    """Returns the placement without copies that compute few rows, and that no other copy was made of."""
+    placement = exact.placement
+    transfers = gather(placement.sharding, placement, exact.nodes)
+    passed_on = {(one.expert, one.source) for one in transfers}
+    few_EV = exact.computed_EV * exact.nodes.ranks < _USELESS * exact.tokens_WE.sum()
+    holds_EW = placement.holds_EW.copy()
+    for one in transfers:
+        if few_EV[one.expert, one.target] and (one.expert, one.target) not in passed_on:
+            holds_EW[one.expert, one.target] = False
+    return Placement.holding(placement.owners, holds_EW)
+
+
+def _filled(placement: Placement, before: Placement, m: int) -> Placement:
+    """Returns the placement with the copies of `before` for which ranks have room."""
+    holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m, before.extra_W()) - placement.extra_W()
+    for expert, rank in np.argwhere(before.holds_EW & ~holds_EW).tolist():
+        if room_W[rank] > 0:
+            holds_EW[expert, rank] = True
+            room_W[rank] -= 1
+    return Placement.holding(placement.owners, holds_EW)
 
 
 def _balances(
     placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, levels: Sequence[float]
 ) -> list[Balance]:
-    """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended."""
+    """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended. Levels
+    that change nothing are left out."""
     tokens_WE = np.asarray(tokens_WE)
     if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
         raise ConfigError(
@@ -165,9 +256,11 @@ def _balances(
     tokens_WE = tokens_WE.astype(np.int64)
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
     sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
-    balances = []
+    balances: list[Balance] = []
     for level in sorted(levels, reverse=True):
         most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
+        if balances and sharing.work_V.max() <= most:
+            continue
         # Inside nodes first: what moves there crosses no slow link.
         sharing.even_out(most, inside[:, None] == inside)
         if sharing.even_out(most) > most:

@@ -21,6 +21,8 @@ from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s, load, tr
 
 #: Iterations between two shardings.
 EVERY = 100
+# What the busiest ranks compute above the mean that is no reason for other owners.
+_EVEN = 0.05
 #: Iterations that a prediction looks back (w in the paper).
 WINDOW = 5
 
@@ -276,6 +278,16 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
         found_LE = next_LE
     chosen = tuple(Placement(nodes.ranks, tuple(owners)) for owners in found_LE.tolist())
     return tuple(shardings) if chosen == tuple(shardings) else chosen
+
+
+def uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
+    """Returns whether the owners' work, without copies, leaves something to gain: the busiest ranks of all layers have
+    over 5% more than the mean. Algorithm 2 does not ask; where loads are even it can make owners only worse.
+
+    Arguments are those of `reshard`.
+    """
+    work_LW = [load_E @ one.holds_EW for one, load_E in zip(shardings, np.asarray(load_LE, dtype=float), strict=True)]
+    return bool(np.max(work_LW, axis=1).sum() > (1 + _EVEN) * np.mean(work_LW, axis=1).sum())
 
 
 def _with_busiest(

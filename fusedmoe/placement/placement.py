@@ -138,6 +138,10 @@ class Placement:
             counts_W[list(others)] += 1
         return counts_W
 
+    def both(self, other: Placement) -> Placement:
+        """Returns the placement of what this one and `other`, with the same owners, both hold."""
+        return Placement.holding(self.owners, self.holds_EW & other.holds_EW)
+
     def is_within(self, other: Placement) -> bool:
         """Returns whether `other` has the same owners, and all that this one holds at least."""
         same = (self.ranks, self.owners) == (other.ranks, other.owners)

@@ -58,11 +58,11 @@ def _chain(
 ) -> Iterable[Transfer]:
     end, ready = owner, 0  # the chain's end, and the step in which it can send on
     # Nodes in the order of a ring, from the owner's on: no link between nodes carries the expert twice.
-    for ahead in range(nodes.count):
-        node = (nodes.of(owner) + ahead) % nodes.count
-        lacking = [rank for rank in missing if nodes.of(rank) == node]
-        if not lacking:
-            continue
+    lacking_N: dict[int, list[int]] = {}
+    for rank in missing:
+        lacking_N.setdefault(nodes.of(rank), []).append(rank)
+    for node in sorted(lacking_N, key=lambda node: (node - nodes.of(owner)) % nodes.count):
+        lacking = lacking_N[node]
         first, holders = 0, sorted(rank for rank in has if nodes.of(rank) == node)
         if holders:
             holder = owner if owner in holders else holders[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.measure import measured_costs
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.placement.balance import Balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -34,6 +35,7 @@ from fusedmoe.placement.hecate import (
     overlap_degree,
     predict,
     reshard,
+    uneven,
 )
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
@@ -45,8 +47,9 @@ PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 
 _HECATE = ("hecate", "algorithm1")
 
-#: From what copies and their rows follow: from earlier steps, or also from what the gates have just chosen.
-PLACEMENT_BALANCES = ("predicted", "exact")
+#: From what copies and their rows follow: from earlier steps; also from what the gates have just chosen; or from that
+#: where it saves more than it takes.
+PLACEMENT_BALANCES = ("predicted", "exact", "auto")
 
 #: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
@@ -116,7 +119,11 @@ class ShardedExperts:
         balance: "exact": once the gate has chosen, rows are shared over the copies so that the busiest rank computes as
             few as is worth it, in evaluation too; and in a step's first training forward copies are added where that
             saves more time than they take on their way (`fusedmoe.placement.balance`). It is worked out on the host in
-            each forward. "predicted": the copies are those of the policy, and rows spread evenly over them.
+            each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes, as
+            measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
+            next to nothing may give their places to others. Elsewhere rows go to the nearest copies; and owners stay
+            where their ranks are within 5% of the mean. "predicted": the copies are those of the policy, and rows
+            spread evenly over them.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
@@ -131,10 +138,11 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
-            already, numbers that cannot be, `balance="exact"` with `calibrates`, or an optimizer whose state cannot
-            move with single experts; in the first step, where it cannot be tried on a small parameter before. In a step
-            in which owners change: a copy of the model that is trained by itself, or that not all ranks have. A
-            function that places experts on other ranks than the layer has, or changes owners with `reshard=False`.
+            already, numbers that cannot be, a `balance` other than "predicted" with `calibrates`, or an optimizer whose
+            state cannot move with single experts; in the first step, where it cannot be tried on a small parameter
+            before. In a step in which owners change: a copy of the model that is trained by itself, or that not all
+            ranks have. A function that places experts on other ranks than the layer has, or changes owners with
+            `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
@@ -161,10 +169,10 @@ class ShardedExperts:
             )
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
-        if balance not in PLACEMENT_BALANCES or (balance == "exact" and calibrates):
+        if balance not in PLACEMENT_BALANCES or (balance != "predicted" and calibrates):
             raise ConfigError(
                 f"ShardedExperts: balance = {balance!r} and calibrates = {calibrates!r}; choose one of "
-                f"{', '.join(PLACEMENT_BALANCES)}, and exact without calibrates: it adds copies by itself"
+                f"{', '.join(PLACEMENT_BALANCES)}, and the last two without calibrates: they add copies by themselves"
             )
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
@@ -198,7 +206,7 @@ class ShardedExperts:
         if not self._layers:
             self._hooks: list[Any] = []
             return
-        asks = self._measures or calibrates or callable(policy) or balance == "exact"
+        asks = self._measures or calibrates or callable(policy) or balance != "predicted"
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
         facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
@@ -209,6 +217,8 @@ class ShardedExperts:
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
             on_all_ranks(topology.world, "looking at the optimizer", try_on)
+        # None: it is looked for in any case.
+        self._look_s = _look_s(self._layers[0], memory, self._costs, topology) if balance == "auto" else None
         self._sparse = _sparse(topology, heap)
         neighbours = zip([None, *self._layers[:-1]], [*self._layers[1:], None], strict=True)
         for placed, (before, after) in zip(self._layers, neighbours, strict=True):
@@ -216,7 +226,7 @@ class ShardedExperts:
             placed.sparse, placed.clocked = self._sparse, self._measures
             if self._correction is not None:
                 placed.correct = partial(self._corrected, placed.nodes)
-            if balance == "exact":
+            if balance != "predicted":
                 placed.balances = partial(self._balanced, placed.nodes)
         # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
@@ -333,8 +343,9 @@ class ShardedExperts:
         history_ILE = np.stack(self._history)
         nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
         if self._policy in _HECATE and self._moves and is_due(self.iteration):
-            shardings = tuple(placement.sharding for placement in before)
-            before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
+            shardings, load_LE = tuple(placement.sharding for placement in before), predict(history_ILE)
+            if self._look_s is None or uneven(shardings, load_LE):
+                before = reshard(shardings, load_LE, nodes, self.overlap)
         # The rest is one layer's alone, and takes its time: ranks decide for some layers each.
         decided = []
         for layer in range(world.index, len(before), world.size):
@@ -371,7 +382,10 @@ class ShardedExperts:
         return self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
 
     def _balanced(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
-        return cheapest_balance(placement, tokens_WE, nodes, self._memory if adds else 0, self._costs)
+        m = self._memory if adds else 0
+        if self._look_s is None:
+            return cheapest_balance(placement, tokens_WE, nodes, m, self._costs)
+        return auto_balance(placement, tokens_WE, nodes, m, self._costs, self._look_s)
 
     def _install(self, placements: Sequence[Placement]) -> None:
         shardings = [one.sharding for one in placements]
@@ -428,3 +442,17 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
         inter_bytes_s=inter.per_s,
         intra_bytes_s=lines.get("all-gather/esp", inter).per_s,
     )
+
+
+def _look_s(placed: DynamicExperts, m: int, costs: PlacementCosts, topology: Topology) -> float:
+    """Measures the seconds that the slowest rank looks for a balance in a forward. Collective over all ranks."""
+    ranks, experts = placed.placement.ranks, placed.placement.experts
+    tokens_WE = np.tile(4096 // np.arange(1, experts + 1), (ranks, 1))  # skewed by Zipf's law
+    seconds = []
+    for _ in range(3):  # the first also loads what the others use
+        start = perf_counter()
+        found = auto_balance(placed.placement.sharding, tokens_WE, placed.nodes, m, costs)
+        auto_balance(found.placement, tokens_WE, placed.nodes, 0, costs)  # as `DynamicExperts.split` asks
+        seconds.append(perf_counter() - start)
+    look_s = torch.tensor(min(seconds), dtype=torch.float64, device=device_of(topology.world))
+    return float(all_reduce(topology.world, look_s, "max", "time to balance in"))

@@ -293,6 +293,18 @@ def test_placements_are_measured_and_shown(
 
 
 @pytest.mark.slow
+def test_routers_are_measured_and_shown(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
+    cluster.run(4, measured_parts, setting, ["routers"], str(tmp_path))
+    found = shown(setting, tmp_path, ["routers"], capsys)["routers"]["routers"]
+    assert [*found] == [*placed._ROUTERS]
+    for of in found.values():
+        assert of["rows"]["hecate"]["over_hecate"] == 1 and len(of["rows"]["auto"]["rounds_s"]) == 6
+    straggler = {router: of["rows"]["ep"]["straggler"] for router, of in found.items()}
+    assert 1 <= straggler["even"] < straggler["changes every step"]
+
+
+@pytest.mark.slow
 def test_the_price_of_placements_is_measured_and_shown(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -581,6 +593,10 @@ def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch
     assert [goal.met for goal in goals("steps", steps)] == [True]
     assert [goal.met for goal in goals("sweep", sweep)] == [False]
     assert goals("layer", layer | {"run": clean | {"old": "OLD"}}) == []
+    auto = {"changes every step": (1, 1.3), "drifts slowly": (1, 0.99), "even": (0.97, 1)}
+    routers = {name: {"rows": {"auto": {"over_ep": ep, "over_hecate": hecate}}} for name, (ep, hecate) in auto.items()}
+    assert [goal.met for goal in goals("routers", common | {"routers": routers})] == [True, False, False]
+    assert goals("placement", layer) == []
     found = {"emulated": {"layer": layer, "steps": steps, "sweep": sweep}, "layer": {"layer": layer}}
     show(json.loads(json.dumps(found)), Console(width=170))
     out = capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 from bench.placement.baselines import (
     CLUSTER_A,
     Decision,
+    auto,
     exact,
     expert_parallelism,
     hecate,
@@ -221,6 +222,27 @@ def test_exact_balance_of_what_was_recorded(per_node, m, iterations):
         "even": partial(exact, t=4, m=m, level=1.0),
     }
     check_exact({name: replay(trace, one, Nodes(4, per_node), CLUSTER_A) for name, one in policies.items()})
+
+
+EVEN = {"skew": 0.0, "spread": 0.0, "drift": 0.0, "jitter": 0.0, "difference": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("m", "iterations", "layers"),
+    [(2, 8, 2), *(pytest.param(m, 20, 12, marks=pytest.mark.slow) for m in (2, 4))],
+)
+def test_auto_where_loads_change_drift_and_are_even(m, iterations, layers):
+    """A wrong prediction is corrected, also where it has filled the memory; an even one costs nothing."""
+    seconds = {}
+    for router, loads in (("changes", {"jitter": 1.5}), ("drifts", {"drift": 0.02, "jitter": 0.05}), ("even", EVEN)):
+        trace = make_loads(iterations, layers, 16, 32, seed=m, **loads)
+        policies = {"ep": expert_parallelism, "hecate": partial(hecate, t=8, m=m), "auto": partial(auto, t=8, m=m)}
+        found = {name: replay(trace, one, NODES, CLUSTER_A) for name, one in policies.items()}
+        seconds[router] = {name: one.iteration_s for name, one in found.items()}
+        assert found["auto"].replicas_I.max() <= layers * m
+    assert seconds["changes"]["auto"] * 1.25 < seconds["changes"]["hecate"]
+    assert seconds["drifts"]["auto"] <= seconds["drifts"]["hecate"]
+    assert seconds["even"]["auto"] <= 1.02 * seconds["even"]["ep"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from fusedmoe.blocks.cuts import cut
 from fusedmoe.comm.all_to_all import block_order, share
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.kernels.deduplicate import inverse
-from fusedmoe.layers.expert_tables import by_place
+from fusedmoe.layers.expert_tables import by_place, held_after
+from fusedmoe.placement.placement import Placement
 
 
 def chunk_order(counts_G: np.ndarray, degree: int) -> Tensor:
@@ -64,6 +65,14 @@ def test_every_element_is_in_one_micro_batch(size: int, axis: int) -> None:
     for p, place in enumerate(cuts.dense_of):
         assert p in cuts.rows_of[place]
         assert torch.equal(whole[cuts.dense_at[place]][cuts.rows_in_dense_at[p]], whole[cuts.rows_at[p]])
+
+
+def test_the_worked_example_of_copies_in_the_place_of_others() -> None:
+    """As in `held_after`: rank 0 gives its copy of 2 up for one of 3, and 4 comes behind it; rank 1 keeps its own."""
+    before, after = Placement.parse("0: 0 1 +2\n1: 2 3 4 +0"), Placement.parse("0: 0 1 +3 +4\n1: 2 3 4 +0 +1")
+    assert held_after([(0, 1, 2), (2, 3, 4, 0)], before, after) == [(0, 1, 3, 4), (2, 3, 4, 0, 1)]
+    with pytest.raises(AssertionError, match="nothing in it"):
+        held_after([(0, 1, 2), (2, 3, 4, 0)], before, before.sharding)
 
 
 def test_the_worked_example_of_places() -> None:

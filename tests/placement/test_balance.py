@@ -15,10 +15,10 @@ from scipy.sparse.csgraph import maximum_flow
 from bench.placement.baselines import CLUSTER_A
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance
 from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import layer_s
+from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s
 from tests.placement.exact import fewest_copies, least_busiest
 from tests.placement.placements import situations
 
@@ -48,10 +48,11 @@ def copies_of(placement: Placement) -> int:
     return int(placement.extra_W().sum())
 
 
-def check(found: Balance, before: Placement, m: int) -> None:
-    """A balance's rules, in plain loops."""
+def check(found: Balance, before: Placement, m: int, stays: bool = True) -> None:
+    """A balance's rules, in plain loops. `stays`: no copy gives its place to another."""
     nodes, tokens_WE, sent_WEV = found.nodes, found.tokens_WE, sent_of(found)
-    assert before.is_within(found.placement)
+    assert before.is_within(found.placement) or not stays
+    assert before.owners == found.placement.owners
     assert (found.placement.extra_W() <= np.maximum(m, before.extra_W())).all(), (
         "no rank holds more than it has room for"
     )
@@ -183,6 +184,71 @@ def test_copies_where_they_pay():
     assert cheapest_balance(even, tokens_WE, nodes, 2, dear).placement == even
     light = replace(CLUSTER_A, expert_bytes=0, token_bytes=0)
     assert cheapest_balance(even, tokens_WE, nodes, 2, light).busiest == tokens_WE.sum() / 16
+
+
+# Rows, rows on links, or both take time; copies may take more.
+COSTS = (
+    PlacementCosts(1.0, 1, 1, 1, 1.0, 10.0),
+    PlacementCosts(1.0, 0, 0, 0, 1.0, 1.0),
+    PlacementCosts(0.0, 1, 1, 1, 1.0, 10.0),
+    PlacementCosts(1.0, 1, 100, 100, 1.0, 10.0),
+    PlacementCosts(0.0, 0, 1, 1, 1.0, 1.0),
+)
+
+
+def auto_seconds(found: Balance, before: Placement, costs: PlacementCosts) -> float:
+    """By the definition: copies that are in neither place before travel to it, and their gradients back."""
+    kept = Placement.holding(before.owners, before.holds_EW & found.placement.holds_EW)
+    return layer_s(found.load(), costs) + gathered_s(kept, found.placement, found.nodes, costs)
+
+
+@settings(deadline=None)
+@given(situations(), st.integers(0, 3), st.sampled_from(COSTS), st.sampled_from(UGLY))
+def test_auto_is_never_dearer(case, m, costs, kind):
+    before, tokens_WE, nodes = case
+    tokens_WE = ugly(tokens_WE, kind)
+    found = auto_balance(before, tokens_WE, nodes, m, costs)
+    check(found, before, m, stays=False)
+    nearest = auto_balance(before, tokens_WE, nodes, m, costs, look_s=1e12)
+    assert nearest.placement == before
+    assert auto_seconds(found, before, costs) <= auto_seconds(nearest, before, costs) * (1 + 1e-12)
+    if m == 0:
+        assert found.placement == before
+    gone_EW = before.holds_EW & ~found.placement.holds_EW
+    relays = {(one.expert, one.source) for one in gather(before.sharding, before, nodes)}
+    for expert, rank in np.argwhere(gone_EW).tolist():
+        assert (expert, rank) not in relays and not found.computed_EV[expert, rank]
+        assert found.placement.extra_W()[rank] == before.extra_W()[rank], "its place has another"
+    again = auto_balance(before, tokens_WE, nodes, m, costs)
+    assert again.placement == found.placement and (again.computed_EV == found.computed_EV).all(), "a pure function"
+
+
+def test_auto_leaves_even_loads_alone():
+    trace = make_loads(1, 4, 16, 32, skew=0, spread=0, drift=0, jitter=0, difference=0)
+    for tokens_WE in trace.tokens_ILWE[0]:
+        found = auto_balance(Placement.even(16, 32), tokens_WE, Nodes(16, 4), 2, CLUSTER_A)
+        assert found.placement == Placement.even(16, 32)
+    found = auto_balance(Placement.even(4, 4), np.full((4, 4), 7), Nodes(4, 2), 2, COSTS[0])
+    assert found.sent_from(1).tolist() == np.diag([7] * 4).tolist() or found.busiest == 28
+
+
+def test_auto_puts_copies_in_the_place_of_useless_ones():
+    before = Placement.parse("0: 0 +1\n1: 1 +2\n2: 2 +3\n3: 3 +1")
+    tokens_WE = np.array([[100, 1, 1, 1]] * 4)
+    found = auto_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1])
+    assert found.busiest == 103 and found.placement.replicas[0] == (1, 2, 3)
+    assert found.placement.extra_W().tolist() == [1, 1, 1, 1], "rank 0's copy, for which nothing else comes, stays"
+    assert cheapest_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1]).busiest == 400
+
+
+def test_auto_by_hand():
+    """The docstring's example: 20 rows, of which half take as long as the copy's way there and back at 5 bytes a s."""
+    before, tokens_WE = Placement.parse("0: 0 +1\n1: 1"), [[10, 0], [10, 0]]
+    for expert_bytes, copied in ((23, True), (26, False)):
+        costs = PlacementCosts(1.0, 0, expert_bytes, 0, 5.0, 5.0)
+        found = auto_balance(before, tokens_WE, Nodes(2, 1), 1, costs)
+        assert (found.placement.replicas == ((1,), (0,))) == copied
+        assert found.busiest == (10 if copied else 20)
 
 
 @pytest.mark.parametrize(

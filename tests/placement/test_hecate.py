@@ -15,7 +15,7 @@ from bench.placement.baselines import CLUSTER_A, Decision, Move, Situation, expe
 from bench.placement.made_loads import make_loads
 from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import materialise, overlap_degree, predict, reshard, slots
+from fusedmoe.placement.hecate import materialise, overlap_degree, predict, reshard, slots, uneven
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.replica_search import improve, worth
 from fusedmoe.placement.traffic import PlacementCosts, layer_s, load
@@ -409,6 +409,14 @@ def test_even_work_and_ingress_of_what_nobody_copies():
         for name in ("work_W", "ingress_W")
     )
     assert work[1] < 0.8 * work[0] and ingress[1] < 0.8 * ingress[0]
+
+
+def test_uneven_owners_by_hand():
+    two = [Placement.parse("0: 0\n1: 1")] * 2
+    assert uneven(two, [[10, 30], [20, 20]]), "25 of 20 in the mean of the layers"
+    assert not uneven(two, [[20.5, 19.5], [20, 20]]) and not uneven(two, np.zeros((2, 2)))
+    assert not uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 20]])
+    assert uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 10]])
 
 
 def test_what_resharding_refuses():

@@ -29,6 +29,10 @@ HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 EXACT: dict[str, Any] = {"balance": "exact", "costs": PlacementCosts(1e-3, 8, 100, 200, 1e9, 1e9)}
 
 
+#: Rows are so dear that looking for a balance pays, too.
+AUTO: dict[str, Any] = {"balance": "auto", "costs": PlacementCosts(10.0, 8, 100, 200, 1e9, 1e9)}
+
+
 class Between(nn.Module):
     """What is before a layer of experts, as a block has it."""
 

@@ -13,9 +13,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.training import ShardedExperts
+from fusedmoe.training import LayerLoads, Placement, ShardedExperts
 from tests.cluster import Cluster
-from tests.training.placed import EXACT, EXPERTS, Model, optimizer_of, tokens, train_step
+from tests.training.placed import AUTO, EXACT, EXPERTS, Model, experts_of, optimizer_of, tokens, train_step
 
 #: Experts travel in no time, so all copies are made that help.
 FREE: dict[str, Any] = EXACT | {"costs": replace(EXACT["costs"], expert_bytes=0, token_bytes=0)}
@@ -68,10 +68,76 @@ def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
     assert work_FV[6].max() < before_FV[6].max()
 
 
+def least_asked_for(now: LayerLoads) -> Placement:
+    """The worst prediction: each rank has a copy of the expert of others that has had the fewest tokens."""
+    holds_EW = now.placement.sharding.holds_EW.copy()
+    for rank in range(now.nodes.ranks):
+        others = np.flatnonzero(~holds_EW[:, rank])
+        holds_EW[others[now.history_IE.sum(axis=0)[others].argsort(kind="stable")[:1]], rank] = True
+    return Placement.holding(now.placement.owners, holds_EW)
+
+
+def learned(
+    rank: int, world: int, placement: str, parts: int, options: dict[str, Any]
+) -> tuple[list[dict[str, Any]], int, int]:
+    """What experts have learned in eight steps, and how many copies came and gave up their places after the gate."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
+    model = Model(topology, placement)
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+    came = gone = 0
+    for step in range(8):
+        if sharded is not None:
+            before = [layer.placed.placement.holds_EW for layer in model.layers]
+            after = []
+            hook = optimizer.register_step_pre_hook(
+                lambda *_, after=after: after.extend(layer.placed.now.holds_EW for layer in model.layers)
+            )
+        train_step(model, optimizer, topology, step, parts)
+        if sharded is not None:
+            hook.remove()
+            came += sum(int((new & ~old).sum()) for old, new in zip(before, after, strict=True))
+            gone += sum(int((old & ~new).sum()) for old, new in zip(before, after, strict=True))
+    if sharded is not None:
+        sharded.close()
+    return experts_of(model), came, gone
+
+
 @pytest.mark.parametrize(
-    "options", [{"balance": "even"}, EXACT | {"calibrates": True}], ids=lambda options: "-".join(options)
+    ("world", "parts", "options"),
+    [
+        (2, 1, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, 1, {}), (4, 2, {}), (4, 1, {"rematerialises": True}), (2, 2, {"rematerialises": True}))
+        ),
+    ],
+)
+def test_copies_in_the_place_of_useless_ones(cluster: Cluster, world: int, parts: int, options: dict[str, Any]):
+    wrong = AUTO | {"policy": least_asked_for, "memory": 1, "reshard": False} | options
+    placed = cluster.run(world, learned, "fssdp", parts, wrong)
+    plain = cluster.run(world, learned, "ep", parts, {})
+    for (ours, came, gone), (theirs, _, _) in zip(placed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert came >= gone > 0
+
+
+def test_auto_looks_only_where_it_pays(cluster: Cluster):
+    """Rows that cost nothing are left where they are: as without copies."""
+    idle = AUTO | {"policy": "ep", "memory": 2, "costs": replace(AUTO["costs"], token_s=1e-12, token_bytes=0)}
+    found = cluster.run(2, sent_rows, idle)
+    plain = cluster.run(2, sent_rows, {"policy": "ep", "memory": 0})
+    assert [rows for rows, _ in found] == [rows for rows, _ in plain]
+    busy = cluster.run(2, sent_rows, AUTO | {"policy": "ep", "memory": EXPERTS})
+    assert [rows for rows, _ in busy] != [rows for rows, _ in plain]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"balance": "even"}, EXACT | {"calibrates": True}, AUTO | {"calibrates": True}],
+    ids=lambda options: "-".join(options),
 )
 def test_what_is_refused(options: dict[str, Any]):
     model = Model(Topology(), "fssdp")
-    with pytest.raises(ConfigError, match="choose one of predicted, exact"):
+    with pytest.raises(ConfigError, match="choose one of predicted, exact, auto, and"):
         ShardedExperts(model, optimizer_of(model), Topology(), **options)

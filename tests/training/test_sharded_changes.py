@@ -24,6 +24,7 @@ from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.placed import (
+    AUTO,
     EXACT,
     HECATE,
     Model,
@@ -258,7 +259,7 @@ def plain(cluster: Cluster) -> Plain:
         *slowly((USES[2::5], {"rematerialises": True}, False), ((loads_a_state,), CALIBRATED, False)),
         *(
             pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
-            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT)
+            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT, AUTO)
             for recomputes in (False, True)
         ),
     ],

@@ -22,7 +22,19 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.placed import DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
+from tests.training.placed import (
+    AUTO,
+    DIM,
+    EXACT,
+    EXPERTS,
+    HECATE,
+    Model,
+    experts_of,
+    optimizer_of,
+    run,
+    tokens,
+    train_step,
+)
 
 # Of a machine on which copying pays.
 COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
@@ -69,6 +81,10 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         slow(4, EXACT | HECATE),
         slow(4, EXACT | HECATE | {"rematerialises": True, "schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(4, EXACT | {"policy": "ep", "memory": EXPERTS}),
+        slow(2, AUTO | HECATE),
+        slow(4, AUTO | HECATE | {"memory": 1}),
+        slow(4, AUTO | HECATE | {"rematerialises": True, "schedule": Schedule("fsmoe", degrees=(2, 3))}),
+        slow(4, AUTO | HECATE | {"degrees": (2, 3)}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(2, HECATE | {"degrees": (1, 1)}),
         slow(4, HECATE | {"degrees": (2, 3)}),
@@ -105,8 +121,8 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS}), slow(EXACT | {"policy": "ep"})],
-    ids=["before", "after the gate", "exact"],
+    [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS}), slow(EXACT | {"policy": "ep"}), slow(AUTO)],
+    ids=["before", "after the gate", "exact", "auto"],
 )
 @pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
 def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
@@ -128,6 +144,7 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
         slow({"recomputes": True, "rematerialises": True}),
         {"parts": 2, "rematerialises": True},
         slow({"parts": 2, "recomputes": True, "rematerialises": True} | EXACT),
+        slow({"parts": 2, "recomputes": True} | AUTO),
         slow({"wraps": True}),
     ],
     ids=lambda options: "-".join(options),

@@ -22,6 +22,7 @@ from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.placed import (
+    AUTO,
     EXACT,
     HECATE,
     Model,
@@ -151,7 +152,7 @@ def plain(cluster: Cluster) -> Plain:
     [
         (USES[1::4], REMATERIALISES),
         *slowly((USES[::2], {}), (USES[1::2], REMATERIALISES)),
-        *(pytest.param(USES, options, marks=pytest.mark.slow) for options in ({}, REMATERIALISES, EXACT)),
+        *(pytest.param(USES, options, marks=pytest.mark.slow) for options in ({}, REMATERIALISES, EXACT, AUTO)),
     ],
     ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value),
 )
