@@ -110,7 +110,8 @@ class TransformersBlocks:
 
     def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
         module: Any = block.module
-        if kwargs.get("past_key_values") is not None:
+        # By the names of transformers until 5.23, and since 5.24.
+        if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
             return "it has a cache; call the model with use_cache=False"
         if _active_collector.get():
             return "outputs of single blocks are asked for; leave output_router_logits and the like out"
