@@ -55,6 +55,8 @@ class ReceiveBuffers:
         returned, returned_values: where results go, and a float32 number with each: [slots, tokens·K, width or 1].
         network: leads to far peers; None where no peer is far.
         watch: bounds waits.
+        token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
+        every_W: int32, the numbers of all ranks.
     """
 
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:

@@ -287,6 +287,8 @@ def take_rows_kernel(x_ptr, source_ptr, peer_ptr, rows_ptr, M, BLOCK: tl.constex
 def take_rows(x_CM: Tensor, chunks: Sequence[Arrivals]) -> list[Tensor]:
     """Copies the rows of all chunks of `read_metadata` out of a slot of the buffer, x_CM, in one launch.
 
+    Definition: `define_permute` of each chunk's layout.
+
     Returns:
         of each chunk [R, M], sorted by expert; zeros in padding.
     """
