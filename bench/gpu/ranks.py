@@ -155,8 +155,9 @@ def part_steps(case: Case, count: int) -> list[Step]:
             chunks = route.forward
             for chunk in range(len(chunks)):
                 chunks.await_tokens(chunk, epoch)
-            rows.append([chunks.take(chunk, epoch) for chunk in range(len(chunks))])
+            rows.append(chunks.take(epoch))
             route.read(epoch)
+            route.give_credit()
         return rows
 
     def dispatched() -> tuple[list[Route], list[list[Tensor]]]:
@@ -170,6 +171,6 @@ def part_steps(case: Case, count: int) -> list[Step]:
             for chunk, out_RM in enumerate(own):
                 last = route.arrivals[chunk].layout.offsets_E1[-1:]
                 return_rows(out_RM, last, route.forward.put(chunk, epoch))
-        return [route.receive(epoch, _DEGREE)[0] for route, epoch in zip(routes, epochs, strict=True)]
+        return [route.receive(epoch, _DEGREE) for route, epoch in zip(routes, epochs, strict=True)]
 
     return [Step(PARTS[0], dispatch, with_metadata), Step(PARTS[1], combine, dispatched)]

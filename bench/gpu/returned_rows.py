@@ -5,7 +5,6 @@ The library has no such launch: its down projection puts results while they are 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,7 +51,7 @@ def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
     peer_N, store_N, target_N, network = put.addresses
     return_rows_kernel[(max(1, triton.cdiv(count, TILE)),)](
         x_RM.contiguous(), rows,
-        store_N, peer_N, torch.zeros_like(put.wanted_W), put.wanted_W, put.signal_W, target_N, far_pointers(network)[0],
+        store_N, peer_N, put.counter_W, put.wanted_W, put.signal_W, target_N, far_pointers(network)[0],
         put.epoch, put.wanted_W.numel(), width,
         TILE=TILE, **columns(width, TILE), **linked(network), **launch_options(network is not None),
     )  # fmt: skip

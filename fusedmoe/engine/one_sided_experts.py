@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,19 +26,21 @@ from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.kernels.derivatives import Function
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs, take_pairs
+from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
+    ArrivedChunk,
     Put,
+    ReceiveBuffer,
     Sends,
     Wait,
     contiguous,
     find_rows,
 )
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
-from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata
+from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 from fusedmoe.runtime.recorder import Recorder, span
@@ -52,25 +53,23 @@ class RouteChunks:
         arrivals: of each chunk.
     """
 
-    def __init__(self, buffers: ReceiveBuffers, arrivals: Sequence[Arrivals]) -> None:
-        self.buffers, self.arrivals = buffers, arrivals
+    def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk]) -> None:
+        self.buffers, self._chunks = buffers, chunks
+        self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
     def arriving(self, chunk: int, epoch: int) -> tuple[Tensor, Layout, Wait]:
-        """Returns rows that may still be on their way: the buffers' rows, those that a chunk needs, and how to wait."""
-        tokens = self.buffers.tokens
-        x_CM, layout = tokens.rows.view(-1, tokens.rows.shape[-1]), self.arrivals[chunk].layout
-        assert layout.source_N is not None
-        first = tokens.slot(epoch) * tokens.peers * tokens.rows.shape[2]
-        wait = Wait(tokens.signals, tokens.tile, epoch, self.buffers.bounds, self.buffers.network)
-        return x_CM, replace(layout, source_N=layout.source_N + first), wait
+        """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
+        buffers = self.buffers
+        slot = buffers.tokens.slot(epoch)
+        wait = Wait(buffers.token_signals[slot], buffers.tokens.tile, epoch, buffers.bounds, buffers.network)
+        return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def take(self, chunk: int, epoch: int) -> Tensor:
-        """Copies a chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
-        x_CM, layout, _ = self.arriving(chunk, epoch)
-        return permute(x_CM, layout)
+    def take(self, epoch: int) -> list[Tensor]:
+        """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
+        return take_rows(self.buffers.token_rows[self.buffers.tokens.slot(epoch)], self.arrivals)
 
     def await_tokens(self, chunk: int, epoch: int) -> None:
         """Waits for a chunk's rows."""
@@ -83,26 +82,22 @@ class RouteChunks:
             wait_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
 
     def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
-        """Returns the place that the results of a chunk go to."""
-        buffers, arrivals = self.buffers, self.arrivals[chunk]
-        addresses = buffers.result_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
+        """Returns the place that the results of a chunk go to, in the forward pass with their weights."""
+        buffers, received = self.buffers, self._chunks[chunk]
         mark = buffers.result_mark(chunk, epoch)
-        signal_W = buffers.result_signals(mark)
-        return Put(buffers.results.rows, addresses, weight_R, arrivals.wanted_W, signal_W, epoch, mark)
+        counter_W = received.counters[weight_R is None]
+        addresses, wanted_W = received.results[buffers.results.slot(epoch)], received.arrivals.wanted_W
+        ends = (wanted_W, counter_W, buffers.result_signals(mark))
+        return Put(buffers.results.rows, addresses, weight_R, *ends, epoch, mark)
 
     def value_addresses(self, chunk: int, epoch: int) -> Addresses:
         """Returns the addresses of one number to each row of a chunk, to be put before the chunk's rows."""
-        arrivals = self.arrivals[chunk]
-        return self.buffers.value_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
+        return self._chunks[chunk].values[self.buffers.results.slot(epoch)]
 
     def find(self, there: RouteChunks) -> list[Tensor]:
         """Finds for each chunk its rows among those of other chunks of the same rows."""
         results = self.buffers.results
         return find_rows(there.arrivals, self.arrivals, results.peers, results.rows.shape[2])
-
-    def _rows_before(self, chunk: int) -> int:
-        """Counts the rows of the chunks before, as they are laid out."""
-        return sum(arrivals.layout.rows for arrivals in self.arrivals[:chunk])
 
 
 class Route:
@@ -110,7 +105,7 @@ class Route:
 
     Args:
         layout: of the tokens over all E experts; rank p of the buffers' group has those from p·E/W on.
-        weight_N: router weights of sorted rows, or None for 1.
+        weight_SK: router weights of pairs, or None for 1.
         degrees: chunks forward and backward.
         dtype, width: of rows.
     Raises:
@@ -121,7 +116,7 @@ class Route:
         self,
         buffers: ReceiveBuffers,
         layout: Layout,
-        weight_N: Tensor | None,
+        weight_SK: Tensor | None,
         degrees: tuple[int, int],
         dtype: torch.dtype,
         width: int,
@@ -130,8 +125,10 @@ class Route:
         self.buffers, self.layout, self.degrees = buffers, layout, degrees
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
-        self._sends: Sends = plan_sends(layout, weight_N, peers, math.lcm(*degrees), self._capacity, lines)
+        self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
         self._metadata_epoch = 0
+        # What has been read, and no peer has been told of.
+        self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
         """Tells each rank what comes; the first thing to do."""
@@ -162,16 +159,16 @@ class Route:
         buffers, metadata = self.buffers, self.buffers.metadata
         with buffers.watch.over():
             wait_metadata(metadata, buffers.experts, self._metadata_epoch, buffers.bounds)
-        metadata_WC2 = metadata.rows[metadata.slot(self._metadata_epoch)]
+        metadata_WC2 = buffers.metadata_lines[metadata.slot(self._metadata_epoch)]
 
         def read(degree: int) -> RouteChunks:
-            rows = self._rows_of_chunks(metadata_WC2, degree)
-            return RouteChunks(buffers, read_metadata(metadata_WC2, buffers.experts, degree, self._capacity, rows))
+            sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
+            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, buffers.returned, buffers.returned_values))
 
         there, back = self.degrees
         forward = read(there)
         found = forward, forward if back == there else read(back)
-        give_credit(metadata, self._metadata_epoch)
+        self._read.append((metadata, self._metadata_epoch))
         return found
 
     def put_tokens(self, x_SM: Tensor) -> int:
@@ -184,41 +181,56 @@ class Route:
         return epoch
 
     def read(self, epoch: int) -> None:
-        """Tells the ranks that nothing of this exchange's tokens will be read again."""
-        give_credit(self.buffers.tokens, epoch)
+        """Notes that nothing of this exchange's tokens will be read again."""
+        self._read.append((self.buffers.tokens, epoch))
+
+    def give_credit(self) -> None:
+        """Tells the ranks what has been read, all in one launch: nobody needs to know before the second next batch."""
+        (buffer, epoch), *others = self._read
+        give_credit(buffer, epoch, *others)
+        self._read.clear()
 
     def begin_results(self) -> int:
         """Begins an exchange of results; returns its number."""
         buffers, results = self.buffers, self.buffers.results
         epoch = buffers.begin(results)
-        every = torch.arange(results.peers, dtype=torch.int32, device=buffers.heap.device)
         with buffers.watch.over():
             # A slot serves again only when every peer has read what was in it.
-            wait_signals(results.credits, every, buffers.results_behind(epoch), buffers.bounds)
+            wait_signals(results.credits, buffers.every_W, buffers.results_behind(epoch), buffers.bounds)
         return epoch
 
-    def receive(self, epoch: int, degree: int) -> tuple[Tensor, Tensor]:
-        """Returns [S, M], the sum of each token's results, which come in `degree` chunks, and [N] float32 values."""
+    def receive(self, epoch: int, degree: int) -> Tensor:
+        """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
+        y_SM = self._sum_results(epoch, degree)
+        self._read.append((self.buffers.results, epoch))
+        self.give_credit()
+        return y_SM
+
+    def receive_with_values(self, epoch: int, degree: int) -> tuple[Tensor, Tensor]:
+        """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
+        buffers, results = self.buffers, self.buffers.results
+        y_SM = self._sum_results(epoch, degree)
+        # Copied before the slot is given back: another batch's values may come at once.
+        value_SK = put_pairs(buffers.value_rows[results.slot(epoch)], self.layout)
+        self._read.append((results, epoch))
+        self.give_credit()
+        return y_SM, value_SK
+
+    def _sum_results(self, epoch: int, degree: int) -> Tensor:
         buffers, results = self.buffers, self.buffers.results
         with buffers.watch.over():
             awaited = buffers.awaited_results(degree, epoch)
             wait_signals(results.signals, awaited, epoch, buffers.bounds, buffers.network)
-        slot = results.slot(epoch)
-        y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
-        # A copy: the slot is given back below, and another batch's values may come at once.
-        values_N = buffers.values.own[slot, : self.layout.rows].clone()
-        give_credit(results, epoch)
-        return y_SM, values_N
+        return gather_sum(buffers.result_rows[results.slot(epoch)], self.layout)
 
-    def _rows_of_chunks(self, metadata_WC2: Tensor, degree: int) -> Sequence[int]:
-        """Counts the rows of each chunk; on a GPU bounds them, since nobody waits for it."""
+    def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
+        """Counts the rows of the largest chunk; on a GPU bounds them, since nobody waits for it."""
         sizes, local = self.buffers.sizes, self.buffers.experts
         if metadata_WC2.is_cuda:
             # Nobody waits for the counts on a GPU: bounds, from sizes that the host knows.
-            most = -(-sizes.tokens * sizes.k // degree) + local
-            return [most * len(metadata_WC2)] * degree
-        counts = metadata_WC2[:, :local, 0].long()
-        return [int((counts * (j + 1) // degree - counts * j // degree).sum()) for j in range(degree)]
+            return (-(-sizes.tokens * sizes.k // degree) + local) * len(metadata_WC2)
+        count_G = metadata_WC2.numpy()[:, :local, 0].ravel().tolist()
+        return max(sum(count * (j + 1) // degree - count * j // degree for count in count_G) for j in range(degree))
 
 
 class Measured(NamedTuple):
@@ -252,9 +264,8 @@ def make_route(
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
-    weight_N = None if weight_SK is None else take_pairs(weight_SK.detach(), layout)
     degrees = (degree, degree) if isinstance(degree, int) else degree
-    return Route(buffers, layout, weight_N, degrees, x_SM.dtype, x_SM.shape[1])
+    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1])
 
 
 class Forward:
@@ -285,13 +296,13 @@ class Forward:
                 h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
-        keeps = self.experts.keeps_rows
-        self.x = [route.backward.take(chunk, self._tokens) if keeps else None for chunk in range(len(route.backward))]
+        keeps, there = self.experts.keeps_rows, route.backward
+        self.x = [*there.take(self._tokens)] if keeps else [None] * len(there)
         route.read(self._tokens)
 
     def finish(self) -> Tensor:
         """[S, M]"""
-        return self.route.receive(self._results, len(self.route.forward))[0]
+        return self.route.receive(self._results, len(self.route.forward))
 
 
 class Backward:
@@ -342,8 +353,7 @@ class Backward:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns gradients of tokens, [S, M], and of router weights, [S, K] float32."""
-        dx_SM, dweight_N = self._route.receive(self._results, len(self._route.backward))
-        return dx_SM, put_pairs(dweight_N, self._route.layout)
+        return self._route.receive_with_values(self._results, len(self._route.backward))
 
 
 class _FusedExperts(Function):

@@ -145,7 +145,7 @@ class Put(NamedTuple):
     Attributes:
         like: of the rows' dtype.
         addresses: of the rows.   weight_N: factors, or None for 1.
-        wanted_W: int32, rows of each peer.
+        wanted_W: int32, rows of each peer.   counter_W: int32 zeros, where a launch counts those that are done.
         signal_W: int64, the addresses of what to set to `epoch` when they are all there; for far peers a spare one.
         mark: the same signal once more, for far peers.
     """
@@ -154,6 +154,7 @@ class Put(NamedTuple):
     addresses: Addresses
     weight_N: Tensor | None
     wanted_W: Tensor
+    counter_W: Tensor
     signal_W: Tensor
     epoch: int
     mark: Mark
@@ -181,6 +182,7 @@ class Sends(NamedTuple):
     Attributes:
         token_WC: int32, the token at each place of a peer's buffer; token_used_W: int32, how many there are.
         metadata: [E + N, 2] int32, lines for all peers; line_WC, line_used_W: those of each peer.
+    Kernels leave tables flat, as other kernels read them.
     """
 
     token_WC: Tensor
@@ -206,17 +208,50 @@ class Arrivals(NamedTuple):
     wanted_W: Tensor
 
 
+class ReturnRows(NamedTuple):
+    """Rows of all ranks' memory to which something is returned for each row that came.
+
+    Attributes:
+        own: [slots, places, width], this rank's copy.   table: [W] all ranks' copies, 0 for those that are far.
+        staged: [rows, width], rows for far peers on their way, of all chunks in order; None where nobody is far.
+        network: leads to far peers; None where none is.
+    """
+
+    own: Tensor
+    table: Tensor
+    staged: Tensor | None = None
+    network: Network | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.own.shape[2] * self.own.itemsize
+
+
+class ArrivedChunk(NamedTuple):
+    """One chunk of what has been put here, and where its results go.
+
+    Attributes:
+        results, values: addresses of the rows' results, and of the number that goes with each, by slot of the results.
+        counters: int32 zeros [W] for each pass, where its launch counts the rows that are done (`Put`).
+    """
+
+    arrivals: Arrivals
+    results: Sequence[Addresses]
+    values: Sequence[Addresses]
+    counters: Sequence[Tensor]
+
+
 def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
     """The chunk of an expert's i-th row of `count`, where chunk j has those from ⌊count·j/degree⌋ on."""
     return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
-def define_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
     """Plans what this rank puts: which tokens to which peer in which order, and the routing metadata.
 
     Args:
         layout: of its tokens over all E experts; rank p has those from p·E/peers on.
-        weight_N: [N] router weight of each sorted row; None for 1.
+        weight_SK: router weight of each pair; None for 1.
         degree: chunks in which receivers compute; decides the order of tokens.
         capacity, lines: places that each rank has in a peer's buffers of tokens and of lines.
     """
@@ -244,7 +279,7 @@ def define_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: in
     # follows: the place of its token, and the bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
     place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
-    weight = torch.ones(rows, device=device) if weight_N is None else weight_N.float()
+    weight = torch.ones(rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
     body = torch.stack([place_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
@@ -299,6 +334,18 @@ def define_arrivals(
         place_R = start_We[peer_R, expert_R] + inside_R
         chunks.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
     return chunks
+
+
+def define_addresses(peer_R: Tensor, place_R: Tensor, rows: ReturnRows, slot: int, first: int) -> Addresses:
+    """Finds the addresses of rows in the peers' copies; for far peers, in staging from row `first` on."""
+    base_R, target_R = rows.table[peer_R.long()], (slot * rows.own.shape[1] + place_R) * rows.row_bytes
+    if rows.staged is None:
+        return Addresses(peer_R, base_R + target_R)
+    staged_R = rows.staged.data_ptr() + (first + torch.arange(peer_R.numel(), device=peer_R.device)) * rows.row_bytes
+    # No address of theirs leads there.
+    far_R = base_R == 0
+    store_R = torch.where(far_R, staged_R, base_R + target_R)
+    return Addresses(peer_R, store_R, torch.where(far_R, rows.own.data_ptr() + target_R, 0), rows.network)
 
 
 def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:

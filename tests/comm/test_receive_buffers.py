@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.gpu.virtual_heaps import LocalHeap
 from fusedmoe.comm.group import Job
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
-from fusedmoe.kernels.one_sided import Network
+from fusedmoe.kernels.one_sided import Network, define_addresses
 
 CPU = torch.device("cpu")
 SIZES = BufferSizes(tokens=6, k=2, experts=8, width=16, dtype=torch.float32, degree=3)
@@ -37,10 +37,11 @@ def buffers() -> ReceiveBuffers:
 def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
     peer_R = torch.tensor([1, 1, 2, 2, 3], dtype=torch.int32)
     place_R = torch.tensor([4, 5, 0, 1, 7])
-    for addresses, own, table, size in (
-        (buffers.result_addresses(peer_R, place_R, 2, 9), buffers.results.rows, buffers.results.row_table, 64),
-        (buffers.value_addresses(peer_R, place_R, 2, 9), buffers.values.own, buffers.values.table, 4),
+    for rows, size in (
+        (buffers.returned, 64),
+        (buffers.returned_values, 4),
     ):
+        addresses, own, table = define_addresses(peer_R, place_R, rows, 1, 9), rows.own, rows.table
         behind = 12 * size  # exchange 2 has the second slot, of 6 tokens' 2 results
         store, target = addresses.store_N.tolist(), addresses.target_N
         assert store[:2] == [int(table[1]) + behind + size * at for at in (4, 5)]
@@ -52,15 +53,15 @@ def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
 
 
 def test_staging_has_room_for_all_chunks(buffers: ReceiveBuffers) -> None:
-    """As many rows as a rank can be sent, in chunks whose sizes are bounds (`Route._rows_of_chunks`)."""
+    """As many rows as a rank can be sent, in chunks whose sizes are bounds (`Route._most_rows`), rounded up."""
     for degree in (1, 2, 3):
         chunk = (-(-SIZES.tokens * SIZES.k // degree) + buffers.experts) * 4
+        chunk = -(-chunk // 4) * 4
         peer_R = torch.full((chunk,), 3, dtype=torch.int32)
-        for find, staged in (
-            (buffers.result_addresses, buffers._staged_rows),
-            (buffers.value_addresses, buffers._staged_values),
-        ):
-            last = find(peer_R, torch.arange(chunk), 1, chunk * (degree - 1)).store_N[-1]
+        for rows in (buffers.returned, buffers.returned_values):
+            staged = rows.staged
+            assert staged is not None
+            last = define_addresses(peer_R, torch.arange(chunk), rows, 0, chunk * (degree - 1)).store_N[-1]
             size = staged.shape[1] * staged.itemsize
             assert staged.data_ptr() <= int(last) <= staged.data_ptr() + staged.numel() * staged.itemsize - size
 
@@ -79,7 +80,7 @@ def test_results_wait_for_credit_of_what_is_staged(buffers: ReceiveBuffers) -> N
     assert plain.network is None and plain.results_behind(7) == 7 - SLOTS
     assert plain.tokens.staging is None and plain.metadata.staging is None
     peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
-    sent = plain.result_addresses(peer_R, place_R, 1, 0)
+    sent = define_addresses(peer_R, place_R, plain.returned, 0, 0)
     assert sent.target_N is None and sent.network is None
     assert sent.store_N.tolist() == [int(plain.results.row_table[2]) + 3 * 64]
 

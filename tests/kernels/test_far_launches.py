@@ -62,13 +62,15 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     addresses = Addresses(peer_N, empty(500, dtype=I64), target_N, leads)
     mark = Mark(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
     wanted_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
-    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, signal_W, 3, mark)
+    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, 3, mark)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
     for name, run in (
         ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 3, bounds)),
         ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 3, bounds)),
         ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
-        ("credit", lambda: put.give_credit(tokens, 3)),
+        ("credit 1", lambda: put.give_credit(tokens, 3)),
+        ("credit 2", lambda: put.give_credit(tokens, 3, (metadata, 2))),
+        ("credit 3", lambda: put.give_credit(tokens, 3, (metadata, 2), (tokens, 4))),
         ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
         ("return rows bfloat16 4096", lambda: returned_rows.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):

@@ -115,8 +115,8 @@ def flight(variant: Variant, columns: int, far: bool) -> Flight:
     weight_N = empty(ROWS, dtype=torch.float32) if variant.operation == "down" else None
     like = empty(1, columns, dtype=getattr(torch, variant.dtype))
     mark = Mark(empty(2, PEERS, 8, dtype=i64), 5, empty(PEERS, dtype=i64))
-    signal_W = empty(PEERS, dtype=i64)
-    return Flight(wait, Put(like, addresses, weight_N, empty(PEERS, dtype=i32), signal_W, 3, mark))
+    wanted_W, counter_W, signal_W = (empty(PEERS, dtype=dtype) for dtype in (i32, i32, i64))
+    return Flight(wait, Put(like, addresses, weight_N, wanted_W, counter_W, signal_W, 3, mark))
 
 
 def run(

@@ -133,7 +133,7 @@ def test_rows_are_stored_by_all_threads_before_they_are_put(nvshmem_site: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
-    for name in ("signal far nvshmem", "credit nvshmem"):
+    for name in ("signal far nvshmem", "credit 1 nvshmem", "credit 2 nvshmem", "credit 3 nvshmem"):
         code = body(nvshmem_site, ONE_SIDED, name)
         assert 0 < code.index("nvshmemi_transfer_fence") < code.index("nvshmemi_transfer_amo_nonfetch"), name
 

@@ -39,7 +39,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
     tokens = torch.randint(0, most, (peers,), generator=random).tolist()
     capacity, lines = most, local + most * slots
     batches = [route(seed + p, count, slots, experts, 3 if drops else None) for p, count in enumerate(tokens)]
-    sends = [define_sends(lay, w.reshape(-1)[lay.pair_N], peers, degree, capacity, lines) for lay, w in batches]
+    sends = [define_sends(lay, w, peers, degree, capacity, lines) for lay, w in batches]
 
     # What each rank wants to know of (sender, sorted row): which token, its weight, in the receiver's order.
     for me in range(peers):

@@ -184,6 +184,8 @@ class Watch:
         self._group, self._device = heap.group, heap.device
         memory = _shared(1 + RECORD, heap.device)
         self.stop, self.record = memory[:1], memory[1:]
+        # The same memory, read after every launch that waits: without an operation of PyTorch.
+        self._record = self.record.numpy()
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         # By the address of the signals, which the record of a kernel has: the host may have issued much more meanwhile.
         self._names: dict[int, tuple[str, Name]] = {}
@@ -222,7 +224,7 @@ class Watch:
         later = self._device.type == "cuda"
         if later and wait:
             _settle(self._device)
-        if not self.record[0]:
+        if not self._record[0]:
             return
         # The reason is written first. All waits end now, and with them the kernel that writes the rest.
         if later and not _settle(self._device):

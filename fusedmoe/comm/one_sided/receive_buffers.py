@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
+from fusedmoe.kernels.one_sided import Bounds, Mark, ReceiveBuffer, ReturnRows
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
@@ -52,9 +52,11 @@ class ReceiveBuffers:
     Attributes:
         tokens, metadata: rows that peers send here to be computed, and the experts they are for.
         results: rows that peers send back, [slots, 1, tokens·K, width], with a signal for each peer and chunk.
-        values: [slots, tokens·K] float32, a number with each result.
+        returned, returned_values: where results go, and a float32 number with each: [slots, tokens·K, width or 1].
         network: leads to far peers; None where no peer is far.
         watch: bounds waits.
+        token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
+        every_W: int32, the numbers of all ranks.
     """
 
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
@@ -76,12 +78,16 @@ class ReceiveBuffers:
         self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE, parts)
         results = max(1, sizes.tokens * sizes.k)
         self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree)
-        self.values = heap.allocate((SLOTS, results), torch.float32)
+        values = heap.allocate((SLOTS, results, 1), torch.float32)
+        staged_rows = staged_values = None
         if self.network is not None:
-            # In chunks whose sizes are bounds, as `Route` reckons.
-            most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts))
-            self._staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
-            self._staged_values = heap.allocate((most, 1), torch.float32).own
+            # In chunks whose sizes are bounds, as `Route` reckons, and `read_metadata` rounds them up.
+            most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts)) + 3 * sizes.degree
+            staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
+            staged_values = heap.allocate((most, 1), torch.float32).own
+        self.returned = ReturnRows(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
+        self.returned_values = ReturnRows(values.own, values.table, staged_values, self.network)
+        self._make_views()
         self.watch = Watch(heap)
         for place, putting, waiting, part in (
             (self.metadata, "dispatch", "dispatch", "part {} of the routing metadata"),
@@ -90,8 +96,20 @@ class ReceiveBuffers:
         ):
             self.watch.name(place.credits, putting, lambda index: (index, "the credit"))
             count, parts = place.signals[0].numel(), place.signals.shape[2]
-            self.watch.name(place.signals, waiting, partial(_name, count, parts, part))
+            for signals in place.signals:  # kernels get those of one slot, or of all
+                self.watch.name(signals, waiting, partial(_name, count, parts, part))
         self._epochs = {id(place): 0 for place in (self.tokens, self.metadata, self.results)}
+
+    def _make_views(self) -> None:
+        """Makes what every batch reads, slot by slot, once: views and small tables."""
+        device = self.heap.device
+        self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
+        self.token_signals = self.tokens.signals.unbind()
+        self.metadata_lines = self.metadata.rows.unbind()
+        self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
+        self.every_W = torch.arange(self.heap.group.size, dtype=torch.int32, device=device)
+        self._signals: dict[int, Tensor] = {}
+        self._awaited: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, place: ReceiveBuffer) -> int:
         """Returns the number of the exchange that begins in one of the buffers."""
@@ -117,31 +135,6 @@ class ReceiveBuffers:
         # Their staging, where a peer is far, holds one exchange.
         return epoch - (SLOTS if self.network is None else 1)
 
-    def result_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """Returns addresses of results at their tokens' ranks; for far peers, in staging from row `first` on."""
-        staged = None if self.network is None else self._staged_rows[first:]
-        return self._addresses(self.results.rows[:, 0], self.results.row_table, peer_R, place_R, epoch, staged)
-
-    def value_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """Returns addresses of the number that goes with each result, as `result_addresses` does of the results."""
-        staged = None if self.network is None else self._staged_values[first:]
-        return self._addresses(self.values.own[..., None], self.values.table, peer_R, place_R, epoch, staged)
-
-    def _addresses(
-        self, own: Tensor, table: Tensor, peer_R: Tensor, place_R: Tensor, epoch: int, staged: Tensor | None
-    ) -> Addresses:
-        """Returns addresses of rows in the peers' copies of [slots, places, width]; for far peers, in staging."""
-        row_bytes = own.shape[2] * own.itemsize
-        base_R, target_R = table[peer_R.long()], (self.results.slot(epoch) * own.shape[1] + place_R) * row_bytes
-        store_R = base_R + target_R
-        if staged is None:
-            return Addresses(peer_R, store_R)
-        staged_R = staged.data_ptr() + torch.arange(peer_R.numel(), device=peer_R.device) * row_bytes
-        # No address of theirs leads there.
-        far_R = base_R == 0
-        target_R = torch.where(far_R, own.data_ptr() + target_R, 0)
-        return Addresses(peer_R, torch.where(far_R, staged_R, store_R), target_R, self.network)
-
     def result_mark(self, chunk: int, epoch: int) -> Mark:
         """Returns this rank's signal at each peer that a chunk's results have arrived."""
         place = self.results
@@ -150,17 +143,21 @@ class ReceiveBuffers:
 
     def result_signals(self, mark: Mark) -> Tensor:
         """Returns the signal's address at each peer, [W]; at far peers that of a spare one of this rank."""
-        signal_W = mark.table + mark.place * 8
-        if self.network is None:
-            return signal_W
-        return torch.where(mark.table == 0, self.network.spare.data_ptr(), signal_W)
+        if mark.place not in self._signals:
+            signal_W = mark.table + mark.place * 8
+            if self.network is not None:
+                signal_W = torch.where(mark.table == 0, self.network.spare.data_ptr(), signal_W)
+            self._signals[mark.place] = signal_W
+        return self._signals[mark.place]
 
     def awaited_results(self, degree: int, epoch: int) -> Tensor:
         """Returns indices of the signals that all results have arrived, int32."""
-        size = self.heap.group.size
-        peer_W1 = torch.arange(size, dtype=torch.int32, device=self.heap.device)[:, None]
-        chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
-        return ((self.results.slot(epoch) * size + peer_W1) * self.sizes.degree + chunk).reshape(-1)
+        slot, size = self.results.slot(epoch), self.heap.group.size
+        if (slot, degree) not in self._awaited:
+            chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
+            index_WD = (slot * size + self.every_W[:, None]) * self.sizes.degree + chunk
+            self._awaited[slot, degree] = index_WD.reshape(-1)
+        return self._awaited[slot, degree]
 
 
 def make_receive_buffer(

@@ -23,6 +23,7 @@ from fusedmoe.comm.one_sided.nvshmem import NvshmemHeap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.one_sided import define_addresses
 
 CPU = torch.device("cpu")
 WITH_FUNCTIONS, WITHOUT, REFUSED = 11, 12, 13
@@ -131,7 +132,7 @@ def heap(group: Group) -> None:
             assert opened.network.pe_W.tolist() == [0, 1] and opened.network.spare.tolist() == [0]
             assert Path(opened.network.libraries["libnvshmem_device"]).exists()
             peer_R, place_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
-            sent = buffers.result_addresses(peer_R, place_R, 1, 0)
+            sent = define_addresses(peer_R, place_R, buffers.returned, 0, 0)
             own = buffers.results.rows[0, 0].data_ptr()
             assert sent.target_N is not None
             wanted = [0 if p == group.index else own + 64 * at for p, at in ((0, 3), (0, 4), (1, 0), (1, 1))]

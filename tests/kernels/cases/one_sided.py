@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from bench.gpu import returned_rows
+from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.grouped import holder
 from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
@@ -70,7 +72,11 @@ def _of_puts() -> list[AotCase]:
                 f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
             )
     credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
-    add("credit", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
+    for count in (1, 2, 3):
+        for number, name in enumerate(("second", "third"), 2):
+            pointer = i64 if number <= count else None
+            credit |= {f"{name}_credits_ptr": pointer, f"{name}_table_ptr": pointer, f"{name}_epoch": "i32"}
+        add(f"credit {count}", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
     return cases
@@ -124,12 +130,29 @@ def _of_plans() -> list[AotCase]:
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
             cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
-        read = dict.fromkeys(("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr"), i32)
-        read |= {"count_ptr": i64, "source_ptr": i64, "weight_ptr": torch.float32, "place_ptr": i64}
-        read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "chunk": "i32", "bound": "i32"}
-        read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
-        cases.append(AotCase(f"read metadata {name}", plan.read_metadata_kernel, read))
+        cases += [_of_reading(name, experts, peers, far) for far in (False, True)]
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}
+        block, warps = columns(4096)
+        case = AotCase(
+            f"take rows {str(dtype)[6:]}", plan.take_rows_kernel, {**rows, "BLOCK": block}, {"num_warps": warps}
+        )
+        cases.append(case)
     return cases
+
+
+def _of_reading(name: str, experts: int, peers: int, far: bool) -> AotCase:
+    i32, i64, rows, numbers = torch.int32, torch.int64, torch.bfloat16, torch.float32
+    short = ("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr", "counter_ptr", "later_counter_ptr")
+    read = {**dict.fromkeys(short, i32), "weight_ptr": numbers}
+    read |= dict.fromkeys(("count_ptr", "source_ptr", "place_ptr", "pair_ptr"), i64)
+    for way, dtype in (("result", rows), ("value", numbers)):
+        read |= {f"{way}_table_ptr": i64, f"{way}_ptr": i64, f"{way}_target_ptr": i64 if far else None}
+        read |= dict.fromkeys((f"{way}_own_ptr", f"{way}_staged_ptr"), dtype if far else None)
+    read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
+    read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
+    read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
+    return AotCase(f"read metadata {name}" + " far" * far, plan.read_metadata_kernel, read)
 
 
 def _held() -> AotCase:

@@ -10,7 +10,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.kernels.one_sided import Put
+from fusedmoe.kernels.one_sided import Put, define_addresses
 from fusedmoe.kernels.triton.one_sided import put, remote
 from tests.kernels.device.far import FarHeap
 from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
@@ -54,9 +54,11 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
             mark = buffers.result_mark(0, epoch)
-            addresses = buffers.result_addresses(peer_R, place_R, epoch, 0)
-            told = Put(results.rows, addresses, None, wanted_W, buffers.result_signals(mark), epoch, mark)
-            values = buffers.value_addresses(peer_R, place_R, epoch, 0)
+            slot = results.slot(epoch)
+            addresses = define_addresses(peer_R, place_R, buffers.returned, slot, 0)
+            counter_W, signal_W = torch.zeros_like(wanted_W), buffers.result_signals(mark)
+            told = Put(results.rows, addresses, None, wanted_W, counter_W, signal_W, epoch, mark)
+            values = define_addresses(peer_R, place_R, buffers.returned_values, slot, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
             returned_rows.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:
@@ -64,7 +66,6 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             with buffers.watch.over():
                 index = buffers.awaited_results(1, epoch)
                 remote.wait_signals(results.signals, index, epoch, buffers.bounds, buffers.network)
-            slot = results.slot(epoch)
-            wrong += int((results.rows[slot, 0] != number).any(1).sum() + (buffers.values.own[slot] != number).sum())
+            wrong += int((results.rows[slot, 0] != number).any(1).sum() + (buffers.value_rows[slot] != number).sum())
             put.give_credit(results, epoch)
     return wrong, early

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels.gather_sum import permute
 from fusedmoe.kernels.layout import Layout, build_layout
-from fusedmoe.kernels.one_sided import Arrivals, Sends, define_arrivals, define_sends
-from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata
+from fusedmoe.kernels.one_sided import (
+    Addresses,
+    Arrivals,
+    Network,
+    ReturnRows,
+    Sends,
+    define_addresses,
+    define_arrivals,
+    define_sends,
+)
+from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 
 # Peers, local experts, tokens, experts of a token, chunks.
 CASES = [
@@ -20,6 +32,8 @@ CASES = [
     (8, 1, 129, 8, 8),
     (2, 7, 128, 2, 24),
 ]
+# Only that there is one matters.
+NETWORK = Network(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
 
 def routed(case: tuple[int, int, int, int, int], device: torch.device, seed: int) -> tuple[Layout, Tensor]:
@@ -31,16 +45,16 @@ def routed(case: tuple[int, int, int, int, int], device: torch.device, seed: int
     expert_SK = score_SE.topk(k, 1).indices
     expert_SK[torch.rand(tokens, k) < 0.2] = -1
     layout = build_layout(expert_SK.to(device), peers * local, max(1, tokens * k // 3))
-    return layout, torch.rand(layout.rows, device=device)
+    return layout, torch.rand(tokens, k, device=device)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sends(case: tuple[int, int, int, int, int], weighted: bool, device: torch.device) -> None:
     peers, local, tokens, k, degree = case
-    layout, weight_N = routed(case, device, 0)
+    layout, weight_SK = routed(case, device, 0)
     sizes = (peers, degree, max(1, tokens) + 3, local + tokens * k + 2)
-    given = weight_N if weighted else None
+    given = weight_SK if weighted else None
     found, right = plan_sends(layout, given, *sizes), define_sends(layout, given, *sizes)
     assert_equal_sends(found, right)
 
@@ -49,32 +63,66 @@ def assert_equal_sends(found: Sends, right: Sends) -> None:
     """What is sent is equal; the rest is never read."""
     for name in ("token_used_W", "line_used_W"):
         torch.testing.assert_close(getattr(found, name), getattr(right, name), rtol=0, atol=0)
+    token_WC, line_WC = (of.view(len(right.token_used_W), -1) for of in (found.token_WC, found.line_WC))
+    metadata = found.metadata.view(-1, 2)
     for peer, (tokens, lines) in enumerate(zip(right.token_used_W.tolist(), right.line_used_W.tolist(), strict=True)):
-        torch.testing.assert_close(found.token_WC[peer, :tokens], right.token_WC[peer, :tokens], rtol=0, atol=0)
+        torch.testing.assert_close(token_WC[peer, :tokens], right.token_WC[peer, :tokens], rtol=0, atol=0)
         line = right.line_WC[peer, :lines]
-        torch.testing.assert_close(found.line_WC[peer, :lines], line, rtol=0, atol=0)
-        torch.testing.assert_close(found.metadata[line.long()], right.metadata[line.long()], rtol=0, atol=0)
+        torch.testing.assert_close(line_WC[peer, :lines], line, rtol=0, atol=0)
+        torch.testing.assert_close(metadata[line.long()], right.metadata[line.long()], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(("padding", "far"), [(0, False), (3, False), (0, True)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_arrivals(case: tuple[int, int, int, int, int], padding: int, device: torch.device) -> None:
+def test_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
     """At each rank, of what all ranks send it."""
     peers, local, tokens, k, degree = case
     capacity, lines = max(1, tokens), local + tokens * k + 1
     batches = [routed(case, device, 1 + peer) for peer in range(peers)]
-    sends = [define_sends(layout, weight_N, peers, degree, capacity, lines) for layout, weight_N in batches]
+    sends = [define_sends(layout, weight_SK, peers, degree, capacity, lines) for layout, weight_SK in batches]
     for me in range(peers):
         metadata = torch.full((peers, lines, 2), -7, dtype=torch.int32, device=device)
         for sender, send in enumerate(sends):
             used = int(send.line_used_W[me])
             metadata[sender, :used] = send.metadata[send.line_WC[me, :used].long()]
         counts = metadata[:, :local, 0].long()
-        rows = [int((counts * (j + 1) // degree - counts * j // degree).sum()) + padding for j in range(degree)]
-        found = read_metadata(metadata, local, degree, capacity, rows)
-        right = define_arrivals(metadata, local, degree, capacity, rows)
-        for one, other in zip(found, right, strict=True):
-            assert_equal_arrivals(one, other)
+        rows = max(int((counts * (j + 1) // degree - counts * j // degree).sum()) for j in range(degree)) + padding
+        results, values = (returning(peers, me, width, tokens * k, far, device) for width in (6, 1))
+        found = read_metadata(metadata, local, degree, capacity, rows, results, values)
+        bound = -(-rows // 4) * 4
+        right = define_arrivals(metadata, local, degree, capacity, [bound] * degree)
+        for number, (one, other) in enumerate(zip(found, right, strict=True)):
+            assert_equal_arrivals(one.arrivals, other)
+            for of, chosen in ((results, one.results), (values, one.values)):
+                assert_equal_addresses(chosen, other, of, number * bound)
+            assert [counter_W.tolist() for counter_W in one.counters] == [[0] * peers] * 2
+        # The rows themselves, in one launch; padding is zeros.
+        x_CM = torch.randn(peers * capacity, 5, device=device)
+        for x_RM, other in zip(take_rows(x_CM, [one.arrivals for one in found]), right, strict=True):
+            torch.testing.assert_close(x_RM, permute(x_CM, other.layout), rtol=0, atol=0)
+
+
+def returning(peers: int, me: int, width: int, places: int, far: bool, device: torch.device) -> ReturnRows:
+    """Rows of two slots to return to, at made-up addresses; where some are `far`, those of every other rank."""
+    own = torch.empty(2, max(1, places), width, device=device)
+    table = torch.tensor([(1 << 40) * (p + 1) for p in range(peers)], device=device)
+    if not far:
+        return ReturnRows(own, table)
+    table[torch.arange(peers, device=device) % 2 != me % 2] = 0
+    return ReturnRows(own, table, torch.empty(9, width, device=device), NETWORK)
+
+
+def assert_equal_addresses(found: Sequence[Addresses], right: Arrivals, rows: ReturnRows, first: int) -> None:
+    """In both slots, without the padding."""
+    kept = int(right.layout.offsets_E1[-1])
+    assert len(found) == 2
+    for slot, addresses in enumerate(found):
+        defined = define_addresses(right.peer_R, right.place_R, rows, slot, first)
+        assert addresses.network is rows.network
+        for one, other in zip(addresses[:3], defined[:3], strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one[:kept], other[:kept], rtol=0, atol=0)
 
 
 def assert_equal_arrivals(found: Arrivals, right: Arrivals) -> None:
@@ -87,5 +135,5 @@ def assert_equal_arrivals(found: Arrivals, right: Arrivals) -> None:
     torch.testing.assert_close(source_N[:kept], right.layout.source_N[:kept], rtol=0, atol=0)
     for name in ("weight_R", "peer_R", "place_R"):
         torch.testing.assert_close(getattr(found, name)[:kept], getattr(right, name)[:kept], rtol=0, atol=0)
-    for padding in (source_N[kept:], found.peer_R[kept:], found.place_R[kept:]):
+    for padding in (source_N[kept:], found.peer_R[kept:] + 1, found.place_R[kept:]):
         assert not padding.any()

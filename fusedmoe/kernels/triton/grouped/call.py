@@ -111,8 +111,8 @@ def putting(put: Put | None, row_tiles: int) -> dict[str, Any]:
     """Arguments of a kernel that puts its results elsewhere."""
     if put is None:
         return {**dict.fromkeys((*_PUT, *_FAR)), "PUT": False, "WEIGHTED": False, **linked(None)}
-    # Rows of each peer that are done: whoever completes them signals the peer.
-    counter_W, peers = torch.zeros_like(put.wanted_W), put.wanted_W.numel()
+    # Rows of each peer that are done are counted: whoever completes them signals the peer.
+    counter_W, peers = put.counter_W, put.wanted_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)
     values = (store_N, put.weight_N, peer_N, counter_W, put.wanted_W, put.signal_W, put.epoch, peers)

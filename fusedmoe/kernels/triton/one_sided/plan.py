@@ -1,7 +1,8 @@
 """Plans of one-sided dispatch as kernels: what this rank puts, what has come, and where its results go.
 
-Definitions: `define_sends`, `define_arrivals` in `fusedmoe/kernels/one_sided.py`, of some hundred operations in torch.
-Here the first takes two launches, and the second one for each chunk.
+Definitions: `define_sends`, `define_arrivals` and `define_addresses` in `fusedmoe/kernels/one_sided.py`, of some
+hundred operations in torch. Here the first takes two launches, and the other two together one for all chunks: it writes
+down where results go in each slot of the results, so that both passes find their addresses made.
 
 Sends: (1) Each block of tokens finds, for each peer, the first chunk that needs each token, and counts them by chunk.
 (2) Each block sums up the counts of the blocks before; a token's place is behind those of earlier chunks and, in its
@@ -18,14 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import Arrivals, Sends
+from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, Sends
+from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.jit import jit
 
 #: Tokens of a block; a program compares each with all of a peer's experts.
 TOKENS = 128
 # Comparisons of a program that reads: of each row with all groups.
 _COMPARISONS = 16384
-_UNSPECIAL = ["S", "N", "degree", "chunk", "tiles", "bound"]
+_UNSPECIAL = ["S", "N", "degree", "tiles", "bound"]
 
 
 @triton.jit
@@ -94,7 +96,7 @@ def place_tokens_kernel(
         tl.store(metadata_ptr + 2 * line, place, mask=here)
         weight = tl.full((BLOCK,), 1.0, tl.float32)
         if WEIGHTED:
-            weight = tl.load(weight_ptr + row, mask=here, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + s.to(tl.int64) * K + k, mask=here, other=0.0).to(tl.float32)
         tl.store(metadata_ptr + 2 * line + 1, weight.to(tl.int32, bitcast=True), mask=here)
         # The peer gets it behind the lines of its experts.
         tl.store(line_ptr + peer.to(tl.int64) * L + local + row - first_row, E + row, mask=here)
@@ -108,34 +110,65 @@ def place_tokens_kernel(
         tl.store(line_used_ptr + peer, rows + local)
 
 
-def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
     """Plans what this rank puts, as `define_sends`; what nobody is sent stays unwritten."""
     offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // peers
     tiles = max(1, triton.cdiv(tokens, TOKENS))
     padded = triton.next_power_of_2(degree)
-    numbers = offsets_E1.new_empty  # int32
-    first_WS, counts = numbers((peers, tokens)), numbers((peers, tiles, padded))
-    metadata, line_WC = numbers((layout.experts + layout.rows, 2)), numbers((peers, lines))
-    sends = Sends(numbers((peers, capacity)), numbers(peers), metadata, line_WC, numbers(peers))
+    made = (peers * capacity, peers, 2 * (layout.experts + layout.rows), peers * lines, peers)
+    first_WS, counts, *sent = _parts(offsets_E1, torch.int32, peers * tokens, peers * tiles * padded, *made)
+    sends = Sends(*sent)
     blocks = {"BLOCK": TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
     grid, row_SK = (tiles * peers,), layout.row_SK.contiguous()
     count_chunks_kernel[grid](
         row_SK, offsets_E1, first_WS, counts, tokens, k, peers, local, degree, tiles, **blocks, num_warps=4
     )
     place_tokens_kernel[grid](
-        row_SK, offsets_E1, weight_N, first_WS, counts, *sends,
+        row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), first_WS, counts, *sends,
         tokens, k, peers, capacity, lines, local, degree, tiles,
-        **blocks, TP=triton.next_power_of_2(tiles), WEIGHTED=weight_N is not None, num_warps=4,
+        **blocks, TP=triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
     )  # fmt: skip
     return sends
 
 
+def _parts(like: Tensor, dtype: torch.dtype, *sizes: int) -> list[Tensor]:
+    """Allocates vectors in one piece; each begins where 16 bytes align it, as kernels are compiled for."""
+    cut = [part for size in sizes for part in (size, -size % 4)]
+    return list(like.new_empty(sum(cut), dtype=dtype).split(cut)[::2])
+
+
+@triton.jit
+def _store_addresses(
+    address_ptr, target_ptr, table_ptr, own_ptr, staged_ptr, peer, place, number, kept, stored,
+    step, places, row_bytes, SLOTS: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The addresses of rows in each slot of the peers' copies (`define_addresses`); those of slots are `step` apart."""
+    base = tl.load(table_ptr + peer, mask=kept, other=0)
+    for slot in tl.static_range(SLOTS):
+        target = (slot * places + place) * row_bytes
+        address = base + target
+        if FAR:
+            far = base == 0
+            address = tl.where(far, staged_ptr.to(tl.int64) + number * row_bytes, address)
+            target = tl.where(far, own_ptr.to(tl.int64) + target, 0)
+            tl.store(target_ptr + slot * step + number, target, mask=stored)
+        tl.store(address_ptr + slot * step + number, address, mask=stored)
+
+
 @jit(do_not_specialize=_UNSPECIAL)
 def read_metadata_kernel(
-    metadata_ptr, count_ptr, offsets_ptr, source_ptr, weight_ptr, peer_ptr, place_ptr, wanted_ptr,
-    L, C, local, W, degree, chunk, bound,
-    BLOCK: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr,
+    metadata_ptr,
+    # Of each chunk, one behind the other: rows of experts, and how many rows go to each peer.
+    count_ptr, offsets_ptr, wanted_ptr, counter_ptr, later_counter_ptr,
+    # Of each row, chunk behind chunk.
+    source_ptr, place_ptr, weight_ptr, peer_ptr, pair_ptr,
+    # Where results go, and values: all copies, this rank's, staging; and the addresses there, slot behind slot.
+    result_table_ptr, result_own_ptr, result_staged_ptr, result_ptr, result_target_ptr,
+    value_table_ptr, value_own_ptr, value_staged_ptr, value_ptr, value_target_ptr,
+    L, C, local, W, degree, bound, tiles, places, result_bytes, value_bytes,
+    BLOCK: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr, SLOTS: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
+    chunk, block = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     # A group is the rows of one expert from one source; they lie expert by expert.
     e, w = tl.arange(0, LP), tl.arange(0, WP)
     known = (e < local)[:, None] & (w < W)[None, :]
@@ -155,51 +188,118 @@ def read_metadata_kernel(
     result_G = tl.reshape(first_eW, (LP * WP,))
     source_G = tl.reshape(w[None, :] + e[:, None] * 0, (LP * WP,))
 
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = block * BLOCK + tl.arange(0, BLOCK)
     mine = (row[:, None] >= (end_G - count_G)[None, :]) & (row[:, None] < end_G[None, :])
     peer = tl.sum(tl.where(mine, source_G[None, :], 0), 1)
     inside = row + tl.sum(tl.where(mine, inside_G[None, :], 0), 1)
     line = inside + tl.sum(tl.where(mine, line_G[None, :], 0), 1)
     place = inside + tl.sum(tl.where(mine, result_G[None, :], 0), 1)
-    # Padding reads the first place of source 0, which exists.
-    here, stored = row < kept, row < bound
+    # Padding reads the first place of source 0, which exists, and goes to nobody.
+    known_row, stored = row < kept, row < bound
+    place = tl.where(known_row, place, 0).to(tl.int64)
     at = metadata_ptr + 2 * line.to(tl.int64)
-    token = tl.load(at, mask=here, other=0)
-    tl.store(source_ptr + row, peer.to(tl.int64) * C + token, mask=stored)
-    tl.store(weight_ptr + row, tl.load(at + 1, mask=here, other=0).to(tl.float32, bitcast=True), mask=stored)
-    tl.store(peer_ptr + row, peer, mask=stored)
-    tl.store(place_ptr + row, tl.where(here, place, 0).to(tl.int64), mask=stored)
-    if tl.program_id(0) == 0:
+    token = tl.load(at, mask=known_row, other=0)
+    number = chunk.to(tl.int64) * bound + row
+    tl.store(source_ptr + number, peer.to(tl.int64) * C + token, mask=stored)
+    tl.store(weight_ptr + number, tl.load(at + 1, mask=known_row, other=0).to(tl.float32, bitcast=True), mask=stored)
+    tl.store(peer_ptr + number, tl.where(known_row, peer, -1), mask=stored)
+    tl.store(place_ptr + number, place, mask=stored)
+    step = (tl.num_programs(0) // tiles).to(tl.int64) * bound
+    _store_addresses(
+        result_ptr, result_target_ptr, result_table_ptr, result_own_ptr, result_staged_ptr,
+        peer, place, number, known_row, stored, step, places, result_bytes, SLOTS, FAR,
+    )  # fmt: skip
+    _store_addresses(
+        value_ptr, value_target_ptr, value_table_ptr, value_own_ptr, value_staged_ptr,
+        peer, place, number, known_row, stored, step, places, value_bytes, SLOTS, FAR,
+    )  # fmt: skip
+    if chunk == 0:
+        tl.store(pair_ptr + row, row.to(tl.int64), mask=stored)
+    if block == 0:
+        # Each vector begins where 16 bytes align it.
+        of_peers, of_experts, of_ends = (W + 3) // 4 * 4, (local + 3) // 4 * 4, (local + 4) // 4 * 4
         count_e = tl.sum(count_eW, 1)
-        tl.store(count_ptr + e, count_e.to(tl.int64), mask=e < local)
-        tl.store(offsets_ptr + e + 1, tl.cumsum(count_e, 0), mask=e < local)
-        tl.store(offsets_ptr, 0)
-        tl.store(wanted_ptr + w, tl.sum(count_eW, 0), mask=w < W)
+        tl.store(count_ptr + chunk * of_experts + e, count_e.to(tl.int64), mask=e < local)
+        tl.store(offsets_ptr + chunk * of_ends + e + 1, tl.cumsum(count_e, 0), mask=e < local)
+        tl.store(offsets_ptr + chunk * of_ends, 0)
+        tl.store(wanted_ptr + chunk * of_peers + w, tl.sum(count_eW, 0), mask=w < W)
+        tl.store(counter_ptr + chunk * of_peers + w, w * 0, mask=w < W)
+        tl.store(later_counter_ptr + chunk * of_peers + w, w * 0, mask=w < W)
 
 
 def read_metadata(
-    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
-) -> list[Arrivals]:
-    """Reads what comes, as `define_arrivals`; padding is of source 0."""
-    (peers, lines, _), device = metadata_WC2.shape, metadata_WC2.device
+    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: int, results: ReturnRows, values: ReturnRows
+) -> list[ArrivedChunk]:
+    """Reads what comes, as `define_arrivals` and `define_addresses`; padding is of source 0 and goes to peer -1.
+
+    Args:
+        rows: a bound on those of each chunk. It is rounded up to a multiple of four.
+        results, values: where the rows' results go, and a number with each.
+    """
+    peers, lines, _ = metadata_WC2.shape
+    slots, places, _ = results.own.shape
+    far, bound = results.staged is not None, -(-rows // 4) * 4
     blocks = {"LP": triton.next_power_of_2(experts), "WP": triton.next_power_of_2(peers)}
     block = rows_of_program(blocks["LP"] * blocks["WP"])
-    chunks = []
-    for chunk, bound in enumerate(rows):
-        row_R = torch.arange(bound, device=device)
-        source_R, place_R = (torch.empty_like(row_R) for _ in range(2))
-        weight_R = torch.empty(bound, dtype=torch.float32, device=device)
-        count_e = torch.empty(experts, dtype=torch.int64, device=device)
-        peer_R, offsets_e1, wanted_W = (
-            torch.empty(size, dtype=torch.int32, device=device) for size in (bound, experts + 1, peers)
-        )
-        read_metadata_kernel[(max(1, triton.cdiv(bound, block)),)](
-            metadata_WC2, count_e, offsets_e1, source_R, weight_R, peer_R, place_R, wanted_W,
-            lines, capacity, experts, peers, degree, chunk, bound, BLOCK=block, **blocks, num_warps=4,
-        )  # fmt: skip
-        layout = Layout(count_e, offsets_e1, source_R, row_R, row_R.view(-1, 1))
-        chunks.append(Arrivals(layout, weight_R, peer_R, place_R, wanted_W))
+    tiles = max(1, triton.cdiv(bound, block))
+
+    # Vectors chunk behind chunk, those of slots slot behind slot.
+    addresses = 2 * slots * (2 if far else 1)
+    vectors = degree * (2 + addresses)
+    *long, pair_R = _parts(metadata_WC2, torch.int64, *[experts] * degree, *[bound] * (vectors + 1))
+    count, source, place, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
+    weight = _parts(metadata_WC2, torch.float32, *[bound] * degree)
+    short = _parts(metadata_WC2, torch.int32, *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3)
+    peer, offsets, wanted, counter, later = (short[first : first + degree] for first in range(0, 5 * degree, degree))
+    stores, targets = addressed[: 2 * slots], addressed[2 * slots :]
+    ways = []
+    for way, first in ((results, 0), (values, slots)):
+        own, staged, target = (way.own, way.staged, targets[first][0]) if far else (None, None, None)
+        ways.append((way.table, own, staged, stores[first][0], target))
+    read_metadata_kernel[(tiles * degree,)](
+        metadata_WC2, *(of[0] for of in (count, offsets, wanted, counter, later, source, place, weight, peer)), pair_R,
+        *ways[0], *ways[1],
+        lines, capacity, experts, peers, degree, bound, tiles, places, results.row_bytes, values.row_bytes,
+        BLOCK=block, **blocks, SLOTS=slots, FAR=far, num_warps=4,
+    )  # fmt: skip
+    row_R1, chunks = pair_R.view(-1, 1), []
+    for chunk in range(degree):
+        layout = Layout(count[chunk], offsets[chunk], source[chunk], pair_R, row_R1)
+        there = [
+            Addresses(peer[chunk], store[chunk], targets[number][chunk] if far else None, results.network)
+            for number, store in enumerate(stores)
+        ]
+        arrivals = Arrivals(layout, weight[chunk], peer[chunk], place[chunk], wanted[chunk])
+        chunks.append(ArrivedChunk(arrivals, there[:slots], there[slots:], (counter[chunk], later[chunk])))
     return chunks
+
+
+@jit
+def take_rows_kernel(x_ptr, source_ptr, peer_ptr, rows_ptr, M, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Padding is written as zeros and reads nothing: its mask has no columns.
+    kept = tl.where(tl.load(peer_ptr + n) < 0, 0, M)
+    x = tl.load(x_ptr + tl.load(source_ptr + n) * M + column, mask=column < kept, other=0)
+    tl.store(rows_ptr + n * M + column, x, mask=column < M)
+
+
+def take_rows(x_CM: Tensor, chunks: Sequence[Arrivals]) -> list[Tensor]:
+    """Copies the rows of all chunks of `read_metadata` out of a slot of the buffer, x_CM, in one launch.
+
+    Definition: `define_permute` of each chunk's layout.
+
+    Returns:
+        of each chunk [R, M], sorted by expert; zeros in padding.
+    """
+    (peer_R, source_R), width = (chunks[0].peer_R, chunks[0].layout.source_N), x_CM.shape[1]
+    x_DRM = x_CM.new_empty((len(chunks), len(peer_R), width))
+    if x_DRM.numel():
+        # Chunks lie one behind the other.
+        block, warps = columns(width)
+        grid = (len(chunks) * len(peer_R), triton.cdiv(width, block))
+        take_rows_kernel[grid](x_CM, source_R, peer_R, x_DRM, width, BLOCK=block, num_warps=warps)
+    return list(x_DRM.unbind())
 
 
 def rows_of_program(groups: int) -> int:

@@ -84,9 +84,8 @@ def put_rows_kernel(
         signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
 
 
-@jit(do_not_specialize=_UNSPECIAL)
-def credit_kernel(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, me, epoch, NVSHMEM: tl.constexpr):
-    peer = tl.program_id(0)
+@triton.jit
+def _credit(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, peer, me, epoch, NVSHMEM: tl.constexpr):
     if NVSHMEM:
         if tl.load(credit_table_ptr + peer) == 0:
             fence()  # or the network might bring it before an earlier credit, which would then be the last
@@ -95,6 +94,22 @@ def credit_kernel(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, me, epoch, N
             signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
     else:
         signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+
+
+@jit(do_not_specialize=[*_UNSPECIAL, "second_epoch", "third_epoch"])
+def credit_kernel(
+    # Of up to three buffers; None where there are fewer.
+    credits_ptr, credit_table_ptr, epoch,
+    second_credits_ptr, second_table_ptr, second_epoch,
+    third_credits_ptr, third_table_ptr, third_epoch,
+    pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr,
+):  # fmt: skip
+    peer = tl.program_id(0)
+    _credit(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, peer, me, epoch, NVSHMEM)
+    if second_credits_ptr is not None:
+        _credit(second_credits_ptr, second_table_ptr, pe_ptr, spare_ptr, peer, me, second_epoch, NVSHMEM)
+    if third_credits_ptr is not None:
+        _credit(third_credits_ptr, third_table_ptr, pe_ptr, spare_ptr, peer, me, third_epoch, NVSHMEM)
 
 
 @triton.jit
@@ -157,14 +172,14 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer
     )  # fmt: skip
 
 
-def give_credit(buffer: ReceiveBuffer, epoch: int) -> None:
-    """Tells all peers that their rows of this exchange have been read."""
+def give_credit(buffer: ReceiveBuffer, epoch: int, *others: tuple[ReceiveBuffer, int]) -> None:
+    """Tells all peers that their rows of this exchange have been read, and of up to two other buffers' exchanges."""
+    read = [(one.credits, one.credit_table, number) for one, number in ((buffer, epoch), *others)]
+    none = [(None, None, 0)] * (3 - len(read))
     credit_kernel[(buffer.peers,)](
-        buffer.credits,
-        buffer.credit_table,
+        *(argument for triple in (*read, *none) for argument in triple),
         *far_pointers(buffer.network),
         buffer.me,
-        epoch,
         **linked(buffer.network),
         **credit_options(buffer.network is not None),
     )
