@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -59,8 +60,9 @@ class MadeUpHeap(Heap):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **more: tensor(*args, **more))
+    for name in ("tensor", "arange"):
+        make_here = partial(lambda function, *args, device=None, **more: function(*args, **more), getattr(torch, name))
+        monkeypatch.setattr(torch, name, make_here)
     return Gpu(monkeypatch)
 
 

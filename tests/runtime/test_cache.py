@@ -250,14 +250,19 @@ COSTS = stack()
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The policies that were asked for a plan."""
+    """The policies that were asked for a plan, without those that a search itself asks."""
     names: list[str] = []
+    asked: list[str] = []
 
     class Counted(PlanSearch):
         def plan(self, name: str) -> Plan:
-            if name in whole_policies():
+            if name in whole_policies() and not asked:
                 names.append(name)
-            return super().plan(name)
+            asked.append(name)
+            try:
+                return super().plan(name)
+            finally:
+                asked.pop()
 
     monkeypatch.setattr(module, "PlanSearch", Counted)
     return names

@@ -119,6 +119,7 @@ def test_dweight(gather_left: bool, far: Far) -> None:
         source,
         in_order,
         described(in_order, tile.bk, in_order.shape[1]),
+        None,
         out,
         starts,
         height,
