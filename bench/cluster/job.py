@@ -11,18 +11,7 @@ import torch
 from bench.cluster import gpipe
 from bench.cluster.model import explore, explored
 from bench.cluster.setting import Setting
-from bench.cluster.turns import (
-    Yardstick,
-    at_same_speed,
-    beside,
-    first_of,
-    in_turns,
-    planned,
-    predicted,
-    refitted,
-    row,
-    tell,
-)
+from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, refitted, row, tell
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
@@ -73,14 +62,11 @@ def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostM
 
 def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel | None = None) -> dict[str, Any]:
     """Collective. `costs`: of the machine; None: measured, or as a part before has measured it."""
-    yardstick = Yardstick(setting, topology)
+    costs = costs or cached_profile(topology, torch.device("cpu"))[0].costs
     made: dict[str, Trainer] = {}
-    with yardstick.around():
-        costs = costs or cached_profile(topology, torch.device("cpu"))[0].costs
-        for policy in ("off", *POLICIES, "auto"):
-            tell(topology, f"planning {policy}")
-            made[policy] = make_trainer(setting, topology, policy, costs)
-    before_s = yardstick.median_s()
+    for policy in ("off", *POLICIES, "auto"):
+        tell(topology, f"planning {policy}")
+        made[policy] = make_trainer(setting, topology, policy, costs)
     tuning = made["auto"].tuning
     assert tuning is not None
     explore(topology, tuning, partial(made["auto"].step, 0))
@@ -107,14 +93,12 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
             tell(topology, f"observing {name}")
             plan, step_costs = trainer.planned
             later[name] = refitted(topology, plan, step_costs, partial(_recorded, trainer))
-    taken = in_turns(topology, runs, rounds, prepare=lambda _: yardstick.look())
-    rows, slower = {name: row(seconds) for name, seconds in taken.items()}, yardstick.median_s() / before_s
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
     for name, refit in later.items():
         found, of = rows[name], made[name].planned
         assert of is not None
         found |= predicted(found["median_s"], makespan(*of), of[0], refit) | planned(of[0])
-        found |= at_same_speed(found["median_s"], *of, slower)
-    return {"rows": beside(rows, first), "slower": slower, "auto": explored(tuning.contest), "layers": _LAYERS}
+    return {"rows": beside(rows, first), "auto": explored(tuning.contest), "layers": _LAYERS}
 
 
 def _recorded(trainer: Trainer) -> Timeline:

@@ -15,18 +15,7 @@ from torch import Tensor, nn
 import fusedmoe
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import (
-    Yardstick,
-    at_same_speed,
-    beside,
-    degrees_of,
-    first_of,
-    in_turns,
-    predicted,
-    recorded_step,
-    refitted,
-    row,
-)
+from bench.cluster.turns import beside, degrees_of, first_of, in_turns, predicted, recorded_step, refitted, row
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
@@ -49,10 +38,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     what the layer itself predicts by the costs that it measures for "auto". Collective."""
     off = make_layer(setting, topology, None)
     x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
-    yardstick = Yardstick(setting, topology)
-    with yardstick.around():
-        model = off.measured_costs(len(x_SM))
-    before_s = yardstick.median_s()
+    model = off.measured_costs(len(x_SM))
     dy_SM = torch.randn(setting.S // setting.k, setting.M)
     made = {
         "off": off,
@@ -72,12 +58,10 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         number_layers([made[name]])  # spans then say the same layer as tasks
         step = partial(recorded_step, topology, partial(run, made[name], x_SM, dy_SM))
         later[name] = refitted(topology, plan, costs, step)
-    taken = in_turns(topology, runs, rounds, prepare=lambda _: yardstick.look())
-    rows, slower = {name: row(seconds) for name, seconds in taken.items()}, yardstick.median_s() / before_s
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
     for name, plan in both.items():
         found = rows[name]
         found |= predicted(found["median_s"], makespan(plan, costs), plan, later[name])
-        found |= at_same_speed(found["median_s"], plan, costs, slower)
         found["degrees"] = list(degrees_of(plan))
     parts = {phase: {kind: vars(of) for kind, of in costs.layers[0].chunks[phase].items()} for phase in PHASES}
     fastest = min((name for name in rows if name != "off"), key=lambda name: rows[name]["median_s"])
@@ -87,7 +71,6 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         timelines[name] = recorded_step(topology, partial(run, made[name], x_SM, dy_SM)).as_dict()
     return {
         "rows": beside(rows, first),
-        "slower": slower,
         "parts": parts,
         "layers": 1,
         "timelines": timelines,

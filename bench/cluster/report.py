@@ -78,12 +78,7 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         yield Goal("even loads: auto at most 2% behind ep", f"{longer:+.1%}", longer <= 0.02)
         return
     rows = found["rows"]
-    wanted = {
-        "error": "predicted",
-        "same_speed_error": "predicted at the speed that the machine had in the rounds",
-        "refit_error": "predicted by refitted costs",
-    }
-    for which, what in wanted.items():
+    for which, what in (("error", "predicted"), ("refit_error", "predicted by refitted costs")):
         errors = {name: abs(row[which]) for name, row in rows.items() if which in row}
         if errors:
             worst = max(errors, key=lambda name: errors[name])
@@ -183,8 +178,6 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
         console.print(_parts(found))
     if "hideable_s" in found:
         console.print(f"{_ms(found['hideable_s'])} can be hidden: what travels, or is computed, if that is less")
-    if "slower" in found:
-        console.print(f"a product took {found['slower']:.2f} times as long in the rounds as when costs were measured")
     if "auto" in found:
         auto = found["auto"]
         console.print(
@@ -210,8 +203,6 @@ def _rows(title: str, found: Mapping[str, Any]) -> Table:
         *(over.replace("_", " ") for over in ratios),
         "predicted",
         "error",
-        "same speed",
-        "error",
         "refitted",
         "error",
         "degrees",
@@ -222,8 +213,7 @@ def _rows(title: str, found: Mapping[str, Any]) -> Table:
         cells = [_ms(row["median_s"]), _spread(row), *(f"{row[over]:.2f}" if over in row else "" for over in ratios)]
         known = "predicted_s" in row
         cells += [_ms(row["predicted_s"]), f"{row['error']:+.1%}"] if known else ["", ""]
-        for of in ("same_speed", "refit"):
-            cells += [_ms(row[f"{of}_s"]), f"{row[f'{of}_error']:+.1%}"] if f"{of}_s" in row else ["", ""]
+        cells += [_ms(row["refit_s"]), f"{row['refit_error']:+.1%}"] if "refit_s" in row else ["", ""]
         cells.append(_pair(row["degrees"]) if "degrees" in row else "")
         if exposed:
             cells.append(f"{_ms(row['exposed_s'])}, {_ms(row['predicted_exposed_s'])}" if "exposed_s" in row else "")

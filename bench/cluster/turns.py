@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,13 @@ from bench.cluster.setting import Setting
 from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import Contention
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import Row, compare, observe, refit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import Task, resources_of
 from fusedmoe.schedule.timeline import Timeline
 
 _REFIT_STEPS = 3
-_LOOKS = 5
 
 
 def seconds_of(topology: Topology, call: Callable[[], Any]) -> float:
@@ -32,54 +28,6 @@ def seconds_of(topology: Topology, call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-class Yardstick:
-    """One product that all ranks compute at once, now and again: how fast the machine is at that time.
-
-    The processors of a virtual machine are faster or slower by a tenth from minute to minute, and costs are measured
-    before the rounds. What only waits in place of computing has no yardstick.
-    """
-
-    def __init__(self, setting: Setting, topology: Topology) -> None:
-        self._topology, self._waits = topology, setting.emulated_flops is not None
-        self._x_CM, self._w_MH = torch.randn(setting.S // setting.E, setting.M), torch.randn(setting.M, setting.H)
-        self._own: list[float] = []
-
-    def look(self) -> None:
-        """Measures; collective."""
-        if not self._waits:
-            self._own.append(seconds_of(self._topology, lambda: self._x_CM @ self._w_MH))
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Measures a few times before something, and after it; collective."""
-        for _ in range(_LOOKS):
-            self.look()
-        yield
-        for _ in range(_LOOKS):
-            self.look()
-
-    def median_s(self) -> float:
-        """Returns the middle of what the slowest rank has measured since the last call; collective."""
-        every = all_gather_object(self._topology.world, self._own)
-        self._own = []
-        return statistics.median(map(max, zip(*every, strict=True))) if every[0] else 1.0
-
-
-class _Slower(NamedTuple):
-    """Costs on a machine that takes so many times as long to compute."""
-
-    costs: StepCosts
-    times: float
-
-    @property
-    def contention(self) -> Contention:
-        return self.costs.contention
-
-    def seconds(self, plan: Plan) -> dict[Task, float]:
-        found = self.costs.seconds(plan)
-        return {task: s * (self.times if resources_of(task.kind) == ("compute",) else 1.0) for task, s in found.items()}
 
 
 def in_turns(
@@ -159,12 +107,6 @@ def predicted(
             "parts": [list(one) for one in later.parts],
         }
     return found
-
-
-def at_same_speed(median_s: float, plan: Plan, costs: StepCosts, slower: float) -> dict[str, Any]:
-    """What a plan should take where computing takes `slower` times as long as the costs say, beside the median."""
-    same_s = makespan(plan, _Slower(costs, slower))
-    return {"same_speed_s": same_s, "same_speed_error": same_s / median_s - 1.0}
 
 
 def planned(plan: Plan) -> dict[str, Any]:

@@ -222,20 +222,6 @@ def shown(setting: Setting, folder: Path, names: list[str], capsys: pytest.Captu
     return found
 
 
-@pytest.mark.slow
-def test_a_layer_that_computes_is_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setting = replace(TINY, name="layer", layers=1, alone=True)
-    cluster.run(2, measured_parts, setting, ["layer"], str(tmp_path))
-    found = shown(setting, tmp_path, ["layer"], capsys)["layer"]
-    of, slower = found["rows"]["sequential"], found["slower"]
-    # Nothing overlaps: where computing takes so many times as long, a step takes as much longer as its parts.
-    computed_s = sum(seconds or 0.0 for part, seconds, _ in of["parts"] if part.split()[0] in ("expert", "other"))
-    assert computed_s > 0 and slower > 0
-    assert of["same_speed_s"] == pytest.approx(of["predicted_s"] + (slower - 1) * computed_s, rel=1e-6)
-
-
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
 @pytest.mark.slow
 def test_a_stack_of_blocks_is_measured_and_shown(
