@@ -193,7 +193,8 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, ways in (("frozen", ("of_trained", "of_grouped_mm")), ("adapters", ("grouped_mm", "folded"))):
         for of in finetune[name]["rows"]:
             sizes, ratios = ", ".join(str(of["shape"][key]) for key in "THIEK"), of.get("ratios", of)
-            yield f"| {name}, {sizes} | {{}} | {{}} |", tuple(f"{ratios[way]:.2f}" for way in ways)
+            found = [*(ratios[way] for way in ways), *of.get("memory", {}).values()]
+            yield f"| {name}, {sizes} |{' {} |' * len(found)}", tuple(f"{one:.2f}" for one in found)
     for of in finetune["decoding"]["rows"]:
         if of["mode"] == "inference_mode":
             sizes = ", ".join(str(of["shape"][key]) for key in "THIEK")
