@@ -8,12 +8,14 @@ fresh ones are started for the next test. Ranks end with the process that starte
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -196,6 +198,15 @@ def _serve(pipe: Connection) -> None:
                 # A group that an error or a circle holds: on all ranks now, or it waits for its peers in a later run.
                 gc.collect()
         pipe.send_bytes(pickle.dumps((*answer, _threads())))
+
+
+def open_sockets() -> int:
+    """Of this process."""
+    count = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # a thread has just closed it
+            count += "socket" in os.readlink(fd)
+    return count
 
 
 def _threads() -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from fusedmoe.comm.failure import store_line
 from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.failure.store_line import StoreLine, line_to
 from fusedmoe.errors import RankError
+from tests.cluster import open_sockets
 
 
 @pytest.fixture
@@ -89,10 +88,6 @@ def test_a_line_that_breaks_is_asked_no_more() -> None:
     assert asked == [1] and line.broke == line.trouble == "the connection to it broke: Connection reset by peer"
 
 
-def sockets() -> int:
-    return sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
-
-
 def lines() -> int:
     return sum(thread.name == "fusedmoe-store" for thread in threading.enumerate())
 
@@ -112,13 +107,13 @@ def test_one_line_that_ends_with_its_store() -> None:
     gc.collect()
     assert soon(lambda: lines() == 0), "what other tests left has ended"
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = sockets()
+    before = open_sockets()
     stores = [dist.PrefixStore("a job", host), dist.PrefixStore("another", dist.PrefixStore("within", host))]
     boards = [Board(store, 1) for store in stores for _ in range(3)]
     assert all(board.read() is None for board in boards)
     boards[0].post(boards[0].rank, "a test", "it failed")
     assert [board.read() is None for board in boards] == [False] * 3 + [True] * 3, "jobs do not read of each other"
-    assert lines() == 1 and sockets() == before + 2, "the server's end is here, too"
+    assert lines() == 1 and open_sockets() == before + 2, "the server's end is here, too"
     del boards
     assert Board(stores[0], 2).read() is not None and lines() == 1
     del stores, host
