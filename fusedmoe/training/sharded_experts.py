@@ -379,7 +379,13 @@ class ShardedExperts:
 
     def _corrected(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
         assert self._correction is not None
-        return self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
+        wanted = self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
+        if not placement.is_within(wanted):
+            raise ConfigError(
+                f"ShardedExperts: calibrates made a placement that lacks something of the one before:\n{placement}\n"
+                f"is not within\n{wanted}"
+            )
+        return wanted
 
     def _balanced(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
         m = self._memory if adds else 0

@@ -324,6 +324,37 @@ def test_what_happens_between_layers_is_refused_in_micro_batches(cluster: Cluste
             assert word in message, (word, message)
 
 
+def corrected_to_less(rank: int, world: int, other: bool) -> str:
+    """Without the copies that are there, or with another one in their place."""
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+
+    def copied(placement: Placement, expert: int) -> Placement:
+        others = [[] for _ in placement.owners]
+        others[expert] = [1 - placement.owners[expert]]
+        return Placement(placement.ranks, placement.owners, others)
+
+    def corrected(placement: Placement, *_: object) -> Placement:
+        if not any(placement.replicas):
+            return placement
+        return copied(placement, 1) if other else placement.sharding
+
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    options: dict[str, Any] = {"reshard": False, "costs": COSTS, "overlap": 1, "calibrates": corrected}
+    sharded = ShardedExperts(model, optimizer, topology, policy=lambda now: copied(now.placement, 0), **options)
+    train_step(model, optimizer, topology, 0)
+    with pytest.raises((ConfigError, RankError)) as caught:  # the second, where another rank was first
+        train_step(model, optimizer, topology, 1)
+    sharded.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_correction_that_lacks_copies_is_refused(cluster: Cluster, other: bool):
+    for message in cluster.run(2, corrected_to_less, other):
+        assert "calibrates made a placement that lacks" in message
+
+
 def test_one_rank_has_nothing_to_move():
     model = Model(Topology(), "fssdp")
     optimizer = optimizer_of(model)
