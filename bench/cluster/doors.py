@@ -1,7 +1,7 @@
 """Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
 beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
-the model has attention (Hugging Face's), beside blocks in micro-batches, too. Another part counts what
-steps that try plans cost.
+the model has attention (Hugging Face's), beside blocks in micro-batches, too. Another part counts what steps
+that try plans cost.
 
 Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
 doors of Hugging Face, nothing else at the others.
