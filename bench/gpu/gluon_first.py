@@ -1,19 +1,21 @@
 """The Gluon form's first minutes on a Hopper GPU: is it right, how fast, and how fast beside others?
 
-    python -m bench.gpu.gluon_first check               each configuration, in a process of its own; two minutes at most
+    python -m bench.gpu.gluon_first check               all configurations, in a process for each variant; a minute
     python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms
     python -m bench.gpu.gluon_first stress 30B-H256 …   the same bits 100 times? and with 16 multiprocessors held?
     python -m bench.gpu.gluon_first host                host time of steps whose work is tiny
 
-`check` writes verdicts where the tuner looks for them (FUSEDMOE_CACHE), one at a time.
+`check` writes verdicts where the tuner looks for them (FUSEDMOE_CACHE), as they come.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +30,6 @@ from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Variant
 
 if TYPE_CHECKING:  # needs Triton
     from fusedmoe.kernels.triton.grouped.holder import Holder
-
-_MOST_HUNG = 3
 
 
 def variants() -> Iterator[Variant]:
@@ -47,19 +47,25 @@ def check(shapes: Sequence[Shape], device: torch.device) -> None:
     from fusedmoe.kernels.triton.grouped.configs import HopperConfig, gluon_candidates
     from fusedmoe.kernels.triton.grouped.correctness import check_apart
 
-    record, hung = autotune.tuner(device).record, 0
-    for variant in variants():
+    record, lock, hung = autotune.tuner(device).record, threading.Lock(), []
+
+    def check_variant(variant: Variant) -> None:
         configs = [one.config for one in gluon_candidates(variant, (9, 0))]
         new = [one for one in configs if isinstance(one, HopperConfig) and f"{variant}, {one}" not in record.faults]
         for config, fault in check_apart(variant, new, device):
-            if fault is not None:
-                record.faults[f"{variant}, {config}"] = fault
-                record.save()
             word = "UNKNOWN" if fault is None else "WRONG" if fault else "RIGHT"
-            print(f"{word}  {variant}, {config}  {fault or ''}", flush=True)
-            hung += "has not ended" in (fault or "") or "said nothing" in (fault or "")
-        if hung >= _MOST_HUNG:
-            raise SystemExit(f"{hung} hang: go on with FUSEDMOE_GLUON=0, and look at `product` first, the simplest one")
+            with lock:
+                if fault is not None:
+                    record.faults[f"{variant}, {config}"] = fault
+                    record.save()
+                if "has not ended" in (fault or "") or "said nothing" in (fault or ""):
+                    hung.append(config)
+                print(f"{word}  {variant}, {config}  {fault or ''}", flush=True)
+
+    with ThreadPoolExecutor() as threads:  # compiling is most of it, and a GPU is shared well by launches so small
+        list(threads.map(check_variant, variants()))
+    if hung:
+        raise SystemExit(f"{len(hung)} hang: go on with FUSEDMOE_GLUON=0, and look at `product` first, the simplest")
 
 
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
