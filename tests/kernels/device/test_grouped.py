@@ -199,7 +199,10 @@ def test_gradients_that_are_wanted_are_those_of_all(name: str, device: torch.dev
         for key, value in vars(grads).items():
             assert (value is not None) == getattr(asked, key), (wanted, key)
             rows = int(layout.counts_E.sum()) if key == "weight_N" else None  # padding has no gradient that counts
-            assert value is None or torch.equal(value[:rows], getattr(whole, key)[:rows]), (wanted, key)
+            if value is not None:
+                # A compiler joins products and sums otherwise where less is stored: on a GPU the last bits may differ.
+                exact = {"rtol": 0.0, "atol": 0.0} if device.type == "cpu" else {"rtol": 1e-5, "atol": 1e-6}
+                torch.testing.assert_close(value[:rows], getattr(whole, key)[:rows], msg=f"{wanted}, {key}", **exact)
 
 
 def test_rows_in_order_without_weights(device: torch.device) -> None:

@@ -64,6 +64,21 @@ def test_the_environment_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gluon(HOPPER, key())
 
 
+def test_a_choice_without_tuning_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again once there are other verdicts, or once tuning is allowed."""
+    looked: list[Key] = []
+    passing = Tuner._untuned
+    monkeypatch.setattr(Tuner, "_untuned", lambda self, of, configs: looked.append(of) or passing(self, of, configs))
+    fake = Fake()
+    fake.allowed = False
+    first = fake.choose()
+    assert fake.choose() == first and len(looked) == 1
+    fake.tuner.record.faults[f"{key().variant}, {first}"] = "wrong"
+    assert fake.choose() != first and len(looked) == 2
+    fake.allowed = True
+    assert isinstance(fake.choose(), HopperConfig) and len(looked) == 2
+
+
 def test_it_is_nobodys_default() -> None:
     """Nor does it change the order of the others."""
     for operation, rows, capability in itertools.product(OPERATIONS, (1, 64, 4096), (HOPPER, *OTHERS)):

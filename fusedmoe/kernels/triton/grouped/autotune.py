@@ -25,6 +25,7 @@ import os
 import re
 import statistics
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -61,12 +62,18 @@ LEAST_FLOPS = 10**10
 _SECONDS = 1.0
 # A launch that takes longer never ends.
 _MOST_SECONDS = 30.0
+# Readings of unrelated memory before a launch that is timed.
+_MOST_FLUSHES = 32
 
 
 def untuned(capability: Capability | None) -> Choose:
     """The choice by the table alone; capability None: of the interpreter."""
-    known = partial(by_table, capability)
-    return lambda key, launch: by_shape(known(key), key.rows, key.depth)[0]
+    return lambda key, launch: _first(capability, key)
+
+
+@cache
+def _first(capability: Capability | None, key: Key) -> Config:
+    return by_shape(by_table(capability, key), key.rows, key.depth)[0]
 
 
 def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
@@ -144,6 +151,8 @@ class Tuner:
         self._check_apart = check_apart
         self.record, self._allowed = record, allowed
         self._chosen: dict[Key, Config] = {}
+        # Choices without tuning, and how many verdicts there were: to look through all again takes as long as a launch.
+        self._passing: dict[Key, tuple[int, Config]] = {}
         self._unknown: set[tuple[Variant, HopperConfig]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
@@ -157,14 +166,19 @@ class Tuner:
         # Without the lock: a choice never changes, and every launch comes here.
         if key in self._chosen:
             return self._chosen[key]
+        verdicts, passing = self._passing.get(key, (-1, None))
+        if passing is not None and verdicts == len(self.record.faults) and not self._may_tune(key):
+            return passing
         configs = by_shape(self._candidates(key), key.rows, key.depth)
         if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
             return configs[0]
         with self._lock:
             chosen = self._chosen.get(key) or self._recorded(key, configs)
             if chosen is None:
-                if key.flops < LEAST_FLOPS or not self._allowed():
-                    return self._untuned(key, configs)
+                if not self._may_tune(key):
+                    passing = self._untuned(key, configs)
+                    self._passing[key] = len(self.record.faults), passing
+                    return passing
                 chosen = self._tune(key, configs, launch)
             self._chosen[key] = chosen
         return chosen
@@ -173,6 +187,9 @@ class Tuner:
         """Returns the microseconds that configurations took when a key was tuned, by their names."""
         found = self.record.choices.get(str(key), {}).get("microseconds")
         return dict(found) if isinstance(found, dict) else {}
+
+    def _may_tune(self, key: Key) -> bool:
+        return key.flops >= LEAST_FLOPS and self._allowed()
 
     def _fault(self, key: Key, config: Config) -> str | None:
         """Returns what is known to be wrong with a configuration; None if nobody has looked."""
@@ -300,9 +317,13 @@ def _is_lost() -> bool:
     return False
 
 
-@cache
 def tuner(device: torch.device, shared: bool = False) -> Tuner:
     """Returns the tuner of a GPU; `shared`: for launches beside communication, which holds some multiprocessors."""
+    return _tuner(device, shared)
+
+
+@cache
+def _tuner(device: torch.device, shared: bool) -> Tuner:
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
@@ -343,26 +364,36 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float, ho
     Args:
         holder: holds multiprocessors meanwhile.
     """
-    # In a layer other operands have been through the cache in between.
-    size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
-    other = torch.empty(size, device=device, dtype=torch.int8)
+    # In a layer other operands have been through the cache in between. They are read, as what is written would still
+    # have to be written back while the call runs.
+    numbers = max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
+    others, total = torch.zeros(numbers, device=device), torch.zeros((), device=device)
 
-    def once() -> float:
+    def flush() -> None:
+        torch.sum(others, 0, out=total)
+
+    def taken(call: Callable[[], object], flushes: int, held: Holder | None) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        other.zero_()
-        if holder is not None:
-            holder.hold()
+        for _ in range(flushes):
+            flush()
+        if held is not None:
+            held.hold()
         start.record()
-        run()
+        call()
         end.record()
-        if holder is not None:
-            holder.let_go()
+        if held is not None:
+            held.let_go()
         wait(end.query, _MOST_SECONDS)
         return start.elapsed_time(end) / 1e3
 
     run()
-    first = once()
-    times = [first] + [once() for _ in range(min(int(seconds / first), 20) - 1)]
+    first = taken(run, 1, holder)
+    begin = time.perf_counter()
+    run()
+    launched = time.perf_counter() - begin
+    # The host gets a lead longer than its launch takes, so that the time is the GPU's and not the host's.
+    flushes = 1 + min(int(launched / taken(flush, 0, None)), _MOST_FLUSHES)
+    times = [taken(run, flushes, holder) for _ in range(max(1, min(int(seconds / first), 20) - 1))]
     return statistics.median(times)
 
 
