@@ -222,7 +222,7 @@ def candidates(
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
-# Of the Gluon form. The order is what a model of their time predicts for an H100 (python -m bench.forecast).
+# Of the Gluon form. Which ones there are, and their order, is by an H200 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
 _GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
 _GLUON_TURNS = HopperConfig(128, 128, 64, stages=6, pingpong=True)
