@@ -36,7 +36,7 @@ def dweight_kernel(
     # Where `total_ptr` is not None: matrices that are added, which may be those of the results, in float32 then.
     source_ptr, total_ptr, out_ptr, starts_ptr, P, Q,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
-    # EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits.
+    # EVEN: tiles end where the matrix does. NARROW: in whole blocks, elements are counted in 32 bits.
     DESCRIPTORS: tl.constexpr, EVEN: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
     # Tiles, and rows of a step (`configs.py`).
@@ -77,8 +77,8 @@ def dweight_kernel(
     if full_end < end:
         # The rows that are left. Both sides are masked: zero times an unwritten row could be NaN.
         rest = (row < end)[:, None]
-        left_ptrs = left_ptr + (source if GATHER_LEFT else row)[:, None] * P + p[None, :]
-        right_ptrs = right_ptr + (source if GATHER_RIGHT else row)[:, None] * Q + q[None, :]
+        left_ptrs = left_ptr + (source if GATHER_LEFT else row).to(tl.int64)[:, None] * P + p[None, :]
+        right_ptrs = right_ptr + (source if GATHER_RIGHT else row).to(tl.int64)[:, None] * Q + q[None, :]
         left = tl.load(left_ptrs, mask=rest & in_p, other=0.0)
         right = tl.load(right_ptrs, mask=rest & in_q, other=0.0)
         acc = mac(left.T, right, acc, PRECISION, INTERPRET)
@@ -119,7 +119,10 @@ def dweight(
     total = None if total is None else solid(total)
     dtype = left.dtype if total is None else torch.float32
 
-    narrow = max(left.numel(), right.numel()) < 2**31
+    # A side that comes by bulk copies has no addresses of its own, and may be large.
+    looked_up = {"left": left, "right": right}.get(gather or "")
+    addressed = [left, right] if not variant.bulk else [] if looked_up is None else [looked_up]
+    narrow = max((side.numel() for side in addressed), default=0) < 2**31
 
     def launch(config: Config, out: Tensor | None = None) -> Tensor:
         # Launches that are repeated to choose a configuration must not add to `total` each time.
