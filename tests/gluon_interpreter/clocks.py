@@ -28,12 +28,14 @@ class Clock:
         fencing: what each thread has fenced for itself. Where one arrives at a barrier for all of them it does not
             speak for the others' fences, unless they have waited for each other.
         met: what all threads had seen when they last waited for each other.
+        known_to_one: what one thread has waited for and the others have not heard of.
     """
 
     seen: Ticks = field(default_factory=dict)
     fenced: Ticks = field(default_factory=dict)
     fencing: Ticks = field(default_factory=dict)
     met: Ticks = field(default_factory=dict)
+    known_to_one: Ticks = field(default_factory=dict)
 
     def join(self, other: Clock) -> None:
         join(self.seen, other.seen)
@@ -49,6 +51,7 @@ class Clock:
     def meet(self) -> None:
         """All threads have come this far."""
         join(self.fenced, self.fencing)
+        join(self.seen, self.known_to_one)
         self.met = dict(self.seen)
 
     def of_one(self, actors: tuple[str, ...]) -> Clock:

@@ -1,7 +1,8 @@
-"""Asynchronous copies into shared memory: cp.async of threads, and bulk copies of the copy engine.
+"""Asynchronous copies: cp.async of threads, and bulk copies of the copy engine, into shared memory and out of it.
 
 A cp.async lands any time until the wait for its group. A bulk copy lands any time until its barrier's phase is over,
-which waits for it.
+which waits for it; one out of shared memory until the thread that started it waits, of which the other threads know
+once they have met it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from tests.gluon_interpreter.values import Pointer, language_dtype
 def cp_async(strand: str) -> str:
     """The actor that makes a partition's copies."""
     return f"cp.async of {strand}"
+
+
+def bulk_stores(strand: str) -> str:
+    """The actor that makes a partition's bulk copies out of shared memory."""
+    return f"bulk stores of {strand}"
 
 
 class ThreadCopies:
@@ -74,15 +80,65 @@ class Descriptor:
 
     def box(self, at: Sequence[Any]) -> Tensor:
         out = torch.zeros(self.block_shape, dtype=self.base.dtype)
-        low = [max(int(start), 0) for start in at]
-        high = [
-            min(int(start) + box, size) for start, box, size in zip(at, self.block_shape, self.base.shape, strict=True)
-        ]
-        if all(start < end for start, end in zip(low, high, strict=True)):
-            source = tuple(slice(start, end) for start, end in zip(low, high, strict=True))
-            place = tuple(slice(s - int(a), e - int(a)) for s, e, a in zip(low, high, at, strict=True))
-            out[place] = self.base[source]
+        inside, place = self._inside(at)
+        out[place] = self.base[inside]
         return out
+
+    def store(self, at: Sequence[Any], box: Tensor) -> None:
+        inside, place = self._inside(at)
+        self.base[inside] = box[place]
+
+    def _inside(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of a box is inside of the tensor, where it is there, and where in the box."""
+        starts = [int(start) for start in at]
+        low = [max(start, 0) for start in starts]
+        ends = [start + box for start, box in zip(starts, self.block_shape, strict=True)]
+        high = [max(min(end, size), start) for end, size, start in zip(ends, self.base.shape, low, strict=True)]
+        inside = tuple(slice(*of) for of in zip(low, high, strict=True))
+        return inside, tuple(slice(a - start, b - start) for a, b, start in zip(low, high, starts, strict=True))
+
+
+class BulkStores:
+    """Bulk copies out of shared memory, each a group of its own: they end in order."""
+
+    def __init__(self, schedule: EventOrder) -> None:
+        self._schedule = schedule
+        self._started: defaultdict[str, int] = defaultdict(int)
+        self._ended: defaultdict[str, int] = defaultdict(int)
+        self._under_way: defaultdict[str, list[Late]] = defaultdict(list)
+
+    def start(self, descriptor: Descriptor, at: Sequence[Any], view: View) -> None:
+        if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
+            raise KernelFault(f"a bulk copy of {view.shape} to {descriptor.block_shape}")
+        strand = self._schedule.running
+        actor = bulk_stores(strand.name)
+        self._started[strand.name] = number = self._started[strand.name] + 1
+        view.read(actor, number, strand.clock, by_threads=False)
+        under_way = self._under_way[strand.name]
+
+        def land() -> None:
+            under_way.pop(0)
+            descriptor.store(at, view.data)
+
+        late = Late(f"{actor} in {kernel_line()}", land, lambda: under_way[0] is late)
+        under_way.append(late)
+        self._schedule.late.append(late)
+
+    def wait(self, outstanding: int) -> None:
+        strand = self._schedule.running
+        under_way = self._under_way[strand.name]
+        while len(under_way) > outstanding:
+            self._schedule.land(under_way[0])
+        ended = self._started[strand.name] - outstanding
+        if ended > 0:
+            self._ended[strand.name] = ended
+            join(strand.clock.known_to_one, {bulk_stores(strand.name): ended})
+
+    def end(self) -> None:
+        """The program ends, and with it the shared memory that is stored from."""
+        for name, started in self._started.items():
+            if self._ended[name] < started:
+                raise KernelFault(f"ends without waiting for {bulk_stores(name)}")
 
 
 def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, view: View) -> None:

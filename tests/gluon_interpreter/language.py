@@ -11,7 +11,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from tests.gluon_interpreter.barriers import Barrier
-from tests.gluon_interpreter.copies import ThreadCopies, bulk_copy, cp_async
+from tests.gluon_interpreter.copies import BulkStores, ThreadCopies, bulk_copy, cp_async
 from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
 from tests.gluon_interpreter.products import TensorCores
 from tests.gluon_interpreter.schedule import EventOrder
@@ -26,6 +26,7 @@ class Language:
         self._schedule, self._program, self._programs = schedule, program, programs
         self._memory = SharedMemory(schedule)
         self._copies, self._cores = ThreadCopies(schedule), TensorCores(schedule)
+        self._stores = BulkStores(schedule)
         self._barriers: dict[tuple[int, tuple[tuple[int, int], ...]], Barrier] = {}
         # Renamed after 3.6.
         threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -47,6 +48,8 @@ class Language:
             (hopper.mbarrier.arrive, self.arrive),
             (hopper.mbarrier.wait, self.wait),
             (hopper.tma.async_copy_global_to_shared, self.bulk_copy),
+            (hopper.tma.async_copy_shared_to_global, self.bulk_store),
+            (hopper.tma.store_wait, self.wait_for_stores),
             (hopper.async_copy.async_copy_global_to_shared, self.copy),
             (hopper.async_copy.commit_group, self.commit),
             (hopper.async_copy.wait_group, self.wait_for_copies),
@@ -71,6 +74,7 @@ class Language:
                 for number, (function, values) in enumerate(functions)
             ]
         )
+        self._stores.end()
 
     def fence(self) -> None:
         self._schedule.event("fence_async_shared")
@@ -116,6 +120,14 @@ class Language:
         if pred:
             self._schedule.event("bulk copy")
             bulk_copy(self._schedule, descriptor, coord, self._barrier(barrier), result)
+
+    def bulk_store(self, descriptor: Any, coord: Sequence[Any], src: View) -> None:
+        self._schedule.event("bulk store")
+        self._stores.start(descriptor, coord, src)
+
+    def wait_for_stores(self, pendings: int) -> None:
+        self._schedule.event(f"store_wait {pendings}")
+        self._stores.wait(pendings)
 
     def copy(self, smem: View, pointer: Pointer, mask: Any = None) -> None:
         self._schedule.event("cp.async")

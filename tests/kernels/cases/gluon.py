@@ -12,7 +12,8 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, box_columns, registers, slots
+from fusedmoe.kernels.gluon.grouped.pipeline import rows_of_group
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -73,6 +74,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "b_desc": _box(variant, *sides),
         "bias_ptr": dtype if variant.extra else None,
         "out_ptr": dtype,
+        "out_desc": _box(variant, rows_of_group(config.bm, config.pingpong), box_columns(config)),
         **_TABLES,
         "K": depth,
         "N": columns,
@@ -80,6 +82,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "bias_columns": "i32",
         "TRANSPOSED": transposed,
         "BIAS": variant.extra,
+        "SLOTS": slots(config),
         "PINGPONG": config.pingpong,
     }
 

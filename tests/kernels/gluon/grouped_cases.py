@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
+from fusedmoe.kernels.gluon.grouped.pipeline import rows_of_group
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_tiles
@@ -133,18 +134,19 @@ def check_product(
     tile: Tile = SMALL,
     stages: int = 3,
     pingpong: bool = False,
+    slots: int = 1,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
 ) -> None:
-    """Runs the product and compares it with float64."""
+    """Runs the product and compares it with float64. Behind the rows there is padding, which stays as it was."""
     rows, experts = Rows(counts, tile.bm), len(counts)
     a = _random(max(rows.number, 1), depth, dtype=dtype, seed=1)
     b = _random(experts, *((columns, depth) if transposed else (depth, columns)), dtype=dtype, seed=2)
     # Some columns alone have a bias.
     start, width = (1, columns - 1) if bias else (0, 0)
     bias_EN = _random(experts, width, dtype=dtype, seed=3) if bias else None
-    out = torch.full((rows.number, columns), torch.nan, dtype=dtype)
+    out = torch.full((rows.number + PADDING, columns), torch.nan, dtype=dtype)
     box = [tile.bn, tile.bk] if transposed else [tile.bk, tile.bn]
     interpret(
         product_kernel,
@@ -153,6 +155,7 @@ def check_product(
         TensorDescriptor.from_tensor(b.view(-1, b.shape[2]), box, tile.layout),
         bias_EN,
         out,
+        TensorDescriptor.from_tensor(out, [rows_of_group(tile.bm, pingpong), tile.swizzle // 2], tile.layout),
         *rows.tables(),
         depth,
         columns,
@@ -161,17 +164,19 @@ def check_product(
         width,
         TRANSPOSED=transposed,
         BIAS=bias,
+        SLOTS=slots,
         PINGPONG=pingpong,
         **tile.constants(stages),
         seed=seed,
         **changed,
     )
+    assert out[rows.number :].isnan().all()
     b_EKN, of = (b.mT if transposed else b).double(), rows.expert_N
     right = (a[: rows.number].double()[:, None] @ b_EKN[of])[:, 0]
     scale = (a[: rows.number].double().abs()[:, None] @ b_EKN[of].abs())[:, 0]
     if bias_EN is not None:
         right[:, start:] += bias_EN[of].double()
-    _close(out, right, scale)
+    _close(out[: rows.number], right, scale)
 
 
 def check_up(

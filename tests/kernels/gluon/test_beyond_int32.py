@@ -69,8 +69,9 @@ def test_product(far: Far) -> None:
     a, b, out = far(ROWS, DEPTH), random(1, COLUMNS, DEPTH), far(ROWS, COLUMNS)
     a[FIRST:] = random(COUNT, DEPTH)
     given = described(a, SMALL.bm, SMALL.bk), described(b[0], SMALL.bn, SMALL.bk), None, out
-    flags = {"TRANSPOSED": True, "BIAS": False, "PINGPONG": False}
-    run(product_kernel, *given, *tables(), DEPTH, COLUMNS, 2, 0, 0, **flags)
+    boxes = described(out, SMALL.bm // 2, SMALL.swizzle // 2)
+    flags = {"TRANSPOSED": True, "BIAS": False, "SLOTS": 1, "PINGPONG": False}
+    run(product_kernel, *given, boxes, *tables(), DEPTH, COLUMNS, 2, 0, 0, **flags)
     assert torch.equal(out[FIRST:].double(), (a[FIRST:].double() @ b[0].double().T).bfloat16().double())
 
 

@@ -23,11 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fusedmoe.kernels.gluon.grouped import dhidden, gathered, pipeline
+from fusedmoe.kernels.gluon.grouped import columns, dhidden, gathered, pipeline
 from tests.gluon_interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
 COUNTS = (3, 0, 9, 11)
+# Tiles without a rest before such that have one, and behind them.
+WHOLE = (24, 0, 9, 11, 24)
 # Of products over rows: several steps, of which the last is not full, one step, and none.
 DEEP = (37, 0, 3, 50)
 SEEDS = range(3)
@@ -187,6 +189,34 @@ BY_TURNS: dict[str, tuple[Any, Change, str]] = {
         "deadlock|wrong phase|is read",
     ),
 }
+IN_BOXES: dict[str, tuple[Any, Change, str]] = {
+    "no fence between threads and the bulk copies of what they wrote": (
+        fence_async_shared,
+        _called_by("store_box", _never),
+        "is read without a fence",
+    ),
+    "one thread does not wait for the others before it stores a box": (
+        columns.threads_barrier,
+        _called_by("store_box", _never),
+        "is read without|is written without",
+    ),
+    "boxes are written before they are stored": (
+        tma.store_wait,
+        _called_by("store_box", _never),
+        "is written without waiting for the read by bulk stores",
+    ),
+    "one box too many is under way": (
+        tma.store_wait,
+        _called_by("store_box", lambda wait: lambda pendings: wait(pendings + bool(pendings))),
+        "is written without waiting for the read by bulk stores",
+    ),
+    "boxes that threads store are taken for bulk copies": (
+        tma.store_wait,
+        _called_by("store_box", lambda wait: lambda pendings: wait(pendings) if pendings else None),
+        "is written without waiting for the read by bulk stores",
+    ),
+    "the last boxes are not waited for": (tma.store_wait, _called_by("_multiply", _never), "ends without waiting"),
+}
 IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
     "no fence before a stage that threads have read is given back": (
         fence_async_shared,
@@ -236,8 +266,11 @@ IN_DWEIGHT: dict[str, tuple[Any, Change, str]] = {
 
 # Kernels, and what is planted in each.
 CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
-    "product": (partial(check_product, COUNTS, 40, 40, True), IN_ALL | TOGETHER),
-    "product by turns": (partial(check_product, COUNTS, 40, 40, False, pingpong=True), IN_ALL | BY_TURNS),
+    "product": (partial(check_product, WHOLE, 40, 40, True, slots=2), IN_ALL | TOGETHER | IN_BOXES),
+    "product by turns": (
+        partial(check_product, WHOLE, 40, 40, False, slots=2, pingpong=True),
+        IN_ALL | BY_TURNS | IN_BOXES,
+    ),
     "up": (partial(check_up, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP),
     "up by turns": (partial(check_up, COUNTS, 40, 40, pingpong=True), IN_ALL | WHERE_ROWS_ARE_LOOKED_UP | BY_TURNS),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),

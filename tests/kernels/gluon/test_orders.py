@@ -31,7 +31,8 @@ def test_many_orders_of_events(kernel: str, routing: str) -> None:
         if kernel == "up":
             check_up(counts, depth, columns, activation, bias=odd, pingpong=seed % 2 == 0, lag=lag, **ring)
         elif kernel == "product":
-            check_product(counts, depth, columns, odd, bias=seed // 6 % 2 == 0, pingpong=seed % 2 == 0, **ring)
+            turns, slots = seed % 2 == 0, 1 + seed // 7 % 2
+            check_product(counts, depth, columns, odd, bias=seed // 6 % 2 == 0, pingpong=turns, slots=slots, **ring)
         elif kernel == "dhidden":
             check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, **ring)
         else:

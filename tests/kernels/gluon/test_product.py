@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,9 +9,13 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from fusedmoe.kernels.gluon.grouped.columns import store_box
 from tests.kernels.gluon.grouped_cases import EACH_ROUTING, LARGE, LARGE_TURNS, ROUTINGS, check_product
 
 ALL_ODD = ROUTINGS["all odd"]
+WHOLE_AND_NOT = (24, 0, 3, 17)
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["down", "dinput"])
@@ -30,14 +36,36 @@ def test_a_bias_of_some_columns() -> None:
 
 
 @pytest.mark.parametrize("pingpong", [False, True], ids=["together", "by turns"])
-@pytest.mark.parametrize("stages, programs", [(2, 1), (4, 3), *slowly((3, 50))])
-def test_rings_and_grids(stages: int, programs: int, pingpong: bool) -> None:
-    check_product(ALL_ODD, 40, 40, True, stages=stages, programs=programs, pingpong=pingpong)
+@pytest.mark.parametrize("stages, programs, slots", [(2, 1, 2), (4, 3, 1), *slowly((3, 50, 2))])
+def test_rings_and_grids(stages: int, programs: int, slots: int, pingpong: bool) -> None:
+    check_product(WHOLE_AND_NOT, 40, 40, True, stages=stages, programs=programs, slots=slots, pingpong=pingpong)
+
+
+@pytest.mark.parametrize("pingpong, boxes", [(False, 10), (True, 4)], ids=["together", "by turns"])
+def test_what_leaves_by_bulk_copies(pingpong: bool, boxes: int) -> None:
+    """Rows of a group that are all its expert's, in boxes of 16 columns; the other rows are stored by threads."""
+    stored = []
+
+    def noted(store: Any) -> Any:
+        return lambda desc, coord, box: (stored.append(coord), store(desc, coord, box))[1]
+
+    changed = {tma.async_copy_shared_to_global: noted}
+    check_product((17, 3, 6), 24, 24, True, bias=True, pingpong=pingpong, changed=changed)
+    assert len(stored) == boxes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_box_that_runs_into_padding_is_found(dtype: torch.dtype) -> None:
+    def wrong(store: Any) -> Any:
+        return lambda x, out, slot, row, end, *others: store(x, out, slot, row, end + 2, *others)
+
+    with pytest.raises(AssertionError):
+        check_product((8, 7), 24, 24, True, dtype, changed={store_box: wrong})
 
 
 @pytest.mark.parametrize("transposed", [True, *slowly(False)], ids=["down", "dinput"])
 def test_tiles_as_on_a_gpu(transposed: bool) -> None:
-    check_product((130, 0, 70), 328, 264, transposed, tile=LARGE, stages=4)
+    check_product((130, 0, 70), 328, 264, transposed, tile=LARGE, stages=4, slots=2)
     check_product((130, 0, 70), 328, 264, transposed, tile=LARGE_TURNS, stages=6, pingpong=True)
 
 

@@ -1,9 +1,16 @@
-"""Work on some columns of a tile: bias, activation and stores, in rows of 16 bytes a thread."""
+"""Work on some columns of a tile: bias, activation and stores, in rows of 16 bytes a thread or in boxes.
+
+A box is copied by the copy engine, out of shared memory, while its group goes on. It would overwrite the rows behind an
+expert's last: where a tile has such rows, threads store what the box holds.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
 
 
 @gluon.jit
@@ -18,6 +25,12 @@ def stored_layout(columns):
     vector = min(8, columns)
     across = min(32, columns // vector)
     return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def multiplied_layout(columns):
+    """Returns the layout in which a group of four warps has a product of this many columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
@@ -83,13 +96,59 @@ def add_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
 
 
 @gluon.jit
-def store_tile(
-    acc, ptr, first_row, end, first_column, COLUMNS, bias, total_ptr,
-    ROWS: gl.constexpr, BN: gl.constexpr, BIAS: gl.constexpr,
+def store_box(x, out, slot, row, end, column, COLUMNS, ROWS: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr):
+    """Stores WIDE columns of a group's rows. `out`: the matrix, a descriptor of boxes [ROWS, WIDE] of it, and a ring of
+    SLOTS such boxes for each group, whose turn goes on from call to call; `slot`: which of all it is."""
+    ptr, desc, boxes = out
+    box = boxes.index(slot)
+    # What was stored from this box has left it: the thread that started a bulk copy knows, and tells the others.
+    tma.store_wait(SLOTS - 1)
+    threads_barrier()
+    box.store(x.to(ptr.dtype.element_ty))
+    # Each thread fences what it wrote, and one thread starts the copy for all.
+    fence_async_shared()
+    threads_barrier()
+    if row + ROWS <= end:
+        tma.async_copy_shared_to_global(desc, [row, column], box)
+    else:
+        OUT: gl.constexpr = stored_layout(WIDE)
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
+        store_columns(box.load(OUT), ptr, rows, end, columns, COLUMNS, COLUMNS)
+        # Waits count bulk copies, and here is none to count.
+        tma.store_wait(0)
+
+
+@gluon.jit
+def store_boxes(
+    x, out, slot, row, end, column, COLUMNS, bias,
+    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of a matrix of this many columns, with its bias: pointer, where it begins, `add_bias`'s columns; or
-    with the same tile of another matrix, if there is one, which may be the one it is stored in."""
-    bias_ptr, first_bias, bias_start, bias_columns = bias
+    """Stores WIDTH columns of a tile, from its box PART on, with their bias: pointer, where it begins, `add_bias`'s
+    columns. `slot`: the first of the group's."""
+    if WIDTH > WIDE:
+        HALF: gl.constexpr = WIDTH // 2
+        left, right = halves(x, ROWS, WIDTH)
+        store_boxes(left, out, slot, row, end, column, COLUMNS, bias, PART, ROWS, HALF, WIDE, SLOTS, BIAS)
+        column += HALF
+        NEXT: gl.constexpr = PART + HALF // WIDE
+        store_boxes(right, out, slot, row, end, column, COLUMNS, bias, NEXT, ROWS, HALF, WIDE, SLOTS, BIAS)
+    else:
+        # The same registers, by the name under which they are known to go to shared memory 16 bytes a thread.
+        MMA: gl.constexpr = multiplied_layout(WIDE)
+        x = gl.convert_layout(x, MMA)
+        if BIAS:
+            bias_ptr, first_bias, bias_start, bias_columns = bias
+            columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
+            x = add_bias(x, bias_ptr, first_bias, bias_start, columns, bias_columns)
+        store_box(x, out, slot + PART % SLOTS, row, end, column, COLUMNS, ROWS, WIDE, SLOTS)
+
+
+@gluon.jit
+def store_tile(acc, ptr, first_row, end, first_column, COLUMNS, total_ptr, ROWS: gl.constexpr, BN: gl.constexpr):
+    """Stores a tile of a matrix of this many columns, with the same tile of another matrix, if there is one, which may
+    be the one it is stored in."""
     WIDE: gl.constexpr = BN // 4
     OUT: gl.constexpr = stored_layout(WIDE)
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -101,10 +160,7 @@ def store_tile(
         for quarter in gl.static_range(2):
             part = first if quarter == 0 else second
             at = column + (2 * half + quarter) * WIDE
-            if BIAS:
-                x = gl.convert_layout(part, OUT)
-                x = add_bias(x, bias_ptr, first_bias, bias_start, at, bias_columns)
-            elif total_ptr is not None:
+            if total_ptr is not None:
                 x = gl.convert_layout(part, OUT)
                 x = add_columns(x, total_ptr, row, end, at, COLUMNS, COLUMNS)
             else:

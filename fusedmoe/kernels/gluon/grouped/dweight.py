@@ -101,8 +101,7 @@ def _multiply(total_ptr, out_ptr, bufs, ring, table, sizes, GROUP_OF_WARPS: gl.c
         acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, True, False, BLOCKS)
         # All matrices below each other.
         first = expert * P + row_tile * BLOCKS.bm + GROUP_OF_WARPS * ROWS
-        no_bias = (None, 0, 0, 0)
-        store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, no_bias, total_ptr, ROWS, BN, False)
+        store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, total_ptr, ROWS, BN)
 
 
 @jit(do_not_specialize=["experts", "n_row_tiles", "n_col_tiles"])

@@ -29,6 +29,8 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 # Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Where
 # accumulators take 128, there is room for little else.
 _WIDE, _NARROW = (232, 40), (208, 88)
+# Bytes of shared memory that a program can have, without what barriers take.
+_SHARED = 232448 - 1024
 
 
 def launch_product(
@@ -47,10 +49,11 @@ def launch_product(
     product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
         _described(a, [config.bm, config.bk]),
         _described(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
-        bias, out,
+        bias, out, _described(out, [rows_of_group(config.bm, config.pingpong), box_columns(config)]),
         table.table, table.used, call.ends_E, depth, columns, n_col_tiles,
         bias_start, 0 if bias is None else bias.shape[1],
-        TRANSPOSED=transposed, BIAS=bias is not None, PINGPONG=config.pingpong, **_constants(config),
+        TRANSPOSED=transposed, BIAS=bias is not None, SLOTS=slots(config), PINGPONG=config.pingpong,
+        **_constants(config),
     )  # fmt: skip
     return out
 
@@ -142,6 +145,26 @@ def registers(config: HopperConfig) -> dict[str, int]:
     accumulators = rows_of_group(config.bm, config.pingpong) * config.bn // 128
     consumer, producer = _WIDE if accumulators > 64 else _NARROW
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
+
+
+def box_columns(config: HopperConfig) -> int:
+    """Returns the columns of a box of results: as many as a row of `LAYOUT` holds."""
+    return min(64, config.bn)
+
+
+def slots(config: HopperConfig) -> int:
+    """Returns how many boxes of results each group has: a tile's, or half or a quarter of them if no more fit beside
+    the stages.
+
+    Raises:
+        ValueError: not one fits.
+    """
+    left = _SHARED - config.stages * 2 * (config.bm + config.bn) * config.bk
+    columns = box_columns(config)
+    fit = left // (2 * rows_of_group(config.bm, config.pingpong) * columns * 2)
+    if fit == 0:
+        raise ValueError(f"{config}: no room for results beside its stages")
+    return min(1 << fit.bit_length() - 1, config.bn // columns)
 
 
 def _constants(config: HopperConfig) -> dict[str, Any]:

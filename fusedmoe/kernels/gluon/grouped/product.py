@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import store_tile
+from fusedmoe.kernels.gluon.grouped.columns import store_boxes
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
@@ -50,9 +50,11 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
 
 @gluon.jit
 def _multiply(
-    of_tile, GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr
-):
-    bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
+    of_tile,
+    GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
+    SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    bias_ptr, out, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
     bias_start, bias_columns = bias_sizes
     ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
@@ -63,17 +65,21 @@ def _multiply(
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
         bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
-        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BLOCKS.bn, N, bias, None, ROWS, BLOCKS.bn, BIAS)
+        row, column = start + FIRST, col_tile * BLOCKS.bn
+        slot = GROUP_OF_WARPS * SLOTS
+        store_boxes(acc, out, slot, row, end, column, N, bias, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS)
+    tma.store_wait(0)  # before the boxes are gone
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
 def product_kernel(
     # Descriptors: boxes [BM, BK] of the rows; [BN, BK] of all experts' matrices below each other, [E·N, K], or
-    # [BK, BN] of [E·K, N].
-    a_desc, b_desc, bias_ptr, out_ptr,
+    # [BK, BN] of [E·K, N]; of results boxes of a group's rows and some columns, a power of two.
+    a_desc, b_desc, bias_ptr, out_ptr, out_desc,
     tiles_ptr, used_ptr, ends_ptr, K, N, n_col_tiles, bias_start, bias_columns,
     TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    # BN is at least 32 on a GPU.
+    # BN is at least 32 on a GPU. SLOTS: boxes of results of each group, a power of two and at most a tile's.
+    SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -84,15 +90,19 @@ def product_kernel(
     else:
         b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BK, BN], b_desc.layout)
     bufs = (a_bufs, b_bufs)
+    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
+    WIDE: gl.constexpr = out_desc.block_shape[1]
+    boxes = gl.allocate_shared_memory(out_desc.dtype, [2 * SLOTS, ROWS, WIDE], out_desc.layout)
+    out = (out_ptr, out_desc, boxes)
     ring = make_ring(1, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
-    of_tile = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
+    of_tile = (bias_ptr, out, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BLOCKS)),
-            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BLOCKS)),
+            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, WIDE, SLOTS, BLOCKS)),
+            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, WIDE, SLOTS, BLOCKS)),
             (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BLOCKS)),
         ],
         [4, 1],
