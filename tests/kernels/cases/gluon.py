@@ -12,8 +12,7 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, box_columns, registers, slots
-from fusedmoe.kernels.gluon.grouped.pipeline import rows_of_group
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers, result_box, slots
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -74,7 +73,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "b_desc": _box(variant, *sides),
         "bias_ptr": dtype if variant.extra else None,
         "out_ptr": dtype,
-        "out_desc": _box(variant, rows_of_group(config.bm, config.pingpong), box_columns(config)),
+        "out_desc": _box(variant, *result_box(config)),
         **_TABLES,
         "K": depth,
         "N": columns,
@@ -90,6 +89,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
 def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
     depth, columns = EVEN
+    results = _box(variant, *result_box(config))
     return up_kernel, {
         "x_ptr": dtype,
         "source_ptr": torch.int64,
@@ -97,6 +97,9 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
         "b1_ptr": dtype if variant.extra else None,
         "h_ptr": dtype,
         "a_ptr": dtype,
+        "g_desc": results,
+        "u_desc": results,
+        "a_desc": results,
         **_TABLES,
         "D": depth,
         "H": columns,
@@ -104,8 +107,8 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
         "GATED": act.gated,
         "BIAS": variant.extra,
         "EVEN": True,
+        "SLOTS": slots(config, act.halves, act.halves + 1),
         "LAG": config.stages - 2,
-        "PINGPONG": config.pingpong,
     }
 
 

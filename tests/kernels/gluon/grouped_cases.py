@@ -189,19 +189,22 @@ def check_up(
     stages: int = 3,
     lag: int = 1,
     tile: Tile = SMALL,
-    pingpong: bool = False,
+    slots: int = 1,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
 ) -> None:
-    """Runs the up projection and compares both results with float64."""
+    """Runs the up projection and compares both results with float64. Behind the rows there is padding, which stays as
+    it was."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
     columns = tile.bn // act.halves
     given = _gathered(rows, dim, dtype)
     w = _random(experts, act.halves * hidden, dim, dtype=dtype, seed=3)
     b = _random(experts, act.halves * hidden, dtype=dtype, seed=4) if bias else None
-    h = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
-    a = torch.full((rows.number, hidden), torch.nan, dtype=dtype)
+    h = torch.full((rows.number + PADDING, act.halves * hidden), torch.nan, dtype=dtype)
+    a = torch.full((rows.number + PADDING, hidden), torch.nan, dtype=dtype)
+    box = [tile.bm // 2, tile.swizzle // 2]
+    sides = (h[:, :hidden], h[:, -hidden:], a)
     interpret(
         up_kernel,
         programs,
@@ -211,6 +214,7 @@ def check_up(
         b,
         h,
         a,
+        *(TensorDescriptor.from_tensor(side, box, tile.layout) for side in sides),
         *rows.tables(),
         dim,
         hidden,
@@ -220,11 +224,13 @@ def check_up(
         BIAS=bias,
         EVEN=dim % tile.bk == 0,
         LAG=lag,
-        PINGPONG=pingpong,
+        SLOTS=slots,
         **tile.constants(stages),
         seed=seed,
         **changed,
     )
+    assert h[rows.number :].isnan().all() and a[rows.number :].isnan().all()
+    h, a = h[: rows.number], a[: rows.number]
     of, x_ND = rows.expert_N, given.double
     right = (x_ND[:, None] @ w[of].double().mT)[:, 0]
     scale = (x_ND.abs()[:, None] @ w[of].double().abs().mT)[:, 0]

@@ -33,6 +33,7 @@ DEPTH, COLUMNS, COUNT = 24, 40, 5
 FIRST = 2**31 // DEPTH + 1
 ROWS = FIRST + COUNT
 BF16 = torch.bfloat16
+BOX = (SMALL.bm // 2, SMALL.swizzle // 2)
 RELU = ACT_CODES["relu"]
 
 
@@ -69,7 +70,7 @@ def test_product(far: Far) -> None:
     a, b, out = far(ROWS, DEPTH), random(1, COLUMNS, DEPTH), far(ROWS, COLUMNS)
     a[FIRST:] = random(COUNT, DEPTH)
     given = described(a, SMALL.bm, SMALL.bk), described(b[0], SMALL.bn, SMALL.bk), None, out
-    boxes = described(out, SMALL.bm // 2, SMALL.swizzle // 2)
+    boxes = described(out, *BOX)
     flags = {"TRANSPOSED": True, "BIAS": False, "SLOTS": 1, "PINGPONG": False}
     run(product_kernel, *given, boxes, *tables(), DEPTH, COLUMNS, 2, 0, 0, **flags)
     assert torch.equal(out[FIRST:].double(), (a[FIRST:].double() @ b[0].double().T).bfloat16().double())
@@ -79,9 +80,10 @@ def test_up(far: Far) -> None:
     x, source, w = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(COLUMNS, DEPTH)
     x[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
     h, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
-    flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "LAG": 1, "PINGPONG": False}
+    flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "SLOTS": 1, "LAG": 1}
     given = x, source, described(w, SMALL.bn, SMALL.bk), None, h, a
-    run(up_kernel, *given, *tables(), DEPTH, COLUMNS, 2, **flags)
+    boxes = described(h, *BOX), described(h, *BOX), described(a, *BOX)
+    run(up_kernel, *given, *boxes, *tables(), DEPTH, COLUMNS, 2, **flags)
     right = (x[FIRST:].flip(0).double() @ w.double().T).bfloat16()
     assert torch.equal(h[FIRST:], right) and torch.equal(a[FIRST:], right.relu())
 

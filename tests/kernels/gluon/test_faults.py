@@ -271,8 +271,10 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
         partial(check_product, WHOLE, 40, 40, False, slots=2, pingpong=True),
         IN_ALL | BY_TURNS | IN_BOXES,
     ),
-    "up": (partial(check_up, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP),
-    "up by turns": (partial(check_up, COUNTS, 40, 40, pingpong=True), IN_ALL | WHERE_ROWS_ARE_LOOKED_UP | BY_TURNS),
+    "up": (
+        partial(check_up, WHOLE, 40, 40, slots=3),
+        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES,
+    ),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
     "dweight": (
         partial(check_dweight, DEEP, 24, 40, "right"),

@@ -96,10 +96,13 @@ def add_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
 
 
 @gluon.jit
-def store_box(x, out, slot, row, end, column, COLUMNS, ROWS: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr):
-    """Stores WIDE columns of a group's rows. `out`: the matrix, a descriptor of boxes [ROWS, WIDE] of it, and a ring of
-    SLOTS such boxes for each group, whose turn goes on from call to call; `slot`: which of all it is."""
-    ptr, desc, boxes = out
+def store_box(
+    x, out, boxes, slot, row, end, column, STRIDE, COLUMNS,
+    ROWS: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Stores WIDE columns of a group's rows. `out`: the matrix, whose rows are STRIDE apart, and a descriptor of boxes
+    [ROWS, WIDE] of it; `slot`: of `boxes`, where each group has a ring of SLOTS. Calls take them by turns."""
+    ptr, desc = out
     box = boxes.index(slot)
     # What was stored from this box has left it: the thread that started a bulk copy knows, and tells the others.
     tma.store_wait(SLOTS - 1)
@@ -114,35 +117,9 @@ def store_box(x, out, slot, row, end, column, COLUMNS, ROWS: gl.constexpr, WIDE:
         OUT: gl.constexpr = stored_layout(WIDE)
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
-        store_columns(box.load(OUT), ptr, rows, end, columns, COLUMNS, COLUMNS)
+        store_columns(box.load(OUT), ptr, rows, end, columns, STRIDE, COLUMNS)
         # Waits count bulk copies, and here is none to count.
         tma.store_wait(0)
-
-
-@gluon.jit
-def store_boxes(
-    x, out, slot, row, end, column, COLUMNS, bias,
-    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
-    BIAS: gl.constexpr,
-):  # fmt: skip
-    """Stores WIDTH columns of a tile, from its box PART on, with their bias: pointer, where it begins, `add_bias`'s
-    columns. `slot`: the first of the group's."""
-    if WIDTH > WIDE:
-        HALF: gl.constexpr = WIDTH // 2
-        left, right = halves(x, ROWS, WIDTH)
-        store_boxes(left, out, slot, row, end, column, COLUMNS, bias, PART, ROWS, HALF, WIDE, SLOTS, BIAS)
-        column += HALF
-        NEXT: gl.constexpr = PART + HALF // WIDE
-        store_boxes(right, out, slot, row, end, column, COLUMNS, bias, NEXT, ROWS, HALF, WIDE, SLOTS, BIAS)
-    else:
-        # The same registers, by the name under which they are known to go to shared memory 16 bytes a thread.
-        MMA: gl.constexpr = multiplied_layout(WIDE)
-        x = gl.convert_layout(x, MMA)
-        if BIAS:
-            bias_ptr, first_bias, bias_start, bias_columns = bias
-            columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
-            x = add_bias(x, bias_ptr, first_bias, bias_start, columns, bias_columns)
-        store_box(x, out, slot + PART % SLOTS, row, end, column, COLUMNS, ROWS, WIDE, SLOTS)
 
 
 @gluon.jit

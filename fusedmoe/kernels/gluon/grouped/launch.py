@@ -49,7 +49,7 @@ def launch_product(
     product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
         _described(a, [config.bm, config.bk]),
         _described(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
-        bias, out, _described(out, [rows_of_group(config.bm, config.pingpong), box_columns(config)]),
+        bias, out, _described(out, result_box(config)),
         table.table, table.used, call.ends_E, depth, columns, n_col_tiles,
         bias_start, 0 if bias is None else bias.shape[1],
         TRANSPOSED=transposed, BIAS=bias is not None, SLOTS=slots(config), PINGPONG=config.pingpong,
@@ -70,12 +70,14 @@ def launch_up(
 ) -> None:
     """Writes the pre-activation h and a, as `triton.grouped.up.up`; rows are looked up."""
     dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
+    box, results = result_box(config), activation.halves + 1
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
     up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
         x_SM, call.layout.source_N, _described(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
+        _described(h[:, :hidden], box), _described(h[:, -hidden:], box), _described(a, box),
         table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
-        LAG=config.stages - 2, PINGPONG=config.pingpong, **_constants(config),
+        SLOTS=slots(config, activation.halves, results), LAG=config.stages - 2, **_constants(config),
     )  # fmt: skip
 
 
@@ -147,24 +149,29 @@ def registers(config: HopperConfig) -> dict[str, int]:
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
 
 
-def box_columns(config: HopperConfig) -> int:
-    """Returns the columns of a box of results: as many as a row of `LAYOUT` holds."""
-    return min(64, config.bn)
+def result_box(config: HopperConfig) -> list[int]:
+    """Returns the sides of a box of results: a group's rows, and as many columns as a row of `LAYOUT` holds."""
+    return [rows_of_group(config.bm, config.pingpong), 64]
 
 
-def slots(config: HopperConfig) -> int:
-    """Returns how many boxes of results each group has: a tile's, or half or a quarter of them if no more fit beside
-    the stages.
+def slots(config: HopperConfig, halves: int = 1, results: int = 1) -> int:
+    """Returns how many boxes of results each group has room for: a tile's, or a part of them by turns, as many as fit
+    beside the stages.
+
+    Args:
+        halves: that the tile's columns are of.
+        results: of as many columns as one half.
 
     Raises:
         ValueError: not one fits.
     """
+    rows, columns = result_box(config)
     left = _SHARED - config.stages * 2 * (config.bm + config.bn) * config.bk
-    columns = box_columns(config)
-    fit = left // (2 * rows_of_group(config.bm, config.pingpong) * columns * 2)
-    if fit == 0:
-        raise ValueError(f"{config}: no room for results beside its stages")
-    return min(1 << fit.bit_length() - 1, config.bn // columns)
+    boxes = config.bn // halves // columns * results
+    for number in range(boxes, 0, -1):
+        if boxes % number == 0 and 2 * number * rows * columns * 2 <= left:
+            return number
+    raise ValueError(f"{config}: no room for results beside its stages")
 
 
 def _constants(config: HopperConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import store_boxes
+from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, multiplied_layout, store_box
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
@@ -49,14 +49,42 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
 
 
 @gluon.jit
+def _finish(
+    x, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
+    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    """Stores WIDTH columns of a tile, which are its boxes from PART on, with their bias. `slot`: the group's first."""
+    if WIDTH > WIDE:
+        HALF: gl.constexpr = WIDTH // 2
+        NEXT: gl.constexpr = PART + HALF // WIDE
+        left, right = halves(x, ROWS, WIDTH)
+        _finish(
+            left, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
+            PART, ROWS, HALF, WIDE, SLOTS, BIAS,
+        )  # fmt: skip
+        _finish(
+            right, bias_ptr, out, boxes, slot, expert, row, end, column + HALF, N, bias_sizes,
+            NEXT, ROWS, HALF, WIDE, SLOTS, BIAS,
+        )  # fmt: skip
+    else:
+        MMA: gl.constexpr = multiplied_layout(WIDE)
+        x = gl.convert_layout(x, MMA)
+        if BIAS:
+            bias_start, bias_columns = bias_sizes
+            columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
+            x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, columns, bias_columns)
+        store_box(x, out, boxes, slot + PART % SLOTS, row, end, column, N, N, ROWS, WIDE, SLOTS)
+
+
+@gluon.jit
 def _multiply(
     of_tile,
     GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
     SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    bias_ptr, out, bufs, ring, table, sizes, bias_sizes = of_tile
+    bias_ptr, out, boxes, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
-    bias_start, bias_columns = bias_sizes
     ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
     FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BLOCKS.bm, BLOCKS.pingpong)
     first_tile, further, it, between = tiles_of_group(K, GROUP_OF_WARPS, BLOCKS)
@@ -64,10 +92,10 @@ def _multiply(
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
-        bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
-        row, column = start + FIRST, col_tile * BLOCKS.bn
-        slot = GROUP_OF_WARPS * SLOTS
-        store_boxes(acc, out, slot, row, end, column, N, bias, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS)
+        _finish(
+            acc, bias_ptr, out, boxes, GROUP_OF_WARPS * SLOTS, expert, start + FIRST, end, col_tile * BLOCKS.bn, N,
+            bias_sizes, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS,
+        )  # fmt: skip
     tma.store_wait(0)  # before the boxes are gone
 
 
@@ -78,7 +106,7 @@ def product_kernel(
     a_desc, b_desc, bias_ptr, out_ptr, out_desc,
     tiles_ptr, used_ptr, ends_ptr, K, N, n_col_tiles, bias_start, bias_columns,
     TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    # BN is at least 32 on a GPU. SLOTS: boxes of results of each group, a power of two and at most a tile's.
+    # BN is at least 32 on a GPU. SLOTS: boxes of results that each group has room for; it divides those of a tile.
     SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -93,12 +121,12 @@ def product_kernel(
     ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
     WIDE: gl.constexpr = out_desc.block_shape[1]
     boxes = gl.allocate_shared_memory(out_desc.dtype, [2 * SLOTS, ROWS, WIDE], out_desc.layout)
-    out = (out_ptr, out_desc, boxes)
+    out = (out_ptr, out_desc)
     ring = make_ring(1, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
-    of_tile = (bias_ptr, out, bufs, ring, table, sizes, bias_sizes)
+    of_tile = (bias_ptr, out, boxes, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
             (_multiply, (of_tile, 0, TRANSPOSED, BIAS, WIDE, SLOTS, BLOCKS)),

@@ -4,113 +4,115 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, multiplied_layout, store_box
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.pipeline import (
-    blocks,
-    first_row,
-    locate,
-    make_ring,
-    multiply,
-    rows_of_group,
-    tiles_in,
-    tiles_of_group,
-)
+from fusedmoe.kernels.gluon.grouped.pipeline import blocks, locate, make_ring, multiply, tiles_in
 
 
 @gluon.jit
-def _finish_gated(
-    g, u, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
-):
-    """Adds the bias to some columns of a tile and stores both halves of H, and A."""
-    g = gl.convert_layout(g, OUT)
-    u = gl.convert_layout(u, OUT)
-    if BIAS:
-        g = add_bias(g, b1_ptr, expert * 2 * H, 0, column, H)
-        u = add_bias(u, b1_ptr, expert * 2 * H + H, 0, column, H)
-    store_columns(g, h_ptr, row, end, column, 2 * H, H)
-    store_columns(u, h_ptr + H, row, end, column, 2 * H, H)
-    store_columns(act_forward(g, ACT) * u, a_ptr, row, end, column, H, H)
-
-
-@gluon.jit
-def _finish_plain(
-    h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
-):
-    """Finishes a tile whose activation is not gated."""
-    h = gl.convert_layout(h, OUT)
-    if BIAS:
-        h = add_bias(h, b1_ptr, expert * H, 0, column, H)
-    store_columns(h, h_ptr, row, end, column, H, H)
-    store_columns(act_forward(h, ACT), a_ptr, row, end, column, H, H)
+def _finish(
+    g, u, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
+    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Stores H, with its bias, and A for WIDTH columns of a tile; without GATED there is no u. Those are the tile's
+    boxes from PART on, and `slot` is the group's first."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    if WIDTH > WIDE:
+        HALF: gl.constexpr = WIDTH // 2
+        NEXT: gl.constexpr = PART + (HALVES + 1) * (HALF // WIDE)
+        g_left, g_right = halves(g, ROWS, WIDTH)
+        u_left, u_right = halves(u, ROWS, WIDTH)
+        _finish(
+            g_left, u_left, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+            PART, ROWS, HALF, WIDE, SLOTS, ACT, GATED, BIAS,
+        )  # fmt: skip
+        _finish(
+            g_right, u_right, b1_ptr, outs, boxes, slot, expert, row, end, column + HALF, H,
+            NEXT, ROWS, HALF, WIDE, SLOTS, ACT, GATED, BIAS,
+        )  # fmt: skip
+    else:
+        MMA: gl.constexpr = multiplied_layout(WIDE)
+        g_out, u_out, a_out = outs
+        columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
+        bias = expert * HALVES * H
+        # Everything as late as can be: there are few registers.
+        g = gl.convert_layout(g, MMA)
+        if BIAS:
+            g = add_bias(g, b1_ptr, bias, 0, columns, H)
+        store_box(g, g_out, boxes, slot + PART % SLOTS, row, end, column, HALVES * H, H, ROWS, WIDE, SLOTS)
+        if GATED:
+            u = gl.convert_layout(u, MMA)
+            if BIAS:
+                u = add_bias(u, b1_ptr, bias + H, 0, columns, H)
+            store_box(u, u_out, boxes, slot + (PART + 1) % SLOTS, row, end, column, 2 * H, H, ROWS, WIDE, SLOTS)
+            a = act_forward(g, ACT) * u
+        else:
+            a = act_forward(g, ACT)
+        store_box(a, a_out, boxes, slot + (PART + HALVES) % SLOTS, row, end, column, H, H, ROWS, WIDE, SLOTS)
 
 
 @gluon.jit
 def _multiply(
     of_tile,
-    GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
+    SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
+    b1_ptr, outs, boxes, bufs, ring, table, sizes = of_tile
     D, H = sizes
-    ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
-    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BLOCKS.bm, BLOCKS.pingpong)
+    ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
     BH: gl.constexpr = BN // 2 if GATED else BN
-    WIDE: gl.constexpr = BH // 4
-    OUT: gl.constexpr = stored_layout(WIDE)
-    first_tile, further, it, between = tiles_of_group(D, GROUP_OF_WARPS, BLOCKS)
-    for tile in range(first_tile, tiles_in(table), further):
+    slot: gl.constexpr = GROUP_OF_WARPS * SLOTS
+    it = 0
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
         acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, False, True, BLOCKS)
-        it += between
-        row = start + FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
-        # Some columns at a time: all at once would not fit the registers.
-        left, right = halves(acc, ROWS, BN)
-        for half in gl.static_range(2):
-            if GATED:
-                g_left, g_right = halves(left, ROWS, BH)
-                u_left, u_right = halves(right, ROWS, BH)
-                g_first, g_second = halves(g_left if half == 0 else g_right, ROWS, BH // 2)
-                u_first, u_second = halves(u_left if half == 0 else u_right, ROWS, BH // 2)
-                at = column + 2 * half * WIDE
-                _finish_gated(g_first, u_first, b1_ptr, h_ptr, a_ptr, expert, row, end, at, H, OUT, ACT, BIAS)
-                _finish_gated(g_second, u_second, b1_ptr, h_ptr, a_ptr, expert, row, end, at + WIDE, H, OUT, ACT, BIAS)
-            else:
-                h_first, h_second = halves(left if half == 0 else right, ROWS, BN // 2)
-                at = column + 2 * half * WIDE
-                _finish_plain(h_first, b1_ptr, h_ptr, a_ptr, expert, row, end, at, H, OUT, ACT, BIAS)
-                _finish_plain(h_second, b1_ptr, h_ptr, a_ptr, expert, row, end, at + WIDE, H, OUT, ACT, BIAS)
+        row, column = start + GROUP_OF_WARPS * ROWS, col_tile * BH
+        if GATED:
+            g, u = halves(acc, ROWS, BN)
+        else:
+            g, u = acc, acc
+        _finish(
+            g, u, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+            0, ROWS, BH, WIDE, SLOTS, ACT, GATED, BIAS,
+        )  # fmt: skip
+    tma.store_wait(0)  # before the boxes are gone
 
 
 @jit(do_not_specialize=["n_col_tiles"])
 def up_kernel(
     # Tokens [·, D]; which of them each row copies, [rows] int64; boxes [BN or, gated, BN/2, BK] of all experts'
-    # matrices below each other, [E·(2·)H, D]; their bias; results h [rows, (2·)H] and a [rows, H].
-    x_ptr, source_ptr, w_desc, b1_ptr, h_ptr, a_ptr,
+    # matrices below each other, [E·(2·)H, D]; their bias; results h [rows, (2·)H] and a [rows, H], and boxes of a
+    # group's rows and some columns, a power of two, of h's halves and of a. Not gated, h is its own left half.
+    x_ptr, source_ptr, w_desc, b1_ptr, h_ptr, a_ptr, g_desc, u_desc, a_desc,
     tiles_ptr, used_ptr, ends_ptr, D, H, n_col_tiles,
-    # EVEN: BK divides D.
-    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr,
+    # EVEN: BK divides D. SLOTS: boxes of results that each group has room for; it divides those of a tile.
+    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr, SLOTS: gl.constexpr,
     # LAG is at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
-    PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG, PINGPONG)
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     HALVES: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     bufs = (x_bufs, w_bufs)
+    WIDE: gl.constexpr = a_desc.block_shape[1]
+    boxes = gl.allocate_shared_memory(a_desc.dtype, [2 * SLOTS, BM // 2, WIDE], a_desc.layout)
+    outs = ((h_ptr, g_desc), (h_ptr + H, u_desc), (a_ptr, a_desc))
     ring = make_ring(2, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
     rows = (x_ptr, source_ptr)
-    of_tile = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
+    of_tile = (b1_ptr, outs, boxes, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BLOCKS)),
-            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BLOCKS)),
+            (_multiply, (of_tile, 0, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
+            (_multiply, (of_tile, 1, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
             (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, HALVES, True, 0, EVEN, BLOCKS)),
         ],
         [4, 4],

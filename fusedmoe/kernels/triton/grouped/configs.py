@@ -225,16 +225,15 @@ def candidates(
 # Of the Gluon form. Which ones there are, and their order, is by an H200 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
 _GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
-_GLUON_TURNS = HopperConfig(128, 128, 64, stages=6, pingpong=True)
-# A stage less leaves room for two boxes of results of each group, so that neither waits for the other to be stored.
-_GLUON_BOXES = HopperConfig(128, 128, 64, stages=5, pingpong=True)
+# Room for two boxes of results of each group, so that neither waits for the other to be stored.
+_GLUON_TURNS = HopperConfig(128, 128, 64, stages=5, pingpong=True)
 _GLUON_ALIKE = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
 _GLUON = {
     # Where a tile has few steps its end counts.
-    "up": (Candidate(_GLUON_WIDE, depth=2048), Candidate(_GLUON_TURNS)),
-    "down": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_BOXES)),
+    "up": _GLUON_ALIKE,
+    "down": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
     "dhidden": _GLUON_ALIKE,
-    "dinput": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_BOXES)),
+    "dinput": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
     "dw1": _GLUON_ALIKE,
     "dw2": _GLUON_ALIKE,
 }
