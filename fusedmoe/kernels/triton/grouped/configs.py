@@ -229,8 +229,8 @@ _GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
 _GLUON_TURNS = HopperConfig(128, 128, 64, stages=5, pingpong=True)
 _GLUON_ALIKE = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
 _GLUON = {
-    # Where a tile has few steps its end counts.
     "up": _GLUON_ALIKE,
+    # Where a tile has few steps its end counts.
     "down": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
     "dhidden": _GLUON_ALIKE,
     "dinput": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
