@@ -29,7 +29,8 @@ def test_many_orders_of_events(kernel: str, routing: str) -> None:
         ring = {"stages": stages, "programs": programs, "seed": seed, "dtype": dtype}
         lag, activation = seed // 4 % (stages - 1), activations[seed % len(activations)]
         if kernel == "up":
-            check_up(counts, depth, columns, activation, bias=odd, slots=1 + seed // 7 % 2, lag=lag, **ring)
+            slots = (1, 1 + ACTIVATIONS[activation].halves)[seed // 7 % 2]
+            check_up(counts, depth, columns, activation, bias=odd, slots=slots, lag=lag, **ring)
         elif kernel == "product":
             turns, slots = seed % 2 == 0, 1 + seed // 7 % 2
             check_product(counts, depth, columns, odd, bias=seed // 6 % 2 == 0, pingpong=turns, slots=slots, **ring)

@@ -120,6 +120,7 @@ def product_kernel(
     bufs = (a_bufs, b_bufs)
     ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
     WIDE: gl.constexpr = out_desc.block_shape[1]
+    gl.static_assert(BN // WIDE % SLOTS == 0)
     boxes = gl.allocate_shared_memory(out_desc.dtype, [2 * SLOTS, ROWS, WIDE], out_desc.layout)
     out = (out_ptr, out_desc)
     ring = make_ring(1, BLOCKS)

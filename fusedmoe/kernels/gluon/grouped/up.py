@@ -102,6 +102,7 @@ def up_kernel(
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     bufs = (x_bufs, w_bufs)
     WIDE: gl.constexpr = a_desc.block_shape[1]
+    gl.static_assert(BN // HALVES // WIDE * (HALVES + 1) % SLOTS == 0)
     boxes = gl.allocate_shared_memory(a_desc.dtype, [2 * SLOTS, BM // 2, WIDE], a_desc.layout)
     outs = ((h_ptr, g_desc), (h_ptr + H, u_desc), (a_ptr, a_desc))
     ring = make_ring(2, BLOCKS)
