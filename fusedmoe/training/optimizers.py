@@ -291,7 +291,7 @@ def _require_part(optimizer: Optimizer, parameter: Tensor, name: str, sharding: 
 def another(optimizer: Optimizer, tensor: nn.Parameter) -> Optimizer:
     """Makes an optimizer of the same kind and settings for another tensor. It raises what the class raises."""
     settings = dict(optimizer.defaults)
-    if settings.get("lr") == 0:  # a warm-up begins with it, and nothing would move
+    if settings.get("lr") is not None:  # a warm-up begins with 0, and of tiny steps rounding would be all
         settings["lr"] = 0.1
     # Not all settings are arguments (AdamW's decoupled_weight_decay), but groups take all.
     named = signature(type(optimizer)).parameters
@@ -311,28 +311,28 @@ def _steps_by_part(optimizer: Optimizer, parameter: Tensor, dim: int) -> bool:
     random = torch.Generator().manual_seed(0)
     # Halves differ in all that an optimizer may look at: size, gradients, and how these change in the last step.
     value, *gradients = (torch.randn([4, 6, 8, 10, 12][: parameter.dim()], generator=random) for _ in range(_STEPS + 1))
-    second(value).mul_(100)
+    second(value).mul_(0.01)
     for gradient in gradients:
         second(gradient).mul_(0.01)
     first(gradients[-1]).mul_(100)
 
-    def stepped(cut: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the last step."""
-        tensor = nn.Parameter(cut(value).clone().to(parameter.device))
+    def stepped(cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Returns the steps."""
+        tensor, steps = nn.Parameter(cut(value).clone().to(parameter.device)), []
         tried = another(optimizer, tensor)
-        before = tensor.detach().clone()
         for gradient in gradients:
-            before.copy_(tensor.detach())
+            before = tensor.detach().clone()
             tensor.grad = cut(gradient).clone().to(parameter.device)
             tried.step(lambda: 0.0)
-        return (tensor.detach() - before).cpu()
+            steps.append((tensor.detach() - before).cpu())
+        return steps
 
     with suppress(Exception), torch.enable_grad():
-        whole = stepped(lambda tensor: tensor).chunk(2, dim)
-        halves = [stepped(first), stepped(second)]
-        # Numbers that are not finite say nothing.
+        whole = stepped(lambda tensor: tensor)
+        # A comparison with what is not finite says nothing.
         return not any(
-            bool((step - part).norm() > _TOLERANCE * step.norm().maximum(part.norm()))
-            for step, part in zip(whole, halves, strict=True)
+            bool((half(step) - part).norm() > _TOLERANCE * half(step).norm().maximum(part.norm()))
+            for half in (first, second)
+            for step, part in zip(whole, stepped(half), strict=True)
         )
     return True
