@@ -171,6 +171,8 @@ class JoinedOptimizers:
 
     def __init__(self, optimizers: Optimizers) -> None:
         self.each = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if not self.each:
+            raise ConfigError("no optimizer in the list; None is for a model without one")
         self.kind = "+".join(type(optimizer).__name__ for optimizer in self.each)
         self.defaults = {key for optimizer in self.each for key in optimizer.defaults}
         self._of: dict[int, Optimizer] = {}

@@ -16,8 +16,11 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import FeedForward
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import (
+    LayerLoads,
     PerMatrix,
+    Placement,
     ShardedExperts,
     distributed_data_parallel,
     load_checkpoint,
@@ -26,14 +29,15 @@ from fusedmoe.training import (
 )
 from fusedmoe.training.optimizers import _steps_by_part
 from tests.cluster import Cluster
-from tests.training.placed import DIM, HECATE, Model, experts_of, tokens
+from tests.training.placed import DIM, EXPERTS, HECATE, Model, tokens
 
+COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
 Muon = partial(PerMatrix, kind=torch.optim.Muon, lr=0.02)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Eight(torch.optim.Optimizer):
-    """Momentum in 8 bits with a scale for each block and a table, kept as bitsandbytes keeps it; its first is a float."""
+    """Momentum in 8 bits with a scale for each block and a table, as bitsandbytes keeps it."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -74,6 +78,14 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "hugging face": (hugging_face, {"beta1": 0.9}),
 }
+
+
+def all_on_one(now: LayerLoads) -> Placement:
+    """Every other step one rank owns all experts, and others have no state of any."""
+    placement = Placement.even(now.placement.ranks, EXPERTS)
+    if now.step % 2 == 0:
+        return placement
+    return Placement(placement.ranks, (placement.ranks - 1,) * EXPERTS)
 
 
 class SingleMatrices:
@@ -223,15 +235,14 @@ def parameters_of(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]
     return matrices, [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
 
 
-def by_number(ranks: list[list[dict[str, Any]]]) -> dict[Any, Tensor]:
-    """Each expert's parameters once."""
-    found: dict[Any, Tensor] = {}
-    for layers in ranks:
-        for layer, names in enumerate(layers):
-            for name, experts in names.items():
-                assert not found.keys() & {(layer, name, number) for number in experts}
-                found |= {(layer, name, number): pair[0] for number, pair in experts.items()}
-    return found
+def values_of(model: Model) -> dict[Any, Tensor]:
+    """The parameters of each expert that this rank owns."""
+    return {
+        (layer, name, number): parameter.detach()[row].clone()
+        for layer, experts in enumerate(layer.experts for layer in model.layers)
+        for row, number in enumerate(experts.place.numbers if experts.numbers is None else experts.numbers)
+        for name, parameter in experts.named_parameters()
+    }
 
 
 def wanted(kind: str, steps: int) -> dict[Any, Tensor]:
@@ -245,7 +256,7 @@ def wanted(kind: str, steps: int) -> dict[Any, Tensor]:
         others.step()
 
     train(model, step_all, Topology(), range(steps))
-    return by_number([experts_of(model)])
+    return values_of(model)
 
 
 def trained(rank: int, world: int, kind: str, placement: str, steps: range, path: str, options: Any) -> Any:
@@ -266,7 +277,7 @@ def trained(rank: int, world: int, kind: str, placement: str, steps: range, path
     if sharded is not None:
         assert sharded.memory().optimizer >= sharded.memory().parameters / 10
         sharded.close()
-    return experts_of(model), moved
+    return values_of(model), moved
 
 
 @pytest.mark.parametrize(
@@ -276,6 +287,9 @@ def trained(rank: int, world: int, kind: str, placement: str, steps: range, path
         slow("muon", "fssdp", HECATE, (2, 4, 2)),
         slow("muon", "fssdp", HECATE | {"reshard": False}, (4, 2)),
         slow("muon", "ep", {}, (4, 2, 1)),
+        slow("adafactor", "fssdp", {"policy": all_on_one, "costs": COSTS}, (2, 4, 2)),
+        slow("eight", "fssdp", {"policy": all_on_one, "costs": COSTS}, (4, 1, 2)),
+        slow("hugging face", "fssdp", {"policy": all_on_one, "costs": COSTS}, (2,)),
         slow("adafactor", "fssdp", HECATE, (4, 2, 1)),
         slow("adafactor", "fssdp", HECATE | {"rematerialises": True}, (1, 4, 2)),
         slow("adafactor", "ep", {}, (1, 2, 4)),
@@ -292,9 +306,9 @@ def test_over_ranks(
     for turn, world in enumerate(worlds):
         turns = range(steps * turn, steps * (turn + 1))
         ranks = cluster.run(world, trained, kind, placement, turns, path, options)
-        torch.testing.assert_close(
-            by_number([experts for experts, _ in ranks]), wanted(kind, turns.stop), rtol=1e-10, atol=1e-12
-        )
+        found = [item for values, _ in ranks for item in values.items()]
+        assert len(found) == EXPERTS * 6, "each once: w1 and w2 of both layers, b1 and b2 of one"
+        torch.testing.assert_close(dict(found), wanted(kind, turns.stop), rtol=1e-10, atol=1e-12)
         moved += sum(bytes_ for _, bytes_ in ranks)
     assert (moved > 0) == (placement == "fssdp" and options.get("reshard", True)), "experts took their state with them"
 
@@ -303,7 +317,7 @@ def refused_before_the_first_step(rank: int, world: int) -> list[str]:
     said = []
     topology = Topology.from_sizes(ep=world, timeout_s=20.0)
 
-    def step(optimizer_of: Callable[..., torch.optim.Optimizer], over: Topology = topology, wraps: bool = False) -> None:
+    def step(optimizer_of: Callable[..., Any], over: Topology = topology, wraps: bool = False) -> None:
         layer = MoELayer(4, TopK(4), FeedForward(4), topology=over, mp_input="split")
         optimizer = optimizer_of(layer)
         model = distributed_data_parallel(layer, over) if wraps else layer
