@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -19,9 +22,11 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import (
     LayerLoads,
+    NodeMemory,
     PerMatrix,
     Placement,
     ShardedExperts,
+    Survival,
     distributed_data_parallel,
     load_checkpoint,
     save_checkpoint,
@@ -313,6 +318,35 @@ def test_over_ranks(
     assert (moved > 0) == (placement == "fssdp" and options.get("reshard", True)), "experts took their state with them"
 
 
+def survived(rank: int, world: int, folder: str, node: int | None, last: int) -> dict[Any, Tensor]:
+    """Keeps each step in the memory of two nodes, and goes on from what is there; then all ranks are on one node."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    model = Model(topology, "fssdp")
+    matrices, rest = parameters_of(model)
+    of, settings = KINDS["adafactor"]
+    both = [PerMatrix(matrices, of, **settings), torch.optim.AdamW(rest, lr=0.01)]
+    sharded = ShardedExperts(model, both, topology, **HECATE)
+    path = Path(folder, str(rank // 2 if node is None else node))
+    path.mkdir(exist_ok=True)
+    survival = Survival(topology, NodeMemory(os.getppid(), path))
+    extra = survival.restore(model, both)
+    if extra is not None:
+        sharded.load_state_dict(extra)
+    assert sharded.iteration == (0 if node is None else 6)
+    for step in range(sharded.iteration, last):
+        train(model, lambda: [one.step() for one in both] and None, topology, range(step, step + 1))
+        survival.refresh(step + 1, model, both, sharded.state_dict())
+    sharded.close()
+    return values_of(model)
+
+
+@pytest.mark.slow
+def test_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(4, survived, str(tmp_path), None, 6)
+    found = cluster.run(2, survived, str(tmp_path), 1, 8)
+    torch.testing.assert_close({**found[0], **found[1]}, wanted("adafactor", 8), rtol=1e-10, atol=1e-12)
+
+
 def refused_before_the_first_step(rank: int, world: int) -> list[str]:
     said = []
     topology = Topology.from_sizes(ep=world, timeout_s=20.0)
@@ -380,6 +414,14 @@ def refused_elsewhere(rank: int, world: int, path: str) -> None:
     with pytest.raises(ConfigError, match=r"b1\.row_var has shape \[8, 1\].*cannot be split over ranks"):
         load_checkpoint(path, model, torch.optim.Adafactor(model.parameters()), topology)
     load_checkpoint(path, model, None, topology)
+    with pytest.raises(ConfigError, match="no optimizer in the list"):
+        save_checkpoint(path + "-not", model, [], topology)
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(ConfigError, match=r"\[2, 3, 4\] that FSDP shards"):
+        PerMatrix([nn.Parameter(distribute_tensor(torch.ones(2, 3, 4), mesh, [Shard(0)]))], torch.optim.Muon)
+    shards = Model(over := Topology.from_sizes(esp=world, timeout_s=20.0), "ep")
+    with pytest.raises(ConfigError, match=r"\[8, 6, 6\] is split along dimension 1 \(2 ranks\).*PerMatrix"):
+        load_checkpoint(path + "-muon", shards, Muon(parameters_of(shards)[0]), over)
 
 
 def test_what_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
@@ -388,4 +430,7 @@ def test_what_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
     model(tokens(0, 0)).sum().backward()
     optimizer.step()
     save_checkpoint(tmp_path / "one", model, optimizer, Topology())
+    muon = Muon(parameters_of(model)[0])
+    muon.step()
+    save_checkpoint(tmp_path / "one-muon", model, muon, Topology())
     cluster.run(2, refused_elsewhere, str(tmp_path / "one"))
