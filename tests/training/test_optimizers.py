@@ -27,6 +27,7 @@ from fusedmoe.training import (
     Placement,
     ShardedExperts,
     Survival,
+    clip_grad_norm,
     distributed_data_parallel,
     load_checkpoint,
     save_checkpoint,
@@ -316,6 +317,38 @@ def test_over_ranks(
         torch.testing.assert_close(dict(found), wanted(kind, turns.stop), rtol=1e-10, atol=1e-12)
         moved += sum(bytes_ for _, bytes_ in ranks)
     assert (moved > 0) == (placement == "fssdp" and options.get("reshard", True)), "experts took their state with them"
+
+
+def synced(rank: int, world: int, ep: int, placement: str, wraps: bool) -> dict[Any, Tensor]:
+    """Steps of clipped gradients with tokens on each rank; experts on one group of ranks or two."""
+    topology = Topology.from_sizes(ep=ep, ranks_per_node=1, timeout_s=30.0)
+    model = Model(topology, placement)
+    matrices, rest = parameters_of(model)
+    both = [PerMatrix(matrices, torch.optim.Muon, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    sharded = ShardedExperts(model, both, topology, **HECATE) if placement == "fssdp" else None
+    whole = distributed_data_parallel(model, topology) if wraps else model
+    for step in range(7):
+        model.zero_grad()
+        (whole(tokens(rank, step)).square().sum() / 50).backward()
+        sync_gradients(whole, topology)
+        clip_grad_norm(model, topology, 1.0)
+        for optimizer in both:
+            optimizer.step()
+    if sharded is not None:
+        assert sharded.moved_bytes > 0
+        sharded.close()
+    return values_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wraps", [False, True])
+def test_copies_of_experts(cluster: Cluster, wraps: bool) -> None:
+    ranks = cluster.run(4, synced, 4, "ep", False)
+    of_four = {key: value for values in ranks for key, value in values.items()}
+    for placement in ("ep", "fssdp"):
+        first, second, *copies = cluster.run(4, synced, 2, placement, wraps)
+        torch.testing.assert_close([first, second], copies, rtol=0, atol=0)
+        torch.testing.assert_close({**first, **second}, of_four, rtol=1e-10, atol=1e-12)
 
 
 def survived(rank: int, world: int, folder: str, node: int | None, last: int) -> dict[Any, Tensor]:
