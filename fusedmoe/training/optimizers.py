@@ -39,8 +39,8 @@ _STEPS = 8
 class PerMatrix(Optimizer):
     """Steps on each matrix of stacked experts alone, by an optimizer of matrices: Muon, Adafactor, 8-bit Adam.
 
-        experts = [p for layer in layers for p in layer.experts.parameters()]
-        optimizer = PerMatrix(experts, torch.optim.Muon, lr=0.02, adjust_lr_fn="match_rms_adamw")
+        matrices = [matrix for layer in layers for matrix in (layer.experts.w1, layer.experts.w2)]
+        optimizer = PerMatrix(matrices, torch.optim.Muon, lr=0.02, adjust_lr_fn="match_rms_adamw")
 
     A parameter [experts, …, A, B] counts as many parameters [A, B], so results are those of `kind` given each matrix of
     each expert as a parameter of its own, on any number of ranks. What `kind` keeps for a matrix moves with its expert
