@@ -16,6 +16,7 @@ from fusedmoe.training.data_parallel import (
     sync_gradients,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
+from fusedmoe.training.optimizers import PerMatrix
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning
 from fusedmoe.training.sharded_experts import PLACEMENT_BALANCES, PLACEMENT_POLICIES, ShardedExperts
 from fusedmoe.training.step_plan import PlannedStep, plan_step
@@ -30,6 +31,7 @@ __all__ = [
     "GradientBuckets",
     "LayerLoads",
     "NodeMemory",
+    "PerMatrix",
     "Placement",
     "PlacementCosts",
     "PlanTuning",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,7 +28,8 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, unknown_class
 from fusedmoe.training.checkpoint_folder import Folder, first_path, write_folder
 from fusedmoe.training.data_parallel import SingleRank
-from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
+from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
+from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, number_names, plain_name, shard_specs, writes
 
 _MODEL = "model."
 
@@ -44,7 +45,7 @@ Wanted = Callable[[str, Group], bool]
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     topology: Topology,
     extra: dict[str, Any] | None = None,
 ) -> None:
@@ -58,7 +59,8 @@ def save_checkpoint(
         path: on a file system that all ranks see.
         model: its parameters and persistent buffers are saved. Wrappers (DistributedDataParallel, FSDP2, torch.compile,
             activation checkpointing) leave no trace in the checkpoint.
-        optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …).
+        optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …), or
+            `PerMatrix`; or several, in a list.
         extra: whatever else the run needs: step, scheduler, generators; anything that `torch.load` reads with
             `weights_only=True`. Rank 0's is kept: gather into it what differs between ranks.
     Raises:
@@ -87,7 +89,7 @@ def save_checkpoint(
 
 @torch.no_grad()
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, topology: Topology
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, topology: Topology
 ) -> dict[str, Any]:
     """Loads model and optimizer in place and returns the `extra` of the save. Collective over all ranks.
 
@@ -100,7 +102,7 @@ def load_checkpoint(
     Nothing runs that the checkpoint says: what is no tensor is read with `weights_only=True`.
 
     Args:
-        optimizer: None leaves the optimizer's part of the checkpoint unread.
+        optimizer: as it was for the save; None leaves the optimizer's part of the checkpoint unread.
     Raises:
         ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
             `torch.serialization.add_safe_globals`, has numbers that the model's dtypes cannot hold, or is of another
@@ -154,7 +156,7 @@ def load_checkpoint(
 class ModelState:
     """The state of a model and its optimizer on this rank, by plain names. Making it is collective."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, topology: Topology, operation: str) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers | None, topology: Topology, operation: str) -> None:
         # Names in a checkpoint are those of the bare model, so that a wrapped one loads what a bare one saved.
         while isinstance(model, (DistributedDataParallel, SingleRank)):
             model = model.module
@@ -314,7 +316,8 @@ def _place(key: str) -> tuple[str, ...]:
 class OptimizerState:
     """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
+    def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
+        optimizer = JoinedOptimizers(optimizers)
         self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
         known = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()
@@ -348,16 +351,20 @@ class OptimizerState:
             spec, shape = self._specs[name], self._parameters[name].shape
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
-                if isinstance(value, Tensor) and value.shape == shape:
+                if spec.split:
+                    require_plain(value, key, self._of(name))
+                spread = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
+                if spread is not None:
                     if wanted(entry, spec.group):
-                        entries[entry] = spec.spread(value)
+                        entries[entry] = spread.spread(value)
                     continue
                 # Factored state (Adafactor's rows and columns) says nothing of how it splits with the parameter.
                 if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
                     raise ConfigError(
                         f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
                         f"the parameter {list(shape)}. It cannot be split over another number of ranks; use an "
-                        "optimizer whose state is shaped like the parameters."
+                        "optimizer whose state is shaped like the parameters, or for the experts' matrices "
+                        f"fusedmoe.training.PerMatrix(…, {type(self._of(name)).__name__})."
                     )
                 if wanted(entry, self._topology.world if spec.everywhere else spec.group):
                     entries[entry] = value
@@ -368,13 +375,13 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Returns what tells one kind of optimizer from another."""
-        return {"kind": type(self._optimizer).__name__, "settings": sorted(self._optimizer.defaults)}
+        return {"kind": self._optimizer.kind, "settings": sorted(self._optimizer.defaults)}
 
     def compare(
         self, about: dict[str, Any], groups: list[dict[str, Any]], scattered: list[list[list[str]]]
     ) -> str | None:
         """Names the first thing in which a saved optimizer differs from this one, None if nothing does."""
-        kind = type(self._optimizer).__name__
+        kind = self._optimizer.kind
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:
                 return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
@@ -400,25 +407,49 @@ class OptimizerState:
                 continue
             dtype, spec = saved.properties.dtype, self._specs[name]
             parameter, value = self._parameters[name], self._state[name].get(key)
-            if tuple(saved.size) != spec.shape:  # a count, say, which every rank holds whole
+            spread = self._spec_of(name, saved.size, spec.shape)
+            if spread is None:  # a count, say, which every rank holds whole
+                if spec.split and saved.size.numel() > 1:
+                    raise ConfigError(
+                        f"checkpoint entry {entry} has shape {list(saved.size)}, the parameter {list(spec.shape)}: it "
+                        "cannot be split over ranks. Load with optimizer=None, and train with an optimizer whose state "
+                        "is shaped like the parameters, or with fusedmoe.training.PerMatrix."
+                    )
                 targets[entry] = torch.empty(saved.size, dtype=dtype)
                 continue
             # An optimizer that has not stepped yet has no memory for its state: it is made here, to be read into.
-            if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dtype != dtype:
-                value = self._state[name][key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            targets[entry] = spec.spread(value)
+            shape = parameter.shape
+            if isinstance(self._of(name), PerMatrix):
+                shape = torch.Size((*shape[:-2], *saved.size[len(shape) - 2 :]))
+            if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:
+                like = parameter if shape == parameter.shape else parameter.new_empty(shape)
+                value = self._state[name][key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+            targets[entry] = spread.spread(value)
         return targets
+
+    def _of(self, name: str) -> Optimizer:
+        return self._optimizer.of(self._parameters[name])
+
+    def _spec_of(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
+        """Returns the spread of state of a size, kept for a parameter of a shape; None: every rank holds all of it."""
+        spec, lead = self._specs[name], len(shape) - 2
+        if isinstance(self._of(name), PerMatrix):
+            return spec.stacked(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
+        return spec if tuple(size) == tuple(shape) else None
 
     def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
         """Returns the dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: the parameters'."""
-        if type(self._optimizer).load_state_dict is not Optimizer.load_state_dict:  # its own rule
-            return {}
         dtypes = {}
         for entry in keys:
             prefix, _, key = entry.rpartition(".")
             parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
+            if (
+                parameter is None
+                or type(self._optimizer.of(parameter)).load_state_dict is not Optimizer.load_state_dict
+            ):
+                continue  # its own rule
             # PyTorch keeps `step` as it is: counts in bfloat16 would stand still at 256.
-            if parameter is not None and parameter.is_floating_point() and key != "step":
+            if parameter.is_floating_point() and key != "step":
                 dtypes[entry] = parameter.dtype
         return dtypes
 
@@ -429,7 +460,7 @@ class OptimizerState:
             prefix, _, key = entry.rpartition(".")
             name = prefix.removeprefix(STATE)
             if prefix.startswith(STATE) and name in self._index:
-                if isinstance(value, Tensor) and tuple(value.shape) == self._specs[name].shape:
+                if isinstance(value, Tensor) and self._spec_of(name, value.shape, self._specs[name].shape) is not None:
                     value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
                 state.setdefault(self._index[name], {})[key] = value
         # Settings of the save win; what a later PyTorch has added keeps the value that it has here.

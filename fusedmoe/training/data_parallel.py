@@ -49,6 +49,7 @@ from fusedmoe.training.copies import (
     spread_overflow,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.optimizers import check_first_step
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -70,7 +71,8 @@ def sync_gradients(
     mp group. A gradient that is not finite in one rank's part of a parameter has NaN in every rank's part, so that a
     `GradScaler` on each rank, which looks afterwards, decides alike.
 
-    The first call for a model compares the parameters that learn over the ranks that hold copies.
+    The first call for a model compares the parameters that learn over the ranks that hold copies. The first step of an
+    optimizer that looks at whole tensors (Adafactor, LAMB) is then refused where a rank has parts: see `PerMatrix`.
 
     Args:
         mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
@@ -92,6 +94,7 @@ def sync_gradients(
     # Buckets first: what a bucket has begun must be whole before the rest is reduced, in one order on all ranks.
     done = set() if buckets is None else buckets.close()
     every = replicas(model, topology)
+    check_first_step(model, every)
     copies = [replica for replica in every if id(replica.parameter) not in done]
     reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
     spread_overflow(every, topology)
@@ -151,6 +154,7 @@ class DataParallel(DistributedDataParallel):
 
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
+        check_first_step(model, copies)
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
         hidden = [name for name, axes in splits.items() if axes]

@@ -15,13 +15,14 @@ from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.placement.placement import Placement
+from fusedmoe.training.optimizers import JoinedOptimizers, PerMatrix, another, require_plain
 
 
 @torch.no_grad()
 def move(
     layers: Sequence[DynamicExperts],
     shardings: Sequence[Placement],
-    optimizer: Optimizer,
+    optimizers: JoinedOptimizers,
     copies: Sequence[Sequence[DynamicExperts]],
 ) -> int:
     """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
@@ -38,7 +39,9 @@ def move(
     if not changing:
         return 0
     group = changing[0][0].group
-    kept = [[_state(optimizer, name, p) for name, p in placed.experts.named_parameters()] for placed, *_ in changing]
+    kept = [
+        [_state(optimizers.of(p), name, p) for name, p in placed.experts.named_parameters()] for placed, *_ in changing
+    ]
     # Before anything is sent: a rank whose optimizer has not stepped would wait for tensors that nobody sends.
     _require_same(group, [[sorted(tensors) for tensors in states] for states in kept])
     sent = 0
@@ -57,7 +60,7 @@ def move(
         for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
             parameters[name] = moved(parameter.data, *change)
             for key, tensor in state.items():
-                optimizer.state[parameter][key] = moved(tensor, *change)
+                optimizers.of(parameter).state[parameter][key] = moved(tensor, *change)
         # Last: until here the layer, and its optimizer's state, are of the placement before.
         placed.reshard(sharding, parameters)
     return sent
@@ -119,41 +122,46 @@ def _copies(placed: DynamicExperts, path: tuple[int, ...]) -> Iterator[tuple[tup
             yield from _copies(copy, (*path, copy.number))
 
 
-def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
+def require_movable(layers: Sequence[DynamicExperts], optimizers: JoinedOptimizers, *, tries: bool = False) -> None:
     """Raises `ConfigError` as `move` would, before anything has to move; and for experts that the optimizer does not
     have. `tries`: also for what it keeps after a step, as far as another one of its kind can be made."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():
-            _state(optimizer, name, parameter)
+            _state(optimizers.of(parameter), name, parameter)
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
-                    f"ShardedExperts: the {type(optimizer).__name__} does not have the experts' {name}: what updates "
-                    "it would keep its state where it is when experts change owners. Give the optimizer that has all "
-                    "experts (of several, which one has the rest does not matter), or use reshard=False."
+                    f"ShardedExperts: the {optimizers.kind} does not have the experts' {name}: what updates "
+                    "it would keep its state where it is when experts change owners. Give the optimizers that have "
+                    "the experts, in a list if there are several, or use reshard=False."
                 )
-    if tries:
-        # State appears with the first step, which is late to refuse: another optimizer of its kind steps on a small
-        # parameter of three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
-        small = nn.Parameter(torch.zeros(2, 3, 5))
+    parameters = [parameter for placed in layers for parameter in placed.experts.parameters()]
+    for optimizer in dict.fromkeys(map(optimizers.of, parameters)) if tries else ():
+        # State appears with the first step, which is late to refuse: another optimizer of its kind steps on a parameter
+        # of three dimensions, as experts have; no two sizes alike, so that no other shape looks like it, and large
+        # enough to be kept in 8 bits.
+        small = nn.Parameter(torch.zeros(2, 48, 64, device=layers[0].parameters[0].device))
         small.grad = torch.ones_like(small)
+        tried = optimizer
         with suppress(Exception), torch.enable_grad():
-            optimizer = type(optimizer)([small], **optimizer.defaults)
-            optimizer.step(lambda: 0.0)
-        _state(optimizer, "parameter", small)
+            tried = another(optimizer, small)
+            tried.step(lambda: 0.0)
+        _state(tried, "parameter", small)
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Returns what an optimizer keeps for each element of a parameter, by key."""
+    """Returns what an optimizer keeps for the experts of a parameter, [owned, …], by key."""
     tensors = {}
     for key, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue  # a count of steps: all ranks have the same
-        if value.shape != parameter.shape:
+        require_plain(value, key, optimizer)
+        if value.shape != parameter.shape and not isinstance(optimizer, PerMatrix):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for the experts' {name} of shape "
                 f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
-                "shaped like the parameters, or ShardedExperts(…, reshard=False)."
+                f"shaped like the parameters, or fusedmoe.training.PerMatrix([the experts' matrices], "
+                f"{type(optimizer).__name__}, …), or ShardedExperts(…, reshard=False)."
             )
         tensors[key] = value
     return tensors

@@ -124,6 +124,24 @@ class ShardSpec:
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
+    def stacked(self, lead: int, rest: Sequence[int]) -> ShardSpec:
+        """Returns the spread of a tensor [the first `lead` dimensions of this one, *rest], split as these are.
+
+        Raises:
+            ConfigError: this one is split along a later dimension.
+        """
+        for place, size in zip(self.placements, () if self.mesh is None else self.mesh.shape, strict=True):
+            if isinstance(place, Shard) and place.dim >= lead and size > 1:
+                raise ConfigError(
+                    f"a parameter of shape {list(self.shape)} is split along dimension {place.dim} ({size} ranks), and "
+                    "what PerMatrix keeps for its matrices cannot be. Use an optimizer of single elements (AdamW) with "
+                    "esp > 1."
+                )
+        whole = [place if isinstance(place, Shard) and place.dim < lead else Replicate() for place in self.placements]
+        starts = (*self.starts[:lead], *(0 for _ in rest))
+        kept = {dim: size for dim, size in self.kept.items() if dim < lead}
+        return replace(self, shape=(*self.shape[:lead], *rest), placements=tuple(whole), starts=starts, kept=kept)
+
 
 @dataclass(eq=False)
 class ShardSpecs:

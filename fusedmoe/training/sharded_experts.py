@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
 from fusedmoe.comm.one_sided.heap import Heap
@@ -41,6 +40,7 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
+from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, require_parts
 
 #: Policies by name: Hecate, Hecate without the search behind Algorithm 1, and expert parallelism, which moves nothing.
 PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
@@ -104,7 +104,9 @@ class ShardedExperts:
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
-        optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
+        optimizer: one of single elements (AdamW, SGD), or of single experts, whose state is shaped like the parameters,
+            or `PerMatrix`; or several in a list, in the order in which they step. They have all experts' parameters;
+            the `step()` of the last one is hooked.
         policy: "hecate"; "algorithm1", the same without the search behind Algorithm 1; "ep", which moves nothing; or a
             function of your own that places a layer's experts for the next step, from what is known of its loads
             (`LayerLoads` -> `Placement`). It is asked after each step, on one rank for each layer.
@@ -138,18 +140,18 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
-            already, numbers that cannot be, a `balance` other than "predicted" with `calibrates`, or an optimizer whose
-            state cannot move with single experts; in the first step, where it cannot be tried on a small parameter
-            before. In a step in which owners change: a copy of the model that is trained by itself, or that not all
-            ranks have. A function that places experts on other ranks than the layer has, or changes owners with
-            `reshard=False`.
+            already, numbers that cannot be, a `balance` other than "predicted" with `calibrates`, or an optimizer that
+            looks at several experts at once, or whose state cannot move with single ones; in the first step, where it
+            cannot be tried on a small parameter before. In a step in which owners change: a copy of the model that is
+            trained by itself, or that not all ranks have. A function that places experts on other ranks than the layer
+            has, or changes owners with `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         topology: Topology,
         *,
         policy: str | LayerPolicy = "hecate",
@@ -195,7 +197,7 @@ class ShardedExperts:
         if len({placed.placement.experts for placed in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
-        self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
+        self._optimizer, self._topology, self.averaged = JoinedOptimizers(optimizer), topology, list(averaged)
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
         self._policy, self._memory = policy, memory
         self._correction = calibrate if calibrates is True else calibrates or None
@@ -214,8 +216,11 @@ class ShardedExperts:
         # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
         topology.agree(facts | {"costs": self._costs, "heap": heap is not None}, "ShardedExperts")
         # Now, and not in the step in which owners change for the first time, a hundred steps from here.
+        on_all_ranks(
+            topology.world, "looking at the optimizer", partial(require_parts, self._optimizer, model, topology)
+        )
         if self._moves:
-            try_on = partial(require_movable, self._layers, optimizer, tries=True)
+            try_on = partial(require_movable, self._layers, self._optimizer, tries=True)
             on_all_ranks(topology.world, "looking at the optimizer", try_on)
         # None: it is looked for in any case.
         self._look_s = _look_s(self._layers[0], memory, self._costs, topology) if balance == "auto" else None
@@ -231,7 +236,7 @@ class ShardedExperts:
         # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
-            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            self._optimizer.each[-1].register_step_post_hook(lambda *_: self._stepped()),
             model.register_load_state_dict_pre_hook(require_own_experts),
         ]
 
@@ -252,7 +257,7 @@ class ShardedExperts:
             owned += parameter.nbytes
             held += parameter.data.untyped_storage().nbytes()
             gradients += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
-            kept = self._optimizer.state.get(parameter, {}).values()
+            kept = self._optimizer.of(parameter).state.get(parameter, {}).values()
             state += sum(value.nbytes for value in kept if isinstance(value, Tensor))
         return ExpertMemory(owned, held - owned, gradients, state)
 

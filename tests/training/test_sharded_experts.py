@@ -161,12 +161,14 @@ def test_capacity_drops_the_same(cluster: Cluster):
     compare(cluster.run(2, run, "ep", 8, options), cluster.run(2, run, "fssdp", 8, HECATE | options))
 
 
-def resumed(rank: int, world: int, path: str, first: int, last: int, wanted: int | None) -> dict[str, Any]:
+def resumed(
+    rank: int, world: int, path: str, first: int, last: int, wanted: int | None, options: dict[str, Any] = HECATE
+) -> dict[str, Any]:
     """Steps `first` to `last`: of new owners if `wanted` steps were saved before; saves where it ends."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0) if world > 1 else Topology()
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
-    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    sharded = ShardedExperts(model, optimizer, topology, **options)
     if wanted is not None:
         extra = load_checkpoint(path, model, optimizer, topology)
         sharded.load_state_dict(extra)
@@ -191,7 +193,8 @@ def resumed(rank: int, world: int, path: str, first: int, last: int, wanted: int
         for one in (layer.experts for layer in model.layers)
     ]
     sharded.close()
-    return found | {"state": state, "copies": sum(str(one).count("+") for one in sharded.placements)}
+    copies = sum(str(one).count("+") for one in sharded.placements)
+    return found | {"state": state, "copies": copies, "sent": sharded.sent_bytes}
 
 
 @pytest.mark.slow
@@ -218,6 +221,38 @@ def test_resumed_on_other_worlds(cluster: Cluster):
                         found |= {(layer, name, number): pair[0] for number, pair in by_number.items()}
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
             cluster.run(2, resumed, str(Path(folder) / "part"), 0, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "worlds"),
+    [
+        (EXACT | HECATE, (4, 2)),
+        slow(AUTO | HECATE, (4, 2)),
+        slow(AUTO | HECATE, (2, 4, 1)),
+        slow(EXACT | HECATE, (2, 4, 2)),
+        slow(EXACT | HECATE | {"rematerialises": True}, (4, 2, 4)),
+        slow(AUTO | {"policy": "ep", "memory": EXPERTS}, (4, 2, 4)),
+        slow(EXACT | {"policy": "ep", "memory": EXPERTS}, (2, 4)),
+    ],
+)
+def test_balanced_resumed_on_other_worlds(
+    cluster: Cluster, tmp_path: Path, options: dict[str, Any], worlds: tuple[int, ...]
+) -> None:
+    """Rows are shared over copies as the gates choose, before a checkpoint and after it: as on one rank throughout."""
+    path, steps = str(tmp_path / "checkpoint"), 6
+    plain = cluster.run(1, resumed, str(tmp_path / "plain"), 0, steps * len(worlds), None)
+    for turn, world in enumerate(worlds):
+        before = steps * turn if turn else None
+        ranks = cluster.run(world, resumed, path, steps * turn, steps * (turn + 1), before, options)
+        assert world == 1 or all(rank["sent"] > 0 for rank in ranks), "copies have been used"
+    wanted, found = ({}, {})
+    for of, each in ((wanted, plain), (found, ranks)):
+        for layers in (rank["parameters"] for rank in each):
+            for layer, names in enumerate(layers):
+                for name, experts in names.items():
+                    of.update({(layer, name, number): pair[0] for number, pair in experts.items()})
+    assert len(wanted) == EXPERTS * 6  # w1 and w2 of both, b1 and b2 of one
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def memory_of(rank: int, world: int, rematerialises: bool, m: int) -> tuple[Any, int, int]:

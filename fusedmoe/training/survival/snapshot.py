@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Of the headers.
@@ -146,7 +146,7 @@ class Snapshots:
         self.price = Price(0, 0)
 
     @torch.no_grad()
-    def write(self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> None:
+    def write(self, step: int, model: nn.Module, optimizer: Optimizers | None, extra: dict[str, Any]) -> None:
         """Keeps the state after `step` steps. Collective over all ranks.
 
         Raises:
@@ -273,7 +273,7 @@ def _aligned(at: int) -> int:
 
 
 def _own_parts(
-    model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
+    model: nn.Module, optimizer: Optimizers | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
 ) -> tuple[list[StatePart], list[Tensor]]:
     """Collects the parts that this rank keeps, those first that it sends, and their values."""
     me = topology.world.index

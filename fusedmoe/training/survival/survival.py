@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
 from fusedmoe.training.checkpoint_folder import PlainPlanner, refuse_lost
+from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.snapshot import (
     FORMAT,
@@ -105,7 +105,7 @@ class Survival:
         return self._snapshots.price
 
     @torch.no_grad()
-    def restore(self, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any] | None:
+    def restore(self, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any] | None:
         """Loads the newest whole state, in place, and returns the `extra` of its refresh; None without one.
 
         Raises:
@@ -143,7 +143,7 @@ class Survival:
         return extra
 
     def refresh(
-        self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any] | None = None
+        self, step: int, model: nn.Module, optimizer: Optimizers | None, extra: dict[str, Any] | None = None
     ) -> None:
         """Keeps the state after so many steps; between two steps, never inside one.
 
