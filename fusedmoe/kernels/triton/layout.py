@@ -145,8 +145,10 @@ def place_kernel(
         equal = (key[:, None] == key[None, :]) & (i[:, None] < i[None, :])
         rank = tl.sum(equal.to(tl.int32), 0)
         known = tl.maximum(key, 0)
-        row = tl.gather(next_E, known, 0) + rank
-        found = (key >= 0) & (row < tl.gather(end_E, known, 0))
+        # Both of an expert's numbers in one look: each takes all threads to wait for each other.
+        next_and_end = tl.gather(end_E.to(tl.int64) << 32 | next_E, known, 0)
+        row = next_and_end.to(tl.int32) + rank
+        found = (key >= 0) & (row < (next_and_end >> 32))
         next_E += _histogram(key, EP)
 
         tl.store(row_ptr + pair, tl.where(found, row, -1).to(tl.int64), mask=inside)
