@@ -25,10 +25,10 @@ from fusedmoe.kernels.triton.jit import jit
 STEP, WARPS = 128, 4
 # Positions that a program counts at a time.
 WIDE = 1024
-# Blocks at the most: two a multiprocessor of an H100 or H200. Each reads the counts of all.
-BLOCKS = 264
+# Blocks at the most, about two for each multiprocessor of an H100 or H200. Each reads the counts of all.
+BLOCKS = 256
 # Counts that a program of the second launch reads at a time.
-TABLE = 8192
+TABLE = 4096
 # Positions at the most that every block counts on its own.
 ALONE = 4096
 _UNSPECIAL = ["tokens", "positions", "length", "capacity", "bound"]
@@ -110,7 +110,8 @@ def place_kernel(
         before = tl.zeros((ROWS, EP), dtype=tl.int32)
         total = tl.zeros((ROWS, EP), dtype=tl.int32)
         some = tl.zeros((ROWS,), dtype=tl.int32)
-        for first in range(0, blocks, ROWS):
+        # Two reads under way at once; more at a time would take more registers for the sums.
+        for first in tl.range(0, blocks, ROWS, loop_unroll_factor=2):
             b = first + tl.arange(0, ROWS)
             mask = (b < blocks)[:, None] & (e < E)[None, :]
             count = tl.load(count_ptr + b[:, None] * E + e[None, :], mask=mask, other=0)
