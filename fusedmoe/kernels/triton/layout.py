@@ -24,7 +24,7 @@ from fusedmoe.kernels.triton.jit import jit
 # Positions of which a program finds the ranks at a time, one a thread: each is compared with as many.
 STEP, WARPS = 128, 4
 # Positions that a program counts at a time.
-WIDE = 1024
+WIDE = 512
 # Blocks at the most, about two for each multiprocessor of an H100 or H200. Each reads the counts of all.
 BLOCKS = 256
 # Counts that a program of the second launch reads at a time.
