@@ -72,11 +72,21 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
-def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
-    """Refuses what are no chosen experts: [S, K] integers in [0, experts), -1 for an empty pair."""
+def choice_text(experts: int) -> str:
+    """Says which numbers are chosen experts."""
+    return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty pair; these hold others"
+
+
+def check_choice(operation: str, expert_SK: Any, experts: int, looked_at: bool = False) -> None:
+    """Refuses what are no chosen experts: [S, K] integers in [0, experts), -1 for an empty pair.
+
+    `looked_at`: on CUDA what comes next looks at the numbers itself.
+    """
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
-    text = f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty pair; these hold others"
+    if looked_at and uses_triton(expert_SK):
+        return
+    text = choice_text(experts)
     if uses_triton(expert_SK) or torch.compiler.is_compiling() or expert_SK.is_meta:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():

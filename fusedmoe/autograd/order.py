@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.checks import check_choice, check_count, check_layout, check_rows, check_tensor, refuse
+from fusedmoe.autograd.checks import (
+    check_choice,
+    check_count,
+    check_layout,
+    check_rows,
+    check_tensor,
+    choice_text,
+    refuse,
+)
 from fusedmoe.kernels import gather_sum
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.layout import Layout, LayoutTensors, build_layout, row_bound
@@ -34,7 +42,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
         ConfigError: sizes or dtypes that do not fit; a number that is neither -1 nor in [0, E). On CUDA and in compiled
             graphs such a number fails an assertion on the device.
     """
-    check_choice("order", expert_SK, experts)
+    check_choice("order", expert_SK, experts, looked_at=True)
     if capacity is not None:
         check_count("order", "capacity", capacity, 0)
     if priority_S is not None:
@@ -52,8 +60,11 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
 def order_operator(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too."""
-    layout = build_layout(expert_SK, experts, capacity, priority_S)
+    """Returns the five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too.
+
+    On CUDA a number that is no expert's fails an assertion on the device.
+    """
+    layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {choice_text(experts)}")
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
     assert layout.source_N is not None

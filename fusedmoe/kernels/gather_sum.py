@@ -63,6 +63,10 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     """value_N[n]: the value (a router weight) of the (token, k) pair that a sorted row serves, 0 in padding rows."""
+    if uses_triton(value_SK) and value_SK.element_size() <= 8:
+        from fusedmoe.kernels.triton.gather_sum import take_values
+
+        return take_values(value_SK, layout.pair_N, layout.offsets_E1)
     return layout.zero_padding(value_SK.reshape(-1).index_select(0, layout.pair_N))
 
 
@@ -71,6 +75,10 @@ def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
     if uses_triton(value_N):
+        if value_N.element_size() <= 8:
+            from fusedmoe.kernels.triton.gather_sum import put_values
+
+            return put_values(value_N, layout.row_SK)
         # Dropped pairs read row 0, which exists, and take nothing from it: nothing waits for the device.
         return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
     # Padding rows name a pair, too, which is not theirs: only kept rows are put.

@@ -4,7 +4,7 @@ Worked example, two experts, K = 2, capacity 2: with expert_SK = [[0, 1], [0, 1]
 are expert 0: tokens 0, 1 (token 2 is dropped: the expert is full), expert 1: tokens 0, 1. So counts_E = [2, 2],
 offsets_E1 = [0, 2, 4], source_N = [0, 1, 0, 1], pair_N = [0, 2, 1, 3] and row_SK = [[0, 2], [1, 3], [-1, -1]].
 
-On CUDA a counting sort in three launches makes it, on a CPU stable sorts. Neither leaves any order to chance, and the
+On CUDA a counting sort in two launches makes it, on a CPU stable sorts. Neither leaves any order to chance, and the
 former never waits for the device. Definition: `define_layout`.
 """
 
@@ -101,11 +101,15 @@ class Layout:
         return cls(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
 
     def zero_padding(self, value_N: Tensor) -> Tensor:
-        """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
+        """[N, ...], contiguous, with zeros in the padding rows, in place; no host synchronisation."""
         if not uses_triton(value_N):
             if self.kept < value_N.shape[0]:  # an eager layout on a CPU has no padding
                 value_N[self.kept :] = 0
             return value_N
+        if value_N.element_size() <= 8:
+            from fusedmoe.kernels.triton.gather_sum import zero_rows
+
+            return zero_rows(value_N, self.offsets_E1)
         row_N = torch.arange(self.rows, device=value_N.device)
         padding_N = (row_N >= self.offsets_E1[-1]).view(-1, *[1] * (value_N.dim() - 1))
         return value_N.masked_fill_(padding_N, 0)
@@ -146,7 +150,11 @@ def contiguous_layout(counts_E: Tensor, rows: int) -> Layout:
 
 
 def build_layout(
-    expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
+    expert_SK: Tensor,
+    experts: int,
+    capacity: int | None = None,
+    priority_S: Tensor | None = None,
+    refusal: str | None = None,
 ) -> Layout:
     """Sorts the (token, k) pairs by expert and drops what exceeds the capacity.
 
@@ -157,12 +165,14 @@ def build_layout(
         expert_SK: chosen experts, int; -1 marks an empty pair.
         capacity: rows that an expert takes from these tokens; None takes all.
         priority_S: higher goes first.
+        refusal: on CUDA, the words of an assertion on the device that fails where a number is neither an expert's nor
+            -1; without it such a number is an empty pair. On a CPU the caller has looked.
     """
     order_S = None if priority_S is None else priority_S.argsort(descending=True, stable=True)
     if uses_triton(expert_SK):
         from fusedmoe.kernels.triton.layout import sort_pairs
 
-        return sort_pairs(expert_SK, experts, capacity, order_S)
+        return sort_pairs(expert_SK, experts, capacity, order_S, refusal)
     tokens, K = expert_SK.shape
     # Choice by choice, so that no second choice displaces a first one.
     expert_KS = (expert_SK if order_S is None else expert_SK[order_S]).t().reshape(-1)

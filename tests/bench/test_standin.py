@@ -37,7 +37,7 @@ def some_launches() -> None:
     source_N, offsets_E1 = torch.empty(300, dtype=torch.int64, device="meta"), offsets(torch.empty(4, device="meta"))
     gather_rows(x_SM, source_N, offsets_E1)
     gather_rows(x_SM[:, 1:], source_N, offsets_E1)
-    sort_pairs(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
+    sort_pairs(torch.empty((3000, 2), dtype=torch.int64, device="meta"), 8, None, None)
 
 
 @contextmanager
@@ -67,14 +67,14 @@ def test_launches_find_what_was_compiled(target: int, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with standin.recording(target) as launches:
         some_launches()
-    assert len(launches) == 5 and len(set(launches)) == 5
+    assert len(launches) == 4 and len(set(launches)) == 4
     done = [compiling.compile_one(launch, cubin_size) for launch in launches]
     assert not [one.error for one in done if one.error]
     assert not any(one.cached for one in done) and all(one.found > 1000 for one in done)
     assert all(compiling.compile_one(launch).cached for launch in launches)
     with compiling_driver(target) as hits:
         some_launches()
-    assert hits == [True] * 5
+    assert hits == [True] * 4
     with compiling_driver(target) as hits:
         x_SM = torch.empty((100, 512), dtype=torch.float16, device="meta")
         gather_rows(x_SM, torch.empty(3, device="meta").long(), offsets(torch.empty(4, device="meta")))
@@ -130,7 +130,8 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
         for one, *_ in gluon_candidates(half._replace(operation=operation), divmod(target, 10))
     }
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
-    assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
+    assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "place", "gather_rows", "sum_rows", "tiles"}
+    assert kernels >= {"take_pairs", "put_pairs", "zero_rows"}
     assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments.get("PUT")]
     awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]

@@ -1,4 +1,7 @@
-"""Copies of rows by index, and sums of rows by index: a program makes a block of columns of one row of the result."""
+"""Copies of rows by index, and sums of rows by index: a program makes a block of columns of one row of the result.
+
+Values of pairs and of rows, one by one, have kernels of their own; so has padding that is to be zero.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from fusedmoe.kernels.triton.jit import jit
 
 # Columns of a program: four warps move 16 bytes a thread and row in half precision.
 _MOST_COLUMNS = 1024
+# Values of a program where each is moved by itself.
+_VALUES = 512
+# Programs at the most that zero padding.
+_ZEROERS = 1024
 
 
 @jit
@@ -42,6 +49,31 @@ def sum_rows_kernel(
             value *= tl.load(weight_ptr + row, mask=kept, other=0).to(TOTAL)
         total += value
     tl.store(y_ptr + s * M + column, total.to(y_ptr.dtype.element_ty), mask=column < M)
+
+
+@jit(do_not_specialize=["N"])
+def take_pairs_kernel(value_ptr, pair_ptr, kept_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    pair = tl.load(pair_ptr + n, mask=inside, other=0)
+    tl.store(out_ptr + n, tl.load(value_ptr + pair, mask=inside & (n < tl.load(kept_ptr)), other=0), mask=inside)
+
+
+@jit(do_not_specialize=["pairs", "stride"])
+def put_pairs_kernel(value_ptr, row_ptr, out_ptr, pairs, stride, BLOCK: tl.constexpr):
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < pairs
+    row = tl.load(row_ptr + p, mask=inside, other=-1)
+    tl.store(out_ptr + p, tl.load(value_ptr + row * stride, mask=row >= 0, other=0), mask=inside)
+
+
+@jit(do_not_specialize=["N", "width"])
+def zero_rows_kernel(value_ptr, kept_ptr, N, width, BLOCK: tl.constexpr):
+    zero = tl.zeros((BLOCK,), dtype=value_ptr.dtype.element_ty)
+    kept = tl.load(kept_ptr).to(tl.int64) * width
+    for first in range(kept + tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(value_ptr + i, zero, mask=i < N)
 
 
 def gather_rows(x_SM: Tensor, source_N: Tensor, offsets_E1: Tensor) -> Tensor:
@@ -89,3 +121,40 @@ def total_dtype(dtype: torch.dtype) -> tl.dtype:
     if dtype.is_floating_point:
         return tl.float64 if dtype == torch.float64 else tl.float32
     return tl.int64
+
+
+def take_values(value_SK: Tensor, pair_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    """value_N[n] = the value of pair pair_N[n], 0 from row offsets_E1[E] on; any dtype of up to 8 bytes."""
+    value_SK = value_SK.contiguous()
+    value_N = value_SK.new_empty(pair_N.shape)
+    if N := value_N.numel():
+        grid = (triton.cdiv(N, _VALUES),)
+        take_pairs_kernel[grid](
+            _bits(value_SK), pair_N.contiguous(), offsets_E1[-1:], _bits(value_N), N, BLOCK=_VALUES, num_warps=4
+        )
+    return value_N
+
+
+def put_values(value_N: Tensor, row_SK: Tensor) -> Tensor:
+    """value_SK[s, k] = value_N[row_SK[s, k]], 0 where that is -1; any dtype of up to 8 bytes."""
+    value_SK = value_N.new_empty(row_SK.shape)
+    if pairs := value_SK.numel():
+        grid = (triton.cdiv(pairs, _VALUES),)
+        put_pairs_kernel[grid](
+            _bits(value_N), row_SK.contiguous(), _bits(value_SK), pairs, value_N.stride(0), BLOCK=_VALUES, num_warps=4
+        )
+    return value_SK
+
+
+def zero_rows(value_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    """Zeros of [N, ...], contiguous, from row offsets_E1[E] on, in place; any dtype of up to 8 bytes."""
+    if N := value_N.numel():
+        # Most often there is nothing to do, and nobody on the host knows: few programs, which go through all padding.
+        grid = (min(_ZEROERS, triton.cdiv(N, _VALUES)),)
+        zero_rows_kernel[grid](_bits(value_N), offsets_E1[-1:], N, N // len(value_N), BLOCK=_VALUES, num_warps=4)
+    return value_N
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Views numbers as integers of their size: a copy knows no dtype."""
+    return value.view((torch.uint8, torch.int16, torch.int32, torch.int64)[value.element_size().bit_length() - 1])

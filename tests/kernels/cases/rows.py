@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-import triton
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
 from fusedmoe.kernels.triton.grouped.call import block_sizes, tiles_kernel
@@ -13,33 +12,30 @@ from tests.kernels.cases import AotCase
 
 
 def aot_cases() -> list[AotCase]:
-    return [*_of_layouts(), *_of_tiles(), *_of_sums(), *_of_activations(), *_of_wire_formats()]
+    return [*_of_layouts(), *_of_tiles(), *_of_sums(), *_of_values(), *_of_activations(), *_of_wire_formats()]
 
 
 def _of_layouts() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     cases = []
-    sizes = {"tokens": "i32", "positions": "i32"}
-    for experts in (1, 7, 128):
-        table = {"count_ptr": "*i32", "before_ptr": "*i32", "total_ptr": "*i32", "E": experts}
-        table |= {"blocks": "i32", "length": "i32"}
-        constants = {"EXPERTS": layout.SCAN_EXPERTS, "BLOCKS": layout.SCAN_BLOCKS, "WIDE": layout.SCAN_WIDE}
-        cases.append(AotCase(f"order scan E={experts}", layout.scan_kernel, {**table, **constants}, {"num_warps": 4}))
+    sizes = {"tokens": "i32", "positions": "i32", "length": "i32"}
     kinds = [(experts, 8) for experts in (1, 7, 24, 64, 128, 256, 512, 1024, 2048)] + [(128, 1), (128, 16)]
     for (experts, k), ordered in product(kinds, (False, True)):
-        order = i64 if ordered else None
-        constants = {"E": experts, "ORDERED": ordered, "BLOCK": layout.BLOCK, "EP": triton.next_power_of_2(experts)}
-        name = f"E={experts} K={k}{' by priority' if ordered else ''}"
-        inputs = {"expert_ptr": i64, "order_ptr": order, "key_ptr": i32, "count_ptr": "*i32"}
+        padded, options = layout.sizes(experts)
+        shared = {"expert_ptr": i64, "order_ptr": i64 if ordered else None, **sizes, "E": experts, "K": k}
+        shared |= {"ORDERED": ordered, "WIDE": layout.WIDE, "EP": padded}
         outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "pair_ptr": i64, "row_ptr": i64}
-        read = {"key_ptr": i32, "before_ptr": "*i32", "total_ptr": "*i32", "order_ptr": order}
-        limits = {"capacity": "i32", "bound": "i32", "CHUNK": layout.CHUNK}
-        count = {**inputs, **sizes, **constants, "K": k}
-        place = {**read, **outputs, **sizes, **limits, **constants, "K": k}
-        quick, rare = (experts, k, ordered) == (128, 8, False), (experts, k) not in ((7, 8), (128, 8), (512, 8))
+        place = {**shared, **outputs, "right_ptr": i32, "capacity": "i32", "bound": "i32", **options}
+        name = f"E={experts} K={k}{' by priority' if ordered else ''}"
+        kind = {
+            "quick": (experts, k, ordered) == (128, 8, False),
+            "rare": (experts, k) not in ((7, 8), (128, 8), (512, 8)),
+        }
+        warps = {"num_warps": layout.WARPS}
         cases += [
-            AotCase(f"order count {name}", layout.count_kernel, count, {"num_warps": 4}, quick=quick, rare=rare),
-            AotCase(f"order place {name}", layout.place_kernel, place, {"num_warps": 8}, quick=quick, rare=rare),
+            AotCase(f"order count {name}", layout.count_kernel, {**shared, "count_ptr": i32}, {"num_warps": 4}, **kind),
+            AotCase(f"order place {name}", layout.place_kernel, {**place, "count_ptr": i32}, warps, **kind),
+            AotCase(f"order alone {name}", layout.place_kernel, {**place, "count_ptr": None}, warps, **kind),
         ]
     return cases
 
@@ -104,6 +100,23 @@ def _of_sums() -> list[AotCase]:
                 cases.append(
                     AotCase(name, gather_sum.sum_rows_kernel, summands, {"num_warps": warps}, quick=quick, rare=rare)
                 )
+    return cases
+
+
+def _of_values() -> list[AotCase]:
+    cases = []
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        bits, quick = str(dtype)[6:], dtype == torch.int32
+        value, block = {"value_ptr": dtype, "out_ptr": dtype}, {"BLOCK": gather_sum._VALUES}
+        kept = {"kept_ptr": "*i32"}
+        take = {**value, **kept, **block, "pair_ptr": torch.int64, "N": "i32"}
+        put = {**value, **block, "row_ptr": torch.int64, "pairs": "i32", "stride": "i32"}
+        zero = {"value_ptr": dtype, **kept, **block, "N": "i32", "width": "i32"}
+        cases += [
+            AotCase(f"take_pairs {bits}", gather_sum.take_pairs_kernel, take, {"num_warps": 4}, quick=quick),
+            AotCase(f"put_pairs {bits}", gather_sum.put_pairs_kernel, put, {"num_warps": 4}, quick=quick),
+            AotCase(f"zero padding {bits}", gather_sum.zero_rows_kernel, zero, {"num_warps": 4}, quick=quick),
+        ]
     return cases
 
 

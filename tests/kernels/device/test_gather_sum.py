@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import build_layout, define_layout
 from tests.kernels.routings import choose
@@ -100,13 +102,52 @@ def test_permute(tokens: int, dim: int, dtype: torch.dtype, device: torch.device
     assert got.dtype == dtype and torch.equal(got, define_permute(x_SM, layout))
 
 
-def test_values_of_slots_and_back(device: torch.device) -> None:
-    expert_SK = choose(37, 3, 6, 0.2)
-    layout, exact = build_layout(expert_SK.to(device), 6), define_layout(expert_SK, 6)
-    assert layout.rows > exact.rows
-    value_SK = torch.randn(37, 3, device=device)
-    value_N = take_pairs(value_SK, layout)
-    assert torch.equal(value_N[: exact.rows].cpu(), value_SK.cpu().reshape(-1)[exact.pair_N])
-    value_N[exact.rows :] = float("nan")
-    kept = layout.row_SK >= 0
-    assert torch.equal(put_pairs(value_N, layout), torch.where(kept, value_SK, 0))
+def values(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (torch.randn(sizes, device=device) * 100).abs().to(dtype)
+
+
+def exact(value: Tensor) -> list[object]:
+    """Numbers that compare, of any dtype."""
+    return list(value.cpu().to(torch.complex128).reshape(-1).tolist())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex64, torch.complex128], ids=str
+)
+@pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (37, 4), (300, None)])
+def test_values_of_slots_and_back(tokens: int, capacity: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    expert_SK = choose(tokens, 3, 6, 0.2)
+    layout, right = build_layout(expert_SK.to(device), 6, capacity), define_layout(expert_SK, 6, capacity)
+    for value_SK in (values((tokens, 3), dtype, device), values((3, tokens), dtype, device).t()):
+        value_N = take_pairs(value_SK, layout)
+        assert value_N.dtype == dtype and value_N.shape == (layout.rows,)
+        flat = exact(value_SK)
+        assert exact(value_N) == [flat[pair] for pair in right.pair_N.tolist()] + [0] * (layout.rows - right.rows)
+        strided_N = torch.stack([value_N, value_N], 1)[:, 1]
+        strided_N[right.rows :] = 1  # and not read
+        for given_N in (strided_N, strided_N.contiguous()):
+            put_SK = put_pairs(given_N, layout)
+            assert put_SK.dtype == dtype and put_SK.shape == (tokens, 3)
+            kept = (right.row_SK >= 0).reshape(-1).tolist()
+            assert exact(put_SK) == [value if here else 0 for value, here in zip(flat, kept, strict=True)]
+    alike_N = torch.ones(1, device=device).to(dtype).expand(layout.rows)  # as gradients of sums are
+    assert exact(put_pairs(alike_N, layout)) == exact((layout.row_SK >= 0).float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "programs"),
+    [(torch.bfloat16, (), 1024), (torch.float64, (5, 3), 3), (torch.uint8, (1,), 1)],
+    ids=str,
+)
+def test_zero_padding(
+    sizes: tuple[int, ...], programs: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if uses_triton(torch.empty(0, device=device)):
+        monkeypatch.setattr("fusedmoe.kernels.triton.gather_sum._ZEROERS", programs)
+    for empty in (0.0, 0.2, 1.0):
+        layout = build_layout(choose(400, 2, 5, empty).to(device), 5)
+        before = values((layout.rows, *sizes), dtype, device)
+        expected = before.clone()
+        expected[layout.kept :] = 0
+        after = layout.zero_padding(before)
+        assert after is before and torch.equal(after.view(torch.uint8), expected.view(torch.uint8))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout, build_layout, define_layout, row_bound
 from fusedmoe.kernels.triton import layout as kernels
@@ -67,15 +68,18 @@ def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
         compare(torch.full((600, 1), expert, device=device), 7, 300)
 
 
-@pytest.mark.parametrize("size, programs", [(2, 3), *interpreted_slowly((4, 1), (4, 2))])
-def test_more_blocks_than_a_scan_takes_at_once(
-    size: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("alone", [0, 4096])
+@pytest.mark.parametrize("blocks", [1, 3, *interpreted_slowly(12)])
+def test_few_blocks_of_many_steps(
+    blocks: int, alone: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve of them, by several programs, too."""
-    monkeypatch.setattr(kernels, "SCAN_BLOCKS", size)
-    monkeypatch.setattr(kernels, "SCAN_WIDE", size)
-    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", programs)
-    compare(choose(1500, 2, 20, 0.1).to(device), 20, 120)
+    """Twelve steps, counts by the block itself and by a launch before, read a few at a time."""
+    monkeypatch.setattr(kernels, "BLOCKS", blocks)
+    monkeypatch.setattr(kernels, "ALONE", alone)
+    monkeypatch.setattr(kernels, "WIDE", 256)
+    monkeypatch.setattr(kernels, "TABLE", 64)
+    compare(choose(751, 2, 20, 0.1).to(device), 20, 60)
+    compare(choose(751, 2, 20, 0.1).to(device), 20, None, torch.randint(0, 5, (751,), device=device).float())
 
 
 def test_any_strides_and_integers(device: torch.device) -> None:
@@ -89,6 +93,22 @@ def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> No
     wild = torch.where(expert_SK < 4, expert_SK, torch.tensor([9, -7, 2**40, 2**32])[torch.randint(4, (37, 2))])
     got = build_layout(wild.to(device), 9)
     assert torch.equal(got.row_SK.cpu(), define_layout(torch.where(expert_SK < 4, expert_SK, -1), 9).row_SK)
+
+
+@pytest.mark.parametrize("alone", [0, 4096])
+@pytest.mark.parametrize("place", [0, 300])
+@pytest.mark.parametrize("number", [-2, 9, 2**40])
+def test_numbers_that_are_no_experts_fail_an_assertion(
+    number: int, place: int, alone: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        pytest.skip("it would end this process's work on the GPU")
+    monkeypatch.setattr(kernels, "ALONE", alone)
+    expert_SK = choose(200, 2, 9, 0.2)
+    order(expert_SK, 9)
+    expert_SK.view(-1)[place] = number
+    with pytest.raises((RuntimeError, ConfigError), match="order: chosen experts must be numbers from 0 to 8"):
+        order(expert_SK, 9)
 
 
 def test_too_many_rows_for_32_bits() -> None:
