@@ -21,7 +21,7 @@ __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """Routes tokens by the logits x·Wᵀ (see `GateRule` for what follows from them).
 
-    On CUDA one kernel, for up to 512 experts, 16 of them chosen, in float32 or half precision; differentiable once. The
+    On CUDA by kernels, for up to 512 experts, 16 of them chosen, in float32 or half precision; differentiable once. The
     rest, and CPU tensors, plain torch. Neither waits for the device.
 
     Args:
@@ -158,24 +158,29 @@ def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
 _GRADIENTS = "Tensor? dweight_SK, Tensor? dscore_BE, Tensor? dlogsumexp_S"
 
 
-@operator("gate_backward", f"(Tensor logits_SE, Tensor expert_SK, {_GRADIENTS}, {_RULE}) -> Tensor")
+@operator("gate_backward", f"(Tensor logits_SE, Tensor expert_SK, {_GRADIENTS}, {_RULE}, bool apart) -> Tensor")
 def gate_backward(
     logits_SE: Tensor,
     expert_SK: Tensor,
     dweight_SK: Tensor | None,
     dscore_BE: Tensor | None,
     dlogsumexp_S: Tensor | None,
-    *rule: Any,
+    *rule_and_apart: Any,
 ) -> Tensor:
-    """Returns the gradient of the logits, [S, E] float32."""
+    """Returns the gradient of the logits, [S, E] float32; `apart`: as two summands [2, S, E rounded up to 16] bfloat16,
+    as the router's products in bfloat16 take it."""
     from fusedmoe.kernels.triton.gate import choose
 
-    return choose.dlogits(logits_SE, expert_SK, GateRule(*rule), dweight_SK, dscore_BE, dlogsumexp_S)
+    *rule, apart = rule_and_apart
+    return choose.dlogits(logits_SE, expert_SK, GateRule(*rule), dweight_SK, dscore_BE, dlogsumexp_S, apart)
 
 
 @register_fake(gate_backward)
-def _(logits_SE: Tensor, *_: Any) -> Tensor:
-    return logits_SE.new_empty(logits_SE.shape)
+def _(logits_SE: Tensor, *others: Any) -> Tensor:
+    S, E = logits_SE.shape
+    if others[-1]:
+        return logits_SE.new_empty((2, S, (E + 15) // 16 * 16), dtype=torch.bfloat16)
+    return logits_SE.new_empty((S, E))
 
 
 def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -189,8 +194,9 @@ def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
 
 def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
-    dlogits_SE = _dlogits(logits_SE, expert_SK, grads, ctx.rule)
-    found = (*_product_gradients(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
+    apart = x_SM.dtype == weight_EM.dtype == torch.bfloat16  # else one of the products takes them as they are
+    dlogits = _dlogits(logits_SE, expert_SK, grads, ctx.rule, apart)
+    found = (*_product_gradients(dlogits, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # The logits are an output: autograd does not know that they were made of x and W.
         return first_order("fusedmoe::gate", found, (x_SM, weight_EM, *grads))
@@ -208,12 +214,14 @@ def _keep_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) 
 
 def _from_logits_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK = ctx.saved_tensors
-    return _dlogits(logits_SE, expert_SK, grads, ctx.rule), *(None,) * 8
+    return _dlogits(logits_SE, expert_SK, grads, ctx.rule, False), *(None,) * 8
 
 
-def _dlogits(logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any]) -> Tensor:
+def _dlogits(
+    logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any], apart: bool
+) -> Tensor:
     _, dweight_SK, _, dscore_BE, _, dlogsumexp_S = grads
-    return gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule)
+    return gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule, apart)
 
 
 register_gradient(gate_operator, _gate_gradients, _keep_choice)
@@ -237,29 +245,29 @@ def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 @operator("router_dx")
-def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns dlogits·W, [S, M]."""
+def router_dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns dlogits·W, [S, M]; dlogits are what `gate_backward` gives."""
     from fusedmoe.kernels.triton.gate import router
 
-    return router.dx(dlogits_SE, weight_EM, dtype)
+    return router.dx(dlogits, weight_EM, dtype)
 
 
 @register_fake(router_dx)
-def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
-    return dlogits_SE.new_empty((dlogits_SE.shape[0], weight_EM.shape[1]), dtype=dtype)
+def _(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    return dlogits.new_empty((dlogits.shape[-2], weight_EM.shape[1]), dtype=dtype)
 
 
 @operator("router_dw")
-def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns dlogitsᵀ·x, [E, M]."""
+def router_dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
+    """Returns dlogitsᵀ·x, [E, M]; dlogits are what `gate_backward` gives."""
     from fusedmoe.kernels.triton.gate import router
 
-    return router.dw(dlogits_SE, x_SM, dtype)
+    return router.dw(dlogits, x_SM, dtype, experts)
 
 
 @register_fake(router_dw)
-def _(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_SM.new_empty((dlogits_SE.shape[1], x_SM.shape[1]), dtype=dtype)
+def _(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
+    return x_SM.new_empty((experts, x_SM.shape[1]), dtype=dtype)
 
 
 def _keep_operands(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -272,10 +280,10 @@ def _router_gradients(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tens
 
 
 def _product_gradients(
-    dlogits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor, needs: Sequence[bool]
+    dlogits: Tensor, x_SM: Tensor, weight_EM: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    dx_SM = router_dx(dlogits_SE, weight_EM, x_SM.dtype) if needs[0] else None
-    return dx_SM, router_dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
+    dx_SM = router_dx(dlogits, weight_EM, x_SM.dtype) if needs[0] else None
+    return dx_SM, router_dw(dlogits, x_SM, weight_EM.dtype, len(weight_EM)) if needs[1] else None
 
 
 register_gradient(router_product, _router_gradients, _keep_operands)

@@ -60,10 +60,10 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     weights, w = (torch.randn(2, 5, 4), torch.randn(2, 4, 5), None, None, 0), torch.randn(2, 5, 4)
     yield "gate", (x_SM, weight_EM, None, *rule)
     yield "gate_from_logits", (logits_SE, None, *rule)
-    yield "gate_backward", (logits_SE, expert_SK, torch.randn(3, 2).requires_grad_(), None, None, *rule)
+    yield "gate_backward", (logits_SE, expert_SK, torch.randn(3, 2).requires_grad_(), None, None, *rule, False)
     yield "router_product", (x_SM, weight_EM)
     yield "router_dx", (logits_SE, weight_EM, torch.float32)
-    yield "router_dw", (logits_SE, x_SM, torch.float32)
+    yield "router_dw", (logits_SE, x_SM, torch.float32, len(weight_EM))
     given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, layout.tensors)
     yield "experts_backward", (x_SM, *given, "gelu", (True, False, True, True, False, False))
     yield (

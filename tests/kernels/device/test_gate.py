@@ -15,6 +15,8 @@ from torch import Tensor
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
+from fusedmoe.kernels.triton.gate import router as products
+from fusedmoe.kernels.triton.gate.router import Tile
 from fusedmoe.layers.gates import Routing
 from fusedmoe.layers.gates import base as router
 from tests.layers.gate_cases import best_first, make, parts
@@ -177,6 +179,33 @@ def test_ties(E: int, k: int, device: torch.device) -> None:
     assert gate_from_logits(logits_SE, GateRule(k), bias_E).expert_SK.tolist() == expected
 
 
+@pytest.mark.parametrize("k", [1, 8, 16])
+@pytest.mark.parametrize("E", [16, 40, 512])
+def test_logits_that_differ_in_their_last_bits(E: int, k: int, device: torch.device) -> None:
+    """Some rows by a bit, where it is one of the best or the first that is not, or everywhere; some by much."""
+    logits_SE = torch.randn(150, E, device=device)
+    best_SE = logits_SE.sort(1, descending=True).indices
+    for s in range(100):  # equal to the one before, or a bit lower or higher than that
+        place = int(torch.randint(1, min(k + 2, E), ()))
+        near = logits_SE[s, best_SE[s, place - 1]].view(torch.int32) + int(torch.randint(-3, 4, ()))
+        logits_SE[s, best_SE[s, place]] = near.view(torch.float32)
+    logits_SE[:20] = 1 + torch.randint(0, 40, (20, E), device=device) * 2.0**-23
+    logits_SE[20:30] *= -1
+    expected = logits_SE.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(gate_from_logits(logits_SE, GateRule(k)).expert_SK, expected)
+
+
+@pytest.mark.parametrize("sequence", [None, 75])
+def test_programs_with_several_tiles(
+    sequence: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_PROGRAMS", 3)
+    rule = GateRule(2, sequence=sequence, **ALL)
+    logits_SE = torch.rand(300, 9, device=device).requires_grad_()
+    exact_logits = double(logits_SE)
+    check(gate_from_logits(logits_SE, rule), define_choice(exact_logits, rule), [(logits_SE, exact_logits)])
+
+
 @pytest.mark.parametrize("name", ["softmax", "probability", "sigmoid", "sigmoid bias"])
 def test_logits_of_minus_infinity(name: str, device: torch.device) -> None:
     rule = dataclasses.replace(RULES[name][0], k=3)
@@ -250,6 +279,18 @@ def test_half_precision(E: int, dtypes: tuple[torch.dtype, torch.dtype], device:
     exact_x, exact_weight = double(x_SM), double(weight_EM)
     exact = define_choice(exact_x @ exact_weight.t(), rule)
     check(gate(x_SM, weight_EM, rule), exact, [(x_SM, exact_x), (weight_EM, exact_weight)])
+
+
+@pytest.mark.parametrize("S, M, E", [(50, 200, 7), (300, 256, 16)])
+def test_experts_as_columns(S: int, M: int, E: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of few experts, in which they are the columns of dW's product."""
+    own = products.product_tile
+    few = Tile(16, 128, 64, 4, 2)
+    monkeypatch.setattr(products, "product_tile", lambda name, *rest: few if name == "dw" else own(name, *rest))
+    x_SM, weight_EM = operands(S, M, E, GateRule(2), device, dtypes=(torch.bfloat16, torch.bfloat16))
+    exact_x, exact_weight = double(x_SM), double(weight_EM)
+    exact = define_choice(exact_x @ exact_weight.t(), GateRule(2))
+    check(gate(x_SM, weight_EM, GateRule(2)), exact, [(x_SM, exact_x), (weight_EM, exact_weight)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

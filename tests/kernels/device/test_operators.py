@@ -40,6 +40,15 @@ def test_gate_operators(device: torch.device) -> None:
         "gate_from_logits": [(logits_SE, None, *rule), (logits_SE, bias_E, *sparse)],
         "router_product": [(x_SM, weight_EM)],
     }
+    expert_SK, half = torch.rand(21, 6, device=device).topk(2).indices, torch.bfloat16
+    given = (logits_SE.detach(), expert_SK, torch.randn(21, 2, device=device), None, None, *rule)
+    two = torch.randn(2, 21, 16, device=device).to(half)
+    two[:, :, 6:] = 0
+    inputs |= {
+        "gate_backward": [(*given, False), (*given, True)],
+        "router_dx": [(two, weight_EM.detach().to(half), half)],
+        "router_dw": [(two, x_SM.detach().to(half), half, 6)],
+    }
     for name, several in inputs.items():
         check(name, several)
 
