@@ -23,14 +23,15 @@ from fusedmoe.kernels.triton.jit import jit
 
 # Positions of which a program finds the ranks at a time, one a thread: each is compared with as many.
 STEP, WARPS = 128, 4
-# Positions that a program counts at a time.
-WIDE = 512
+# Positions that a program of the first launch counts at a time, and a block that counts on its own: more would spill.
+WIDE = 1024
+ALONE_WIDE = 256
 # Blocks at the most, about two for each multiprocessor of an H100 or H200. Each reads the counts of all.
 BLOCKS = 256
 # Counts that a program of the second launch reads at a time.
 TABLE = 4096
 # Positions at the most that every block counts on its own.
-ALONE = 4096
+ALONE = 2048
 _UNSPECIAL = ["tokens", "positions", "length", "capacity", "bound"]
 
 
@@ -165,7 +166,7 @@ def place_kernel(
 def sizes(experts: int) -> tuple[int, dict[str, int]]:
     """Experts as a power of two, and how much the second launch takes at a time."""
     padded = triton.next_power_of_2(experts)
-    return padded, {"STEP": STEP, "ROWS": min(256, max(1, TABLE // padded))}
+    return padded, {"STEP": STEP, "WIDE": ALONE_WIDE, "ROWS": min(256, max(1, TABLE // padded))}
 
 
 def sort_pairs(
@@ -201,11 +202,11 @@ def sort_pairs(
     blocks = triton.cdiv(positions, length)
     padded, steps = sizes(experts)
     numbers = (tokens, positions, length)
-    constants = {"ORDERED": order_S is not None, "WIDE": WIDE, "EP": padded}
+    constants = {"ORDERED": order_S is not None, "EP": padded}
     right, count = expert_SK.new_empty((), dtype=torch.int32), None
     if positions > ALONE:
         count = expert_SK.new_empty(blocks * (experts + 1), dtype=torch.int32)
-        count_kernel[(blocks,)](expert_SK, order_S, count, *numbers, experts, K, **constants, num_warps=4)
+        count_kernel[(blocks,)](expert_SK, order_S, count, *numbers, experts, K, WIDE=WIDE, **constants, num_warps=4)
     place_kernel[(blocks,)](
         expert_SK, order_S, count,
         layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK, right,

@@ -23,7 +23,7 @@ def _of_layouts() -> list[AotCase]:
     for (experts, k), ordered in product(kinds, (False, True)):
         padded, options = layout.sizes(experts)
         shared = {"expert_ptr": i64, "order_ptr": i64 if ordered else None, **sizes, "E": experts, "K": k}
-        shared |= {"ORDERED": ordered, "WIDE": layout.WIDE, "EP": padded}
+        shared |= {"ORDERED": ordered, "EP": padded}
         outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "pair_ptr": i64, "row_ptr": i64}
         place = {**shared, **outputs, "right_ptr": i32, "capacity": "i32", "bound": "i32", **options}
         name = f"E={experts} K={k}{' by priority' if ordered else ''}"
@@ -31,9 +31,10 @@ def _of_layouts() -> list[AotCase]:
             "quick": (experts, k, ordered) == (128, 8, False),
             "rare": (experts, k) not in ((7, 8), (128, 8), (512, 8)),
         }
+        count = {**shared, "count_ptr": i32, "WIDE": layout.WIDE}
         warps = {"num_warps": layout.WARPS}
         cases += [
-            AotCase(f"order count {name}", layout.count_kernel, {**shared, "count_ptr": i32}, {"num_warps": 4}, **kind),
+            AotCase(f"order count {name}", layout.count_kernel, count, {"num_warps": 4}, **kind),
             AotCase(f"order place {name}", layout.place_kernel, {**place, "count_ptr": i32}, warps, **kind),
             AotCase(f"order alone {name}", layout.place_kernel, {**place, "count_ptr": None}, warps, **kind),
         ]
