@@ -216,7 +216,7 @@ _ARITHMETIC: list[tuple[Any, Callable[..., Any]]] = [
     (gl.where, _where),
     (gl.inline_asm_elementwise, _instruction),
     (gl.static_assert, _static_assert),
-    (gl.convert_layout, lambda value, layout, assert_trivial=False: value),
+    (gl.convert_layout, lambda value, layout: value),
     (gl.minimum, _extreme(min, torch.minimum)),
     (gl.maximum, _extreme(max, torch.maximum)),
     (gl.exp, _torch(torch.exp)),

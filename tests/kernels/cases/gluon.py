@@ -121,13 +121,10 @@ def _dhidden(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "w_desc": _box(variant, config.bk, config.bn),
         "weight_ptr": weight,
-        "h_desc": _box(variant, *result_box(config)),
+        "h_desc": _box(variant, config.bm, config.bk),
         "dh_ptr": dtype,
         "a_ptr": dtype,
         "ds_ptr": weight,
-        "dh_desc": _box(variant, *result_box(config)),
-        "du_desc": _box(variant, *result_box(config)) if act.gated else None,
-        "a_desc": _box(variant, *result_box(config)),
         **_TABLES,
         "D": depth,
         "H": columns,
@@ -136,7 +133,6 @@ def _dhidden(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "GATED": act.gated,
         "WEIGHTED": variant.extra,
         "EVEN": True,
-        "SLOTS": slots(config, results=act.halves + 1),
         "LAG": config.stages - 2,
     }
 

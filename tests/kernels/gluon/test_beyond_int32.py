@@ -92,15 +92,14 @@ def test_dhidden(far: Far) -> None:
     # The router weights' gradient of the second tile of columns is far from the first's.
     dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31 - 8
     dy[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
-    h, s, ds = far(ROWS, COLUMNS), far(n_rows, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
-    h[FIRST:], s[FIRST:ROWS] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
+    h, s, ds = far(ROWS, COLUMNS), far(ROWS, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
+    h[FIRST:], s[FIRST:] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
     dh, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
-    flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "SLOTS": 1, "LAG": 1}
-    boxes, dh_boxes, a_boxes = (described(rows, SMALL.bm // 2, SMALL.bk) for rows in (h, dh, a))
-    given = dy, source, described(w, SMALL.bk, SMALL.bn), s, boxes, dh, a, ds, dh_boxes, None, a_boxes
+    flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "LAG": 1}
+    given = dy, source, described(w, SMALL.bk, SMALL.bn), s, described(h, SMALL.bm, SMALL.bk), dh, a, ds
     run(dhidden_kernel, *given, *tables(), DEPTH, COLUMNS, n_rows, 2, **flags)
     place = torch.arange(COUNT)
-    doubles = s[FIRST:ROWS].double(), h[FIRST:].double(), w[None].double()
+    doubles = s[FIRST:].double(), h[FIRST:].double(), w[None].double()
     right = define_dhidden(dy[FIRST:].flip(0).double(), place, torch.zeros_like(place), *doubles, "relu")
     assert torch.equal(dh[FIRST:], right[0].bfloat16()) and torch.equal(a[FIRST:], right[1].bfloat16())
     assert torch.equal(ds[:, FIRST:ROWS].sum(0).double(), right[2])

@@ -228,34 +228,24 @@ IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
         _called_by("_give_back", _never),
         "is written without waiting for the read",
     ),
-    "H is not waited for": (pipeline.await_full, _called_by("_read", _never), "is read (before|without)"),
+    "H is not waited for": (pipeline.await_full, _called_by("_box", _never), "is read (before|without)"),
     "a stage of H is never given back": (pipeline.release, _called_by("_give_back", _never), "deadlock"),
-    "a stage of H is given back before it is read": (
+    "one stage of the two is given back twice": (
         pipeline.release,
-        _called_by("_give_back", lambda release: lambda empty, it, stages, pred: release(empty, it + 1, stages, pred)),
-        "deadlock|is written without|wrong phase|too many|is read",
+        _called_by(
+            "_give_back", lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred)
+        ),
+        "deadlock|is written without|wrong phase|too many",
     ),
     "H is read a step early": (
-        dhidden._read,
-        lambda read: lambda bufs, ring, it, *others: read(bufs, ring, it + 2, *others),
+        dhidden._box,
+        lambda box: lambda bufs, ring, it, first, rows, stages: box(bufs, ring, it + stages - 1, first, rows, stages),
         "deadlock|is read (before|without)|wrong phase|is written without",
-    ),
-    "the halves of H lie where the other group's do": (
-        gathered.box_of_group,
-        _called_by(
-            "_load_boxes", lambda box: lambda bufs, stage, half, group, *others: box(bufs, stage, half, 0, *others)
-        ),
-        "is written without waiting|is read (before|without)|more bytes came",
-    ),
-    "what is left of a tile's steps is not shown": (
-        gathered._show,
-        _called_by("_load_boxes", _never),
-        "deadlock|is read",
     ),
     "H comes for one half alone": (
         gathered.announce,
         _called_by(
-            "_load_boxes", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)
+            "load_gathered", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)
         ),
         "more bytes came|is read without waiting|too many",
     ),
@@ -285,10 +275,7 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
         partial(check_up, WHOLE, 40, 40, slots=3),
         IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES,
     ),
-    "dhidden": (
-        partial(check_dhidden, WHOLE, 40, 40, slots=2),
-        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES | IN_DHIDDEN,
-    ),
+    "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
     "dweight": (
         partial(check_dweight, DEEP, 24, 40, "right"),
         IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT,

@@ -35,7 +35,6 @@ def test_many_orders_of_events(kernel: str, routing: str) -> None:
             turns, slots = seed % 2 == 0, 1 + seed // 7 % 2
             check_product(counts, depth, columns, odd, bias=seed // 6 % 2 == 0, pingpong=turns, slots=slots, **ring)
         elif kernel == "dhidden":
-            slots = 1 + seed // 7 % 2
-            check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, slots=slots, **ring)
+            check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, **ring)
         else:
             check_dweight(counts, depth, columns, "left" if odd else "right", lag=lag, **ring)

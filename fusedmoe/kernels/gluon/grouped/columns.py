@@ -60,7 +60,7 @@ def act_both(x, ACT: gl.constexpr):
     """act(x) and act'(x)."""
     if ACT == 0:
         s = sigmoid(x)
-        return x * s, s + x * s * (1.0 - s)
+        return x * s, s * (1.0 + x * (1.0 - s))
     elif ACT == 1:
         cdf = 0.5 * (1.0 + gl.erf(x * 0.7071067811865476))
         return x * cdf, cdf + x * 0.3989422804014327 * gl.exp(-0.5 * x * x)

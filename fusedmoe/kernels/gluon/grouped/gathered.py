@@ -32,10 +32,10 @@ def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 
 
 @gluon.jit
-def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr, since=0):
-    """All copies of this step have been started: the one LAG steps before is shown, of those from `since` on."""
+def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """All copies of this step have been started: the one LAG steps before is shown."""
     async_copy.commit_group()
-    _show(full, it, STAGES, LAG, it >= since + LAG)
+    _show(full, it, STAGES, LAG, it >= LAG)
 
 
 @gluon.jit
@@ -46,51 +46,6 @@ def end_steps(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 
 @gluon.jit
-def box_of_group(bufs, stage, HALF: gl.constexpr, GROUP_OF_WARPS: gl.constexpr, BLOCKS: gl.constexpr):
-    """A group's rows of bk columns in a stage that holds no step of the product but a box of one half of a matrix, or
-    of both: the second lies where the columns of b do, beside the other group's."""
-    a_bufs, b_bufs = bufs
-    ROWS: gl.constexpr = BLOCKS.bm // 2
-    if HALF == 0:
-        return a_bufs.index(stage).slice(GROUP_OF_WARPS * ROWS, ROWS, 0)
-    else:
-        return b_bufs.index(stage).slice(GROUP_OF_WARPS * BLOCKS.bk, BLOCKS.bk, 1).slice(0, ROWS, 0)
-
-
-@gluon.jit
-def _load_boxes(
-    h_desc, bufs, ring, it, since, start, column, H,
-    HALVES: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """The steps that end a tile. What is left of its product's, which began with the step `since`, is shown."""
-    full, empty, _ = ring
-    STAGES: gl.constexpr = BLOCKS.stages
-    LAG: gl.constexpr = BLOCKS.lag
-    ROWS: gl.constexpr = BLOCKS.bm // 2
-    BK: gl.constexpr = BLOCKS.bk
-    BOXES: gl.constexpr = BLOCKS.bn // BK
-    BYTES: gl.constexpr = h_desc.dtype.primitive_bitwidth // 8
-    for box in range(0, BOXES):
-        await_empty(empty, it, STAGES)
-        announce(full, it, STAGES, HALVES * BLOCKS.bm * BK * BYTES)
-        fill(full, it, STAGES, True)  # threads copy nothing
-        bar = full.index(it % STAGES)
-        # Rows past the end are another expert's, or none: what is computed of them is not stored.
-        for half in gl.static_range(HALVES):
-            for group in gl.static_range(2):
-                place = [start + group * ROWS, half * H + column + box * BK]
-                tma.async_copy_global_to_shared(
-                    h_desc, place, bar, box_of_group(bufs, it % STAGES, half, group, BLOCKS)
-                )
-        async_copy.commit_group()
-        _show(full, it, STAGES, LAG, (box < LAG) & (it >= since + LAG))
-        it += 1
-    for step in gl.static_range(LAG - BOXES):
-        _show(full, it - 1, STAGES, LAG - 1 - step, it + step >= since + LAG)
-    return it
-
-
-@gluon.jit
 def load_gathered(
     rows, w_desc, h_desc, bufs, ring, table, sizes,
     HALVES: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr, BLOCKS: gl.constexpr,
@@ -98,8 +53,8 @@ def load_gathered(
     """The partition that loads gathered rows of depth D, and of matrices of H columns.
 
     TRANSPOSED: those are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; else they are [E·D, H].
-    BOXES: a tile ends with a step for each bk of its columns. It brings [bm, bk] of each half of `h_desc`'s matrix,
-    sorted rows of HALVES·H columns, in boxes of half the rows (`box_of_group`). EVEN: bk divides D.
+    BOXES: as many more steps end a tile, which bring [bm, bk] of `h_desc` each, sorted rows of HALVES·H columns: of
+    columns as the tile's, bk of each half by turns. EVEN: bk divides D.
     """
     BM: gl.constexpr = BLOCKS.bm
     BN: gl.constexpr = BLOCKS.bn
@@ -116,11 +71,8 @@ def load_gathered(
     BH: gl.constexpr = BN // HALVES if TRANSPOSED else BN
     k = gl.arange(0, BK, layout=gl.SliceLayout(0, COPIED))
     it = 0
-    since = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
-        if BOXES:
-            since = it
         # Rows past the end are clamped: what is computed of them is not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
         # No GPU holds 2^31 such rows; in 32 bits their numbers take half as many of the few registers there are.
@@ -143,9 +95,16 @@ def load_gathered(
                 mask = (k < D - k0)[None, :]
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
-            end_step(full, it, STAGES, BLOCKS.lag, since)
+            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
-        if BOXES:
-            it = _load_boxes(h_desc, bufs, ring, it, since, start, col_tile * BH, H, HALVES, BLOCKS)
-    if not BOXES:
-        end_steps(full, it, STAGES, BLOCKS.lag)
+        if BOXES > 0:
+            for box in range(0, BOXES):
+                await_empty(empty, it, STAGES)
+                announce(full, it, STAGES, BM * BK * BYTES)
+                # Rows past the end are another expert's, or none: what is computed of them is not stored.
+                column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
+                bar = full.index(it % STAGES)
+                tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
+                end_step(full, it, STAGES, BLOCKS.lag)
+                it += 1
+    end_steps(full, it, STAGES, BLOCKS.lag)

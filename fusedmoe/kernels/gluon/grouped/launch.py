@@ -96,18 +96,14 @@ def launch_dhidden(
     """Writes dH, s·A and the parts of the router weights' gradient, as `triton.grouped.dhidden.dhidden`; rows are
     looked up."""
     _, dim, hidden = w2.shape
-    box, results = result_box(config), (0 if dh is None else activation.halves) + (a is not None)
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
     dhidden_kernel[_grid(config, h, len(table.table) * n_col_tiles)](
         dy_SM, call.layout.source_N, _described(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
-        _described(h, box), dh, a, ds,
-        None if dh is None else _described(dh[:, :hidden], box),
-        None if dh is None or not activation.gated else _described(dh[:, hidden:], box),
-        None if a is None else _described(a, box),
+        _described(h, [config.bm, config.bk]),
+        dh, a, ds,
         table.table, table.used, call.ends_E, dim, hidden, call.layout.rows, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, WEIGHTED=weight_N is not None,
-        EVEN=dim % config.bk == 0, SLOTS=slots(config, results=max(results, 1)), LAG=config.stages - 2,
-        **_constants(config),
+        EVEN=dim % config.bk == 0, LAG=config.stages - 2, **_constants(config),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def up_kernel(
         [
             (_multiply, (of_tile, 0, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
             (_multiply, (of_tile, 1, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
-            (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, HALVES, True, False, EVEN, BLOCKS)),
+            (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, HALVES, True, 0, EVEN, BLOCKS)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
