@@ -75,6 +75,12 @@ def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.devic
         assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
 
 
+def test_checks_pass_inside_an_operator(device: torch.device) -> None:
+    """Where autograd is off altogether, as in a layer's backward: the definition takes a derivative nevertheless."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        assert small(variant("dhidden"), SMALL, device) == ""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:

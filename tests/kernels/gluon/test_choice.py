@@ -94,7 +94,7 @@ def test_it_is_nobodys_default() -> None:
 class Fake:
     """A tuner of a Hopper GPU on which the Gluon form is faster. `verdicts` of the other process, in turn."""
 
-    def __init__(self, file: Path | None = None, verdicts: Sequence[str | None] = ("", "")) -> None:
+    def __init__(self, file: Path | None = None, verdicts: Sequence[str | None] = ("", "", "")) -> None:
         self.checked: list[Config] = []
         self.apart: list[list[HopperConfig]] = []
         self.timed: list[Config] = []
@@ -139,8 +139,8 @@ def test_it_is_checked_apart_and_then_timed(file: Path) -> None:
 
 
 def test_one_that_is_wrong_is_not_run(file: Path) -> None:
-    first, second = gluon(HOPPER, key())
-    fake = Fake(file, ["has hung", ""])
+    first, second, _ = gluon(HOPPER, key())
+    fake = Fake(file, ["has hung", "", ""])
     with pytest.warns(RuntimeWarning, match=f"{first} is not used: has hung"):
         assert fake.choose() == second
     assert first not in fake.timed
@@ -148,7 +148,7 @@ def test_one_that_is_wrong_is_not_run(file: Path) -> None:
 
 
 def test_without_memory_for_the_other_process_the_choice_is_for_one_run(file: Path) -> None:
-    fake = Fake(file, [None, None])
+    fake = Fake(file, [None, None, None])
     assert not isinstance(fake.choose(), HopperConfig) and not isinstance(fake.choose(), HopperConfig)
     assert len(fake.apart) == 1
     assert isinstance(Fake(file).choose(), HopperConfig), "another run asks again"

@@ -325,7 +325,8 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
     if capability >= BLACKWELL:
         return Tile(64, columns, 64, 4 if columns <= 64 else 8, 3) if columns <= 128 else None
     # A deep step where the tile is small: the more is underway to a program, the faster tokens come.
-    depth, stages = (128, 4) if capability >= HOPPER and columns <= 32 else (64, 3)
+    deep = capability >= HOPPER and columns <= (32 if ragged else 64)
+    depth, stages = (128, 4 if columns <= 32 else 3) if deep else (64, 3)
     return Tile(64, columns, depth, 8 if columns > (64 if ragged else 128) else 4, stages) if columns <= 256 else None
 
 

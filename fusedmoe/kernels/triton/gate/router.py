@@ -91,8 +91,11 @@ _HOPPER_LOGITS_FEW = {128: Tile(64, 128, 64, 4, 4), 256: Tile(64, 256, 64, 8, 3)
 _HOPPER_LOGITS_MANY = {128: Tile(256, 128, 64, 8, 4), 256: Tile(128, 256, 64, 8, 4)}
 _HOPPER_DX = {16: Tile(128, 128, 16, 8, 3), 32: Tile(128, 128, 32, 8, 3), 64: Tile(128, 128, 64, 8, 3)}
 _HOPPER_DX |= {128: Tile(128, 128, 128, 8, 3), 256: Tile(128, 256, 64, 8, 3)}
+_HOPPER_DX_FEW = _HOPPER_DX | {128: Tile(128, 128, 64, 8, 2)}
 _HOPPER_DW = {16: Tile(16, 128, 128, 4, 4), 32: Tile(32, 128, 128, 4, 4), 128: Tile(128, 256, 64, 8, 3)}
 _MULTIPROCESSORS = 132
+# Tokens for which gradients have smaller tiles.
+_FEW_TOKENS = 2**15
 
 
 def _hopper_tile(operation: str, apart: str, tokens: int, experts: int, even: bool) -> Tile | None:
@@ -103,9 +106,10 @@ def _hopper_tile(operation: str, apart: str, tokens: int, experts: int, even: bo
         return tiles[max(columns, 128)]
     if apart != "summed" or not even:
         return None
+    few = tokens < _FEW_TOKENS
     if operation == "dx":
-        return _HOPPER_DX[columns]
-    return _HOPPER_DW.get(min(columns, 128)) if columns <= 32 or experts % 64 == 0 else None
+        return (_HOPPER_DX_FEW if few else _HOPPER_DX)[columns]
+    return _HOPPER_DW.get(min(columns, 128)) if columns <= 32 or (experts % 64 == 0 and not few) else None
 
 
 @triton.jit

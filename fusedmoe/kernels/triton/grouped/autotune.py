@@ -327,19 +327,15 @@ def _tuner(device: torch.device, shared: bool) -> Tuner:
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
-    def check_there(variant: Variant, config: Config) -> str:
-        with torch.cuda.device(device):  # whose events they are
-            return check(variant, config, device)
-
     holder = cache(partial(Holder, device))  # one for all that is timed, made with the first
 
     def measure_there(run: Callable[[], object], seconds: float) -> float:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # whose events they are
             return _measure(device, run, seconds, holder() if shared else None)
 
     return Tuner(
         partial(by_table if shared else to_try, capability),
-        check_there,
+        lambda variant, config: check(variant, config, device),
         measure_there,
         Record(cache_dir() / f"grouped-{'beside-' * shared}{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),

@@ -19,7 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -71,11 +72,18 @@ def check(
         TimeoutError: a launch does not end. Nothing else can be done on this GPU then.
     """
     sides = sides or (EVEN if variant.even else ODD)
-    if isinstance(config, HopperConfig):
-        fault = _compare(variant, replace(config, programs=_FEW), device, counts, sides, launched)
-        if fault:
-            return f"{fault}, by {_FEW} programs"
-    return _compare(variant, config, device, counts, sides, launched)
+
+    def compare(config: Config) -> str:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return _compare(variant, config, device, counts, sides, launched)
+
+    # In a thread of its own: the caller's may be inside an operator, where autograd is off, which definitions need.
+    with ThreadPoolExecutor(1) as thread:
+        if isinstance(config, HopperConfig):
+            fault = thread.submit(compare, replace(config, programs=_FEW)).result()
+            if fault:
+                return f"{fault}, by {_FEW} programs"
+        return thread.submit(compare, config).result()
 
 
 def _compare(
