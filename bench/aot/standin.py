@@ -174,7 +174,9 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
 
     return [
         (torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta")),
+        (torch.Tensor, "get_device", lambda tensor: tensor.device.index or 0),
         (torch.cuda, "device", _device),
+        (torch.cuda, "current_device", current_device),
         (torch.cuda, "get_device_capability", lambda device=None: capability),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),

@@ -45,6 +45,8 @@ class Kernel(JITFunction):
         for argument in args:
             tensor = getattr(argument, "base", argument)  # that of a descriptor, Triton's or Gluon's
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                if tensor.get_device() == torch.cuda.current_device():
+                    break  # as almost always: to ask costs less than to make it current again
                 with torch.cuda.device(tensor.device):
                     return super().run(*args, **keywords)
         return super().run(*args, **keywords)
