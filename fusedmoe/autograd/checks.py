@@ -72,9 +72,8 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
-def choice_text(experts: int) -> str:
-    """Says which numbers are chosen experts."""
-    return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty pair; these hold others"
+#: Says which numbers are chosen experts; `most`: the greatest.
+CHOICE = "chosen experts must be numbers from 0 to {most}, or -1 for an empty pair; these hold others"
 
 
 def check_choice(operation: str, expert_SK: Any, experts: int, looked_at: bool = False) -> None:
@@ -84,10 +83,11 @@ def check_choice(operation: str, expert_SK: Any, experts: int, looked_at: bool =
     """
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
-    if looked_at and uses_triton(expert_SK):
+    on_device = uses_triton(expert_SK)
+    if on_device and looked_at:
         return
-    text = choice_text(experts)
-    if uses_triton(expert_SK) or torch.compiler.is_compiling() or expert_SK.is_meta:
+    text = CHOICE.format(most=experts - 1)
+    if on_device or torch.compiler.is_compiling() or expert_SK.is_meta:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():
         # One pass on the host: a few tokens of a decoder take little longer than a check.

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import (
+    CHOICE,
     check_choice,
     check_count,
     check_layout,
     check_rows,
     check_tensor,
-    choice_text,
     refuse,
 )
 from fusedmoe.kernels import gather_sum
@@ -64,7 +64,7 @@ def order_operator(
 
     On CUDA a number that is no expert's fails an assertion on the device.
     """
-    layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {choice_text(experts)}")
+    layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {CHOICE.format(most=experts - 1)}")
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
     assert layout.source_N is not None

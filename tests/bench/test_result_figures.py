@@ -15,7 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
-GPU = "gpu_nvidia-h100-80gb-hbm3_20261123T022338"
+GPU, OLDER_GPU, LATER = (
+    "gpu_nvidia-h200_20261126T211316",
+    "gpu_nvidia-h100-80gb-hbm3_20261123T022338",
+    "gpu_nvidia-h200_20261126T223257",
+)
 
 MEASURED = (("layer", "layer"), ("emulated", "layer"), ("emulated", "model"), ("blocks", "model"), ("computed", "job"))
 
@@ -225,24 +229,34 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found = f"{rows['auto']['over_off']:.2f}", f"{of['over_before']:.2f}", f"{of['hidden']:.0%}", blocks
         yield f"| {label} |{' {} |' * 4}", found
 
-    gpu = load(GPU)
-    limit = gpu["limit"]
-    yield (
-        "{} TFLOP/s and {} TB/s measured in the same run",
-        (
-            f"{limit['flops_per_s'] / 1e12:.0f}",
-            f"{limit['bytes_per_s'] / 1e12:.2f}",
-        ),
+    gpu, older, later = load(GPU), load(OLDER_GPU), load(LATER)
+    for of, text in ((gpu, "{} TFLOP/s and {} TB/s measured in the same run"), (older, "{} TFLOP/s and {} TB/s)")):
+        yield text, (f"{of['limit']['flops_per_s'] / 1e12:.0f}", f"{of['limit']['bytes_per_s'] / 1e12:.2f}")
+    passes, before, then = (
+        {(row["shape"], row["variant"], row["name"]): row for row in of["rows"] if row["kind"] == "pass"}
+        for of in (gpu, older, later)
     )
-    passes = {(row["shape"], row["variant"], row["name"]): row for row in gpu["rows"] if row["kind"] == "pass"}
     for shape in gpu["shapes"]:
-        both = [passes.get((shape["name"], "fusedmoe", one)) for one in ("forward", "backward")]
-        other = [passes.get((shape["name"], "torch._grouped_mm", one)) for one in ("forward", "backward")]
-        if None not in both + other:
-            sizes = ", ".join(str(shape[key]) for key in "SMHEK")
-            cells = tuple(f"{row['tflops']:.0f} ({row['fraction']:.0%})" for row in both if row)
-            cells += (", ".join(f"{row['tflops']:.0f}" for row in other if row),)
-            yield f"| {sizes} | {{}} | {{}} | {{}} |", cells
+        both, other = (
+            [passes[shape["name"], who, one] for one in ("forward", "backward")]
+            for who in ("fusedmoe", "torch._grouped_mm")
+        )
+        sizes = ", ".join(str(shape[key]) for key in "SMHEK")
+        cells = tuple(f"{row['tflops']:.0f} ({row['fraction']:.0%})" for row in both)
+        cells += (", ".join(f"{row['tflops']:.0f}" for row in other),)
+        if (shape["name"], "fusedmoe", "forward") in before:
+            old = (before[shape["name"], "fusedmoe", one] for one in ("forward", "backward"))
+            cells += (", ".join(f"{row['tflops']:.0f}" for row in old),)
+        yield f"| {sizes} |{' {} |' * len(cells)}", cells
+    small = [shape["name"] for shape in gpu["shapes"] if shape["M"] <= 2048]
+    fractions = {
+        name: sorted(row["fraction"] for row in gpu["rows"] if row["name"] == name and row["shape"] in shapes)
+        for name, shapes in (("dW1", [shape["name"] for shape in gpu["shapes"]]), ("dhidden", small))
+    }
+    for text, name in (("the gradients of W1 ({} to {} of it)", "dW1"), ("dhidden ({} to {})", "dhidden")):
+        yield text, (f"{fractions[name][0]:.0%}", f"{fractions[name][-1]:.0%}")
+    reached = (then[name, "fusedmoe", "forward"]["tflops"] for name in ("1.4B-H256", "7B-H256", "30B-H256"))
+    yield "the passes forward reached {}, {} and {} TFLOP/s", tuple(f"{one:.0f}" for one in reached)
 
 
 TEXT = re.sub(r"\s+", " ", (ROOT / "docs/results.md").read_text())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.experts import experts as local_experts
 from fusedmoe.autograd.moves import through_experts
-from fusedmoe.autograd.order import order
+from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
@@ -30,7 +30,6 @@ from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import sending
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
 from fusedmoe.kernels.triton.one_sided import put, remote
 from fusedmoe.schedule.list_schedule import list_plan
