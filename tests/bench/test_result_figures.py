@@ -91,6 +91,12 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         if name in of:  # a record from before exact balance has fewer
             yield f"| {label} | {{}} s |", (f"{of[name]['median_s']:.2f}",)
 
+    for router, of in settings["placement"]["routers"]["routers"].items():
+        seconds = (f"{of['rows'][name]['median_s']:.2f} s" for name in ("ep", "hecate", "exact", "auto"))
+        stragglers = ", ".join(f"{of['rows'][name]['straggler']:.2f}" for name in ("auto", "hecate"))
+        # In one piece: two numbers of a cell with decimal points are no cell of the pattern.
+        yield f"| {router} | {' | '.join(seconds)} | {stragglers} |", ()
+
     one = load("placement_simulated")
     yield "simulates {} iterations", (str(one["run"]["iterations"]),)
     of = one["simulations"]["m = 2, seed 0"]["policies"]
