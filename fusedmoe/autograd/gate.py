@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
 from fusedmoe.kernels.derivatives import first_order, operator, register_fake, register_gradient
-from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
+from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels, summands_shape
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
 
@@ -179,7 +179,7 @@ def gate_backward(
 def _(logits_SE: Tensor, *others: Any) -> Tensor:
     S, E = logits_SE.shape
     if others[-1]:
-        return logits_SE.new_empty((2, S, (E + 15) // 16 * 16), dtype=torch.bfloat16)
+        return logits_SE.new_empty(summands_shape(S, E), dtype=torch.bfloat16)
     return logits_SE.new_empty((S, E))
 
 

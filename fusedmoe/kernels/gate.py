@@ -108,6 +108,11 @@ def fits_kernels(experts: int, k: int) -> bool:
     return k <= experts <= MOST_EXPERTS and k <= MOST_CHOSEN
 
 
+def summands_shape(tokens: int, experts: int) -> tuple[int, int, int]:
+    """The shape of dlogits as two bfloat16 summands, [2, S, E], E rounded up to 16: rows are copied in one piece."""
+    return 2, tokens, -(-experts // 16) * 16
+
+
 def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """The definition, differentiable, in the logits' dtype; also what serves where Triton does not."""
     # By logits, not scores, where nothing is added: a softmax may round different logits to the same score.

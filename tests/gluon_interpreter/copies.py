@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.gluon_interpreter.barriers import Barrier
 from tests.gluon_interpreter.clocks import Clock, join
 from tests.gluon_interpreter.faults import KernelFault
-from tests.gluon_interpreter.schedule import EventOrder, Late
+from tests.gluon_interpreter.schedule import EventOrder, InOrder, Late
 from tests.gluon_interpreter.shared import View, kernel_line
 from tests.gluon_interpreter.values import Pointer, language_dtype
 
@@ -103,40 +103,26 @@ class BulkStores:
 
     def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
-        self._started: defaultdict[str, int] = defaultdict(int)
+        self._stores = InOrder(schedule)
         self._ended: defaultdict[str, int] = defaultdict(int)
-        self._under_way: defaultdict[str, list[Late]] = defaultdict(list)
 
     def start(self, descriptor: Descriptor, at: Sequence[Any], view: View) -> None:
         if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
             raise KernelFault(f"a bulk copy of {view.shape} to {descriptor.block_shape}")
         strand = self._schedule.running
         actor = bulk_stores(strand.name)
-        self._started[strand.name] = number = self._started[strand.name] + 1
-        view.read(actor, number, strand.clock, by_threads=False)
-        under_way = self._under_way[strand.name]
-
-        def land() -> None:
-            under_way.pop(0)
-            descriptor.store(at, view.data)
-
-        late = Late(f"{actor} in {kernel_line()}", land, lambda: under_way[0] is late)
-        under_way.append(late)
-        self._schedule.late.append(late)
+        view.read(actor, self._stores.next_number(), strand.clock, by_threads=False)
+        self._stores.start(f"{actor} in {kernel_line()}", lambda: descriptor.store(at, view.data))
 
     def wait(self, outstanding: int) -> None:
         strand = self._schedule.running
-        under_way = self._under_way[strand.name]
-        while len(under_way) > outstanding:
-            self._schedule.land(under_way[0])
-        ended = self._started[strand.name] - outstanding
-        if ended > 0:
+        if ended := self._stores.wait(outstanding):
             self._ended[strand.name] = ended
             join(strand.clock.known_to_one, {bulk_stores(strand.name): ended})
 
     def end(self) -> None:
         """The program ends, and with it the shared memory that is stored from."""
-        for name, started in self._started.items():
+        for name, started in self._stores.started.items():
             if self._ended[name] < started:
                 raise KernelFault(f"ends without waiting for {bulk_stores(name)}")
 

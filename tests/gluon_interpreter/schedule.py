@@ -6,7 +6,7 @@ of orders come up, those too in which one partition is far ahead or everything e
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -170,3 +170,42 @@ class EventOrder:
     def _deadlock(self) -> KernelFault:
         waiting = (f"{it.name} waits for {it.waits_for()}" for it in self._partitions if not it.done)
         return KernelFault(f"deadlock: {'; '.join(waiting)}")
+
+
+class InOrder:
+    """Operations that each partition starts, which take place late and one after the other.
+
+    Attributes:
+        started: how many each partition has.
+    """
+
+    def __init__(self, schedule: EventOrder) -> None:
+        self.started: defaultdict[str, int] = defaultdict(int)
+        self._schedule = schedule
+        self._under_way: defaultdict[str, deque[Late]] = defaultdict(deque)
+
+    def next_number(self) -> int:
+        """Returns the number, from 1 on, of what the running partition starts now."""
+        name = self._schedule.running.name
+        self.started[name] += 1
+        return self.started[name]
+
+    def start(self, what: str, land: Callable[[], None]) -> None:
+        """Lets it be under way."""
+        under_way = self._under_way[self._schedule.running.name]
+
+        def land_first() -> None:
+            under_way.popleft()
+            land()
+
+        late = Late(what, land_first, lambda: under_way[0] is late)
+        under_way.append(late)
+        self._schedule.late.append(late)
+
+    def wait(self, outstanding: int) -> int:
+        """Lands all of the running partition but so many, and returns how many have ended."""
+        name = self._schedule.running.name
+        under_way = self._under_way[name]
+        while len(under_way) > outstanding:
+            self._schedule.land(under_way[0])
+        return max(0, self.started[name] - outstanding)

@@ -27,12 +27,6 @@ def stored_layout(columns):
     return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
 
 
-@gluon.constexpr_function
-def multiplied_layout(columns):
-    """Returns the layout in which a group of four warps has a product of this many columns."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
 @gluon.jit
 def sigmoid(x):
     """Computes 1 / (1 + exp(-x)) in four instructions, as the Triton kernels do."""

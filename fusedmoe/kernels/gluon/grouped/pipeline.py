@@ -131,6 +131,12 @@ def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
         return gl.program_id(0), gl.num_programs(0), 0, 0
 
 
+@gluon.constexpr_function
+def multiplied_layout(columns):
+    """Returns the layout in which a group of four warps has a product of this many columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
 def multiply(
     bufs, ring, it, depth,
@@ -147,7 +153,7 @@ def multiply(
     FIRST: gl.constexpr = first_row(GROUP, BLOCKS.bm, BLOCKS.pingpong)
     BN: gl.constexpr = BLOCKS.bn
     STAGES: gl.constexpr = BLOCKS.stages
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    mma: gl.constexpr = multiplied_layout(BN)
     acc = gl.zeros([ROWS, BN], gl.float32, mma)
     if BLOCKS.pingpong:
         await_turn(turn, it // (2 * gl.cdiv(depth, BLOCKS.bk)), GROUP)

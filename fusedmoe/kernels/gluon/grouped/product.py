@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, multiplied_layout, store_box
+from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, store_box
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
@@ -18,6 +18,7 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     first_row,
     locate,
     make_ring,
+    multiplied_layout,
     multiply,
     rows_of_group,
     tiles_in,

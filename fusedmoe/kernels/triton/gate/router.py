@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.gate import summands_shape
 from fusedmoe.kernels.triton.jit import jit
 
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
@@ -422,8 +423,8 @@ def block_of_parts(rows: int) -> dict[str, int]:
 
 
 def room_for_summands(tokens: int, experts: int, device: torch.device) -> Tensor:
-    """Room for dlogits as two bfloat16 summands [2, S, E], E rounded up to 16, so that rows are copied in one piece."""
-    return torch.empty((2, tokens, triton.cdiv(experts, 16) * 16), dtype=torch.bfloat16, device=device)
+    """Room for dlogits as two bfloat16 summands."""
+    return torch.empty(summands_shape(tokens, experts), dtype=torch.bfloat16, device=device)
 
 
 def _summands(dlogits: Tensor, other: torch.dtype) -> tuple[Tensor, str, str]:
