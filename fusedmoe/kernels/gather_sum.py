@@ -63,11 +63,15 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     """value_N[n]: the value (a router weight) of the (token, k) pair that a sorted row serves, 0 in padding rows."""
-    if uses_triton(value_SK) and value_SK.element_size() <= 8:
+    if value_SK.element_size() <= 8 and uses_triton(value_SK):
         from fusedmoe.kernels.triton.gather_sum import take_values
 
         return take_values(value_SK, layout.pair_N, layout.offsets_E1)
-    return layout.zero_padding(value_SK.reshape(-1).index_select(0, layout.pair_N))
+    value_N = value_SK.reshape(-1).index_select(0, layout.pair_N)
+    if value_N.is_cuda:
+        return layout.zero_padding(value_N)
+    value_N[int(layout.offsets_E1[-1]) :] = 0
+    return value_N
 
 
 def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
