@@ -333,6 +333,7 @@ def test_layer_and_main_job_in_a_setting(cluster: Cluster) -> None:
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_layer_whose_experts_wait(cluster: Cluster) -> None:
     cluster.run(4, layer_and_job, TINY_EMULATED)
 

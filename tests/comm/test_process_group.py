@@ -272,5 +272,6 @@ def next_attempt(rank: int, world: int) -> None:
         assert all_reduce(again.ep, torch.ones(1)).item() == 2.0
 
 
+@pytest.mark.slow
 def test_an_attempt_reads_nothing_of_the_one_before(cluster: Cluster) -> None:
     cluster.run(2, next_attempt)

@@ -53,7 +53,8 @@ def steps(rank: int, world: int, folder: str, tokens: list[Tensor]) -> tuple[dic
     return {name: p.detach().clone() for name, p in adapters(model).items()}, worst
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_one_gradient_on_all_ranks(cluster: Cluster, tmp_path: Path, world: int) -> None:
     """Adapters that begin apart are made equal, and stay so to the bit; gradients accumulate."""
     make("mixtral", "eager").save_pretrained(tmp_path)

@@ -61,6 +61,7 @@ def compare(
                     torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_two_ranks(cluster: Cluster) -> None:
     cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 3)], ("accumulated",))
