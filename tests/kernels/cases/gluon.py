@@ -145,6 +145,7 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "sorted_ptr": dtype,
         "sorted_desc": _box(variant, config.bk, config.bn if left else config.bm),
+        "out_desc": None if variant.extra else _box(variant, *result_box(config)),
         "starts_ptr": torch.int32,
         "P": height,
         "Q": width,
@@ -152,6 +153,8 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "n_row_tiles": "i32",
         "n_col_tiles": "i32",
         "GATHER_LEFT": left,
+        "EVEN": (height % config.bm if left else width % config.bn) == 0,
+        "SLOTS": slots(config, sources=1),
         "LAG": config.stages - 2,
     }
 

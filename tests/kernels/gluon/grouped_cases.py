@@ -322,6 +322,7 @@ def check_dweight(
     programs: int = 2,
     seed: int = 0,
     added: torch.dtype | None = None,
+    slots: int = 1,
     **changed: Any,
 ) -> None:
     """Runs the gradient of the experts' matrices and compares it with float64.
@@ -349,6 +350,7 @@ def check_dweight(
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
         total,
         out,
+        None if total is not None else TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout),
         starts,
         height,
         width,
@@ -356,6 +358,8 @@ def check_dweight(
         -(-height // tile.bm),
         -(-width // tile.bn),
         GATHER_LEFT=left,
+        EVEN=(height % tile.bm if left else width % tile.bn) == 0,
+        SLOTS=slots,
         LAG=lag,
         **tile.constants(stages),
         seed=seed,
