@@ -341,6 +341,7 @@ def check_dweight(
         out = total
     else:
         out = torch.full((experts, height, width), torch.nan, dtype=dtype if total is None else torch.float32)
+    boxes = TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout)
     interpret(
         dweight_kernel,
         programs,
@@ -350,7 +351,7 @@ def check_dweight(
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
         total,
         out,
-        None if total is not None else TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout),
+        boxes if total is None else None,
         starts,
         height,
         width,

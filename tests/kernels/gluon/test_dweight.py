@@ -27,7 +27,7 @@ def test_sizes_that_divide_nothing(height: int, width: int, gather: str, dtype: 
 
 
 @SIDES
-@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (5, 3, 3), *slowly((3, 0, 1), (4, 2, 50))])
+@pytest.mark.parametrize("stages, lag, programs", [(3, 1, 1), (5, 3, 3), *slowly((5, 1, 1), (4, 2, 50))])
 def test_rings_and_grids(stages: int, lag: int, programs: int, gather: str) -> None:
     check_dweight((40, 1, 37), 24, 40, gather, stages=stages, lag=lag, programs=programs)
 

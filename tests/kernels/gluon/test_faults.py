@@ -277,8 +277,9 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
     ),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
     "dweight": (
-        partial(check_dweight, DEEP, 24, 40, "right"),
-        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT,
+        # So many programs that a group has boxes of both kinds.
+        partial(check_dweight, DEEP, 24, 40, "right", slots=2, programs=3),
+        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES | IN_DWEIGHT,
     ),
 }
 PLANTED = [(kernel, fault) for kernel, (_, faults) in CASES.items() for fault in faults]

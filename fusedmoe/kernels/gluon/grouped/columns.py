@@ -122,8 +122,8 @@ def store_boxes(
     PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Stores WIDTH columns of a tile, which are its boxes from PART on, plus the bias of `first`, if there is one. `slot`:
-    the group's first."""
+    """Stores WIDTH columns of a tile, which are its boxes from PART on, with the bias of `first`, if there is one.
+    `slot`: the group's first."""
     if WIDTH > WIDE:
         HALF: gl.constexpr = WIDTH // 2
         NEXT: gl.constexpr = PART + HALF // WIDE

@@ -4,7 +4,7 @@ The other side comes by bulk copies, but for an expert's last rows where they do
 rows that are another expert's, or that nobody has written. There both sides come by copies of threads, zero past the
 end. An expert without rows has no step, and gets zeros. Gradients of other rows may be added on the way out.
 
-Which rows a step reads is looked up LAG + 1 steps ahead, by copies of threads into shared memory that end with those of
+Which rows a step reads is looked up LAG steps ahead, by copies of threads into shared memory that end with those of
 the rows: a load by each thread would be waited for in every step, longer than its product takes.
 """
 
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
-from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_step, end_steps
+from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_steps, show
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
@@ -81,7 +81,8 @@ def _load(
     BN: gl.constexpr = BLOCKS.bn
     BK: gl.constexpr = BLOCKS.bk
     STAGES: gl.constexpr = BLOCKS.stages
-    AHEAD: gl.constexpr = BLOCKS.lag + 1
+    LAG: gl.constexpr = BLOCKS.lag
+    gl.static_assert(LAG > 0)
     gathered_ptr, source_ptr, sorted_ptr, sorted_desc = sides
     left_bufs, right_bufs = bufs
     if GATHER_LEFT:
@@ -100,7 +101,7 @@ def _load(
         expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
         last = gl.maximum(end - 1, 0)
         first_step = it
-        for step in gl.static_range(AHEAD):
+        for step in gl.static_range(LAG):
             _look_up(sources, source_ptr, it + step, start + step * BK, last, BLOCKS)
         async_copy.commit_group()
         async_copy.wait_group(0)
@@ -110,12 +111,11 @@ def _load(
         else:
             gathered_first, gathered_columns, sorted_first, sorted_columns = col_tile * BN, Q, row_tile * BM, P
         for row0 in range(start, end, BK):
-            # Not past the end: such copies could still be under way when the next tile looks its rows up.
-            if row0 + AHEAD * BK < end:
-                _look_up(sources, source_ptr, it + AHEAD, row0 + AHEAD * BK, last, BLOCKS)
             gathered_buf = gathered_bufs.index(it % STAGES)
             sorted_buf = sorted_bufs.index(it % STAGES)
             await_empty(empty, it, STAGES)
+            # Before this step's copies are started: the fence may wait for those.
+            show(full, it - 1, STAGES, LAG - 1, it - LAG >= first_step)
             if row0 + BK <= end:
                 announce(full, it, STAGES, BK * SORTED * BYTES)
                 tma.async_copy_global_to_shared(sorted_desc, [row0, sorted_first], full.index(it % STAGES), sorted_buf)
@@ -136,9 +136,12 @@ def _load(
                     sorted_buf, sorted_ptr, row, end - row0, sorted_first, sorted_columns,
                     SORTED, COPIED, False, False,
                 )  # fmt: skip
-            end_step(full, it, first_step, STAGES, BLOCKS.lag)
+            # Not past the end: such copies could still be under way when the next tile looks its rows up.
+            if row0 + LAG * BK < end:
+                _look_up(sources, source_ptr, it + LAG, row0 + LAG * BK, last, BLOCKS)
+            async_copy.commit_group()
             it += 1
-        end_steps(full, it, first_step, STAGES, BLOCKS.lag)
+        end_steps(full, it, first_step, STAGES, LAG)
 
 
 @gluon.jit
@@ -180,7 +183,7 @@ def dweight_kernel(
     EVEN: gl.constexpr,
     # SLOTS: boxes of results that each group has room for; it divides those of a tile.
     SLOTS: gl.constexpr,
-    # LAG is at most STAGES - 2.
+    # LAG: at least 1, and at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -190,11 +193,11 @@ def dweight_kernel(
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], sorted_desc.layout)
     bufs = (left_bufs, right_bufs)
     sources = gl.allocate_shared_memory(gl.int64, [STAGES, BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if total_ptr is None:
+    if total_ptr is not None:
+        boxes: gl.constexpr = None
+    else:
         gl.static_assert(BN // out_desc.block_shape[1] % SLOTS == 0)
         boxes = gl.allocate_shared_memory(dtype, [2 * SLOTS, BM // 2, out_desc.block_shape[1]], out_desc.layout)
-    else:
-        boxes: gl.constexpr = None
     out = (out_ptr, out_desc)
     ring = make_ring(2, BLOCKS)
     table = (starts_ptr, experts, n_row_tiles, n_col_tiles)

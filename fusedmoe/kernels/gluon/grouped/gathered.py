@@ -22,7 +22,7 @@ def copied_layout(columns):
 
 
 @gluon.jit
-def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
+def show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
     """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
     async_copy.wait_group(BEHIND)
     fence_async_shared()
@@ -32,17 +32,17 @@ def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 
 
 @gluon.jit
-def end_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """All copies of this step have been started: the one LAG steps before is shown, if it is not before the first."""
+def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """All copies of this step have been started: the one LAG steps before is shown."""
     async_copy.commit_group()
-    _show(full, it, STAGES, LAG, it - LAG >= first)
+    show(full, it, STAGES, LAG, it >= LAG)
 
 
 @gluon.jit
 def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
     """This step does not come yet: those before it are shown, from the first on."""
     for step in gl.static_range(LAG):
-        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= first)
+        show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= first)
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def load_gathered(
                 mask = (k < D - k0)[None, :]
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
-            end_step(full, it, 0, STAGES, BLOCKS.lag)
+            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
         if BOXES > 0:
             for box in range(0, BOXES):
@@ -105,6 +105,6 @@ def load_gathered(
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
                 tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
-                end_step(full, it, 0, STAGES, BLOCKS.lag)
+                end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
     end_steps(full, it, 0, STAGES, BLOCKS.lag)
