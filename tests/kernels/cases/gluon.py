@@ -12,7 +12,7 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers, result_box, slots
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, MATRIX_REGISTERS, registers, result_box, slots
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -38,13 +38,14 @@ def _case(variant: Variant, config: HopperConfig, first: bool, widens: bool) -> 
     kernel, arguments = _KERNELS[variant.operation](variant, config)
     if variant.operation in ("dw1", "dw2"):
         arguments |= totals(variant, widens)
-    arguments |= {
+    arguments = {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.bk,
         "GROUP": config.group,
         "STAGES": config.stages,
         **registers(config),
+        **arguments,
     }
     common = is_common(variant)
     return AotCase(
@@ -152,6 +153,7 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "experts": "i32",
         "n_row_tiles": "i32",
         "n_col_tiles": "i32",
+        **MATRIX_REGISTERS,
         "GATHER_LEFT": left,
         "EVEN": (height % config.bm if left else width % config.bn) == 0,
         "SLOTS": slots(config, sources=1),

@@ -29,6 +29,8 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 # Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Where
 # accumulators take 128, there is room for little else.
 _WIDE, _NARROW = (232, 40), (208, 88)
+#: Of a matrix's gradient: whoever loads looks rows up in each step, too.
+MATRIX_REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 # Bytes of shared memory that a program can have, without what barriers take.
 _SHARED = 232448 - 1024
 
@@ -127,7 +129,7 @@ def launch_dweight(
         in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out, boxes,
         call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
         GATHER_LEFT=gather_left, EVEN=(p % config.bm if gather_left else q % config.bn) == 0,
-        SLOTS=slots(config, sources=1), LAG=config.stages - 2, **_constants(config),
+        SLOTS=slots(config, sources=1), LAG=config.stages - 2, **(_constants(config) | MATRIX_REGISTERS),
     )  # fmt: skip
 
 
