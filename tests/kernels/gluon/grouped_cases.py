@@ -341,7 +341,9 @@ def check_dweight(
         out = total
     else:
         out = torch.full((experts, height, width), torch.nan, dtype=dtype if total is None else torch.float32)
-    boxes = TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout)
+    boxes = None
+    if total is None:
+        boxes = TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout)
     interpret(
         dweight_kernel,
         programs,
@@ -351,7 +353,7 @@ def check_dweight(
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
         total,
         out,
-        boxes if total is None else None,
+        boxes,
         starts,
         height,
         width,

@@ -5,7 +5,7 @@ rows that are another expert's, or that nobody has written. There both sides com
 end. An expert without rows has no step, and gets zeros. Gradients of other rows may be added on the way out.
 
 Which rows a step reads is looked up LAG steps ahead, by copies of threads into shared memory that end with those of
-the rows: a load by each thread would be waited for in every step, longer than its product takes.
+the rows: a load by each thread would have to come from memory, and be waited for, while one step is multiplied.
 """
 
 from __future__ import annotations
