@@ -17,16 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
 from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_steps, show
-from fusedmoe.kernels.gluon.grouped.pipeline import (
-    announce,
-    await_empty,
-    blocks,
-    fill,
-    make_ring,
-    multiply,
-    place,
-    threads_barrier,
-)
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply, place
 
 
 @gluon.jit
@@ -101,11 +92,10 @@ def _load(
         expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
         last = gl.maximum(end - 1, 0)
         first_step = it
+        # Groups as of steps before the first: each is waited for as these are.
         for step in gl.static_range(LAG):
             _look_up(sources, source_ptr, it + step, start + step * BK, last, BLOCKS)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        threads_barrier()
+            async_copy.commit_group()
         if GATHER_LEFT:
             gathered_first, gathered_columns, sorted_first, sorted_columns = row_tile * BM, P, col_tile * BN, Q
         else:
