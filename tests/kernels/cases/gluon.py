@@ -12,7 +12,7 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers, result_box, slots
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, MATRIX_REGISTERS, registers, result_box, slots
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -38,13 +38,14 @@ def _case(variant: Variant, config: HopperConfig, first: bool, widens: bool) -> 
     kernel, arguments = _KERNELS[variant.operation](variant, config)
     if variant.operation in ("dw1", "dw2"):
         arguments |= totals(variant, widens)
-    arguments |= {
+    arguments = {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.bk,
         "GROUP": config.group,
         "STAGES": config.stages,
         **registers(config),
+        **arguments,
     }
     common = is_common(variant)
     return AotCase(
@@ -145,13 +146,17 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "sorted_ptr": dtype,
         "sorted_desc": _box(variant, config.bk, config.bn if left else config.bm),
+        "out_desc": None if variant.extra else _box(variant, *result_box(config)),
         "starts_ptr": torch.int32,
         "P": height,
         "Q": width,
         "experts": "i32",
         "n_row_tiles": "i32",
         "n_col_tiles": "i32",
+        **MATRIX_REGISTERS,
         "GATHER_LEFT": left,
+        "EVEN": (height % config.bm if left else width % config.bn) == 0,
+        "SLOTS": slots(config, sources=1),
         "LAG": config.stages - 2,
     }
 

@@ -322,6 +322,7 @@ def check_dweight(
     programs: int = 2,
     seed: int = 0,
     added: torch.dtype | None = None,
+    slots: int = 1,
     **changed: Any,
 ) -> None:
     """Runs the gradient of the experts' matrices and compares it with float64.
@@ -340,6 +341,9 @@ def check_dweight(
         out = total
     else:
         out = torch.full((experts, height, width), torch.nan, dtype=dtype if total is None else torch.float32)
+    boxes = None
+    if total is None:
+        boxes = TensorDescriptor.from_tensor(out.view(-1, width), [tile.bm // 2, tile.swizzle // 2], tile.layout)
     interpret(
         dweight_kernel,
         programs,
@@ -349,6 +353,7 @@ def check_dweight(
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
         total,
         out,
+        boxes,
         starts,
         height,
         width,
@@ -356,6 +361,8 @@ def check_dweight(
         -(-height // tile.bm),
         -(-width // tile.bn),
         GATHER_LEFT=left,
+        EVEN=(height % tile.bm if left else width % tile.bn) == 0,
+        SLOTS=slots,
         LAG=lag,
         **tile.constants(stages),
         seed=seed,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fusedmoe.kernels.gluon.grouped import columns, dhidden, gathered, pipeline
+from fusedmoe.kernels.gluon.grouped import columns, dhidden, dweight, gathered, pipeline
 from tests.gluon_interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
@@ -256,6 +256,16 @@ IN_DWEIGHT: dict[str, tuple[Any, Change, str]] = {
         _called_by("_load", _never),
         "deadlock|wrong phase|is read",
     ),
+    "which rows the first steps read is waited for too late": (
+        async_copy.commit_group,
+        _without(0),
+        "is read (before|without)|under way",
+    ),
+    "rows are looked up for the step beside": (
+        dweight._look_up,
+        lambda look: lambda sources, ptr, it, *others: look(sources, ptr, it + 1, *others),
+        "is read (before|without)|is written without",
+    ),
     "an expert without rows gives a stage back": (
         pipeline.release,
         lambda release: lambda empty, it, stages, pred: release(empty, it, stages, True),
@@ -277,8 +287,9 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
     ),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
     "dweight": (
-        partial(check_dweight, DEEP, 24, 40, "right"),
-        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT,
+        # So many programs that a group has boxes of both kinds.
+        partial(check_dweight, DEEP, 24, 40, "right", slots=2, programs=3),
+        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES | IN_DWEIGHT,
     ),
 }
 PLANTED = [(kernel, fault) for kernel, (_, faults) in CASES.items() for fault in faults]

@@ -120,6 +120,8 @@ def test_room_for_results_beside_the_stages() -> None:
     wide, turns = HopperConfig(128, 256, 64), HopperConfig(128, 128, 64, stages=5, pingpong=True)
     assert [launch.slots(config) for config in (wide, replace(wide, stages=3), turns)] == [2, 4, 2]
     assert launch.slots(replace(wide, stages=3), 2, 3) == 3, "and not five, which do not divide a tile's six"
+    assert launch.slots(wide, sources=1) == 2, "beside numbers of rows, which take two of the three KiB left"
+    assert launch.slots(replace(wide, bm=256, bn=128), sources=1) == 1
     with pytest.raises(ValueError, match="no room for results"):
         launch.slots(replace(turns, stages=7))
 

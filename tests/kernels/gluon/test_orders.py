@@ -37,4 +37,7 @@ def test_many_orders_of_events(kernel: str, routing: str) -> None:
         elif kernel == "dhidden":
             check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, **ring)
         else:
-            check_dweight(counts, depth, columns, "left" if odd else "right", lag=lag, **ring)
+            # It shows a step before it starts the next.
+            ring["stages"] += stages == 2
+            slots = 1 + seed // 7 % 2
+            check_dweight(counts, depth, columns, "left" if odd else "right", lag=max(lag, 1), slots=slots, **ring)

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import multiplied_layout, threads_barrier
 
 
 @gluon.jit
@@ -114,6 +114,36 @@ def store_box(
         store_columns(box.load(OUT), ptr, rows, end, columns, STRIDE, COLUMNS)
         # Waits count bulk copies, and here is none to count.
         tma.store_wait(0)
+
+
+@gluon.jit
+def store_boxes(
+    x, bias_ptr, out, boxes, slot, first, row, end, column, N, bias_sizes,
+    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    """Stores WIDTH columns of a tile, which are its boxes from PART on, with the bias of `first`, if there is one.
+    `slot`: the group's first."""
+    if WIDTH > WIDE:
+        HALF: gl.constexpr = WIDTH // 2
+        NEXT: gl.constexpr = PART + HALF // WIDE
+        left, right = halves(x, ROWS, WIDTH)
+        store_boxes(
+            left, bias_ptr, out, boxes, slot, first, row, end, column, N, bias_sizes,
+            PART, ROWS, HALF, WIDE, SLOTS, BIAS,
+        )  # fmt: skip
+        store_boxes(
+            right, bias_ptr, out, boxes, slot, first, row, end, column + HALF, N, bias_sizes,
+            NEXT, ROWS, HALF, WIDE, SLOTS, BIAS,
+        )  # fmt: skip
+    else:
+        MMA: gl.constexpr = multiplied_layout(WIDE)
+        x = gl.convert_layout(x, MMA)
+        if BIAS:
+            bias_start, bias_columns = bias_sizes
+            columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
+            x = add_bias(x, bias_ptr, first * bias_columns, bias_start, columns, bias_columns)
+        store_box(x, out, boxes, slot + PART % SLOTS, row, end, column, N, N, ROWS, WIDE, SLOTS)
 
 
 @gluon.jit

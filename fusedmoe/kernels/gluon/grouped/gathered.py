@@ -22,7 +22,7 @@ def copied_layout(columns):
 
 
 @gluon.jit
-def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
+def show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
     """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
     async_copy.wait_group(BEHIND)
     fence_async_shared()
@@ -35,14 +35,14 @@ def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
     """All copies of this step have been started: the one LAG steps before is shown."""
     async_copy.commit_group()
-    _show(full, it, STAGES, LAG, it >= LAG)
+    show(full, it, STAGES, LAG, it >= LAG)
 
 
 @gluon.jit
-def end_steps(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """This step does not come: those before it are shown."""
+def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """This step does not come yet: those before it are shown, from the first on."""
     for step in gl.static_range(LAG):
-        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= 0)
+        show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= first)
 
 
 @gluon.jit
@@ -107,4 +107,4 @@ def load_gathered(
                 tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
                 end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
-    end_steps(full, it, STAGES, BLOCKS.lag)
+    end_steps(full, it, 0, STAGES, BLOCKS.lag)

@@ -29,6 +29,8 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 # Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Where
 # accumulators take 128, there is room for little else.
 _WIDE, _NARROW = (232, 40), (208, 88)
+#: Of a matrix's gradient: whoever loads looks rows up in each step, too.
+MATRIX_REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 # Bytes of shared memory that a program can have, without what barriers take.
 _SHARED = 232448 - 1024
 
@@ -121,11 +123,13 @@ def launch_dweight(
     p, q, experts = left.shape[1], right.shape[1], call.layout.experts
     gathered, in_order = (left, right) if gather_left else (right, left)
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
+    boxes = None if total is not None else _described(out.view(-1, q), result_box(config))
     dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
         gathered, call.layout.source_N,
-        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out,
+        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out, boxes,
         call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
-        GATHER_LEFT=gather_left, LAG=config.stages - 2, **_constants(config),
+        GATHER_LEFT=gather_left, EVEN=(p % config.bm if gather_left else q % config.bn) == 0,
+        SLOTS=slots(config, sources=1), LAG=config.stages - 2, **(_constants(config) | MATRIX_REGISTERS),
     )  # fmt: skip
 
 
@@ -154,19 +158,20 @@ def result_box(config: HopperConfig) -> list[int]:
     return [rows_of_group(config.bm, config.pingpong), 64]
 
 
-def slots(config: HopperConfig, halves: int = 1, results: int = 1) -> int:
+def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
     """Returns how many boxes of results each group has room for: a tile's, or a part of them by turns, as many as fit
     beside the stages.
 
     Args:
         halves: that the tile's columns are of.
         results: of as many columns as one half.
+        sources: numbers of rows that are kept beside each row of a step.
 
     Raises:
         ValueError: not one fits.
     """
     rows, columns = result_box(config)
-    left = _SHARED - config.stages * 2 * (config.bm + config.bn) * config.bk
+    left = _SHARED - config.stages * (2 * (config.bm + config.bn) + 8 * sources) * config.bk
     boxes = config.bn // halves // columns * results
     for number in range(boxes, 0, -1):
         if boxes % number == 0 and 2 * number * rows * columns * 2 <= left:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, store_box
+from fusedmoe.kernels.gluon.grouped.columns import store_boxes
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
@@ -18,7 +18,6 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     first_row,
     locate,
     make_ring,
-    multiplied_layout,
     multiply,
     rows_of_group,
     tiles_in,
@@ -50,35 +49,6 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
 
 
 @gluon.jit
-def _finish(
-    x, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
-    PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
-    BIAS: gl.constexpr,
-):  # fmt: skip
-    """Stores WIDTH columns of a tile, which are its boxes from PART on, with their bias. `slot`: the group's first."""
-    if WIDTH > WIDE:
-        HALF: gl.constexpr = WIDTH // 2
-        NEXT: gl.constexpr = PART + HALF // WIDE
-        left, right = halves(x, ROWS, WIDTH)
-        _finish(
-            left, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
-            PART, ROWS, HALF, WIDE, SLOTS, BIAS,
-        )  # fmt: skip
-        _finish(
-            right, bias_ptr, out, boxes, slot, expert, row, end, column + HALF, N, bias_sizes,
-            NEXT, ROWS, HALF, WIDE, SLOTS, BIAS,
-        )  # fmt: skip
-    else:
-        MMA: gl.constexpr = multiplied_layout(WIDE)
-        x = gl.convert_layout(x, MMA)
-        if BIAS:
-            bias_start, bias_columns = bias_sizes
-            columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
-            x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, columns, bias_columns)
-        store_box(x, out, boxes, slot + PART % SLOTS, row, end, column, N, N, ROWS, WIDE, SLOTS)
-
-
-@gluon.jit
 def _multiply(
     of_tile,
     GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
@@ -93,7 +63,7 @@ def _multiply(
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
-        _finish(
+        store_boxes(
             acc, bias_ptr, out, boxes, GROUP_OF_WARPS * SLOTS, expert, start + FIRST, end, col_tile * BLOCKS.bn, N,
             bias_sizes, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS,
         )  # fmt: skip
