@@ -12,7 +12,7 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, MATRIX_REGISTERS, ahead, registers, result_box, slots
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, MATRIX_REGISTERS, registers, result_box, slots
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -122,7 +122,6 @@ def _dhidden(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "w_desc": _box(variant, config.bk, config.bn),
         "weight_ptr": weight,
-        "h_ptr": dtype,
         "h_desc": _box(variant, config.bm, config.bk),
         "dh_ptr": dtype,
         "a_ptr": dtype,
@@ -136,8 +135,6 @@ def _dhidden(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "WEIGHTED": variant.extra,
         "EVEN": True,
         "LAG": config.stages - 2,
-        "PINGPONG": config.pingpong,
-        "AHEAD": ahead(config, act.halves),
     }
 
 

@@ -42,8 +42,6 @@ class Tile(NamedTuple):
 
 
 SMALL = Tile()
-#: Of dhidden by turns, whose parts are every second 8 rows.
-SMALL_TURNS = Tile(bm=16)
 #: Of a matrix, whose height is contiguous in shared memory.
 SMALL_MATRIX = Tile(bm=16)
 #: As the kernels are compiled for a GPU.
@@ -259,8 +257,6 @@ def check_dhidden(
     programs: int = 2,
     seed: int = 0,
     wanted: str = "dh a ds",
-    pingpong: bool = False,
-    ahead: int = 2,
     **changed: Any,
 ) -> None:
     """Runs the gradient of the hidden rows and compares its results, as far as they are wanted, with float64."""
@@ -280,7 +276,6 @@ def check_dhidden(
         given.source,
         TensorDescriptor.from_tensor(w.view(-1, hidden), [tile.bk, tile.bn], tile.layout),
         s,
-        h,
         TensorDescriptor.from_tensor(h, [tile.bm, tile.bk], tile.layout),
         dh if "dh" in wanted else None,
         a if "a" in wanted else None,
@@ -295,8 +290,6 @@ def check_dhidden(
         WEIGHTED=weighted,
         EVEN=dim % tile.bk == 0,
         LAG=lag,
-        PINGPONG=pingpong,
-        AHEAD=ahead,
         **tile.constants(stages),
         seed=seed,
         **changed,

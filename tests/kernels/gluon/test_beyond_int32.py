@@ -25,7 +25,7 @@ from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.grouped import define_dhidden
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from tests.gluon_interpreter import interpret
-from tests.kernels.gluon.grouped_cases import SMALL, SMALL_MATRIX, SMALL_TURNS, Tile
+from tests.kernels.gluon.grouped_cases import SMALL, SMALL_MATRIX
 
 Far = Callable[..., Tensor]
 DEPTH, COLUMNS, COUNT = 24, 40, 5
@@ -62,8 +62,8 @@ def described(tensor: Tensor, *box: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [*box], SMALL.layout)
 
 
-def run(kernel: Any, *arguments: Any, tile: Tile = SMALL, **constants: Any) -> None:
-    interpret(kernel, 1, *arguments, **constants, **tile.constants(3), seed=0)
+def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    interpret(kernel, 1, *arguments, **constants, **SMALL.constants(3), seed=0)
 
 
 def test_product(far: Far) -> None:
@@ -88,19 +88,16 @@ def test_up(far: Far) -> None:
     assert torch.equal(h[FIRST:], right) and torch.equal(a[FIRST:], right.relu())
 
 
-@pytest.mark.parametrize("pingpong", [False, True], ids=["together", "by turns"])
-def test_dhidden(pingpong: bool, far: Far) -> None:
+def test_dhidden(far: Far) -> None:
     # The router weights' gradient of the second tile of columns is far from the first's.
-    n_rows = 2**31 - 8
-    dy, source, w = far(ROWS, DEPTH), far(n_rows, dtype=torch.int64), random(DEPTH, COLUMNS)
-    dy[FIRST:], source[FIRST:ROWS] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
+    dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31 - 8
+    dy[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
     h, s, ds = far(ROWS, COLUMNS), far(ROWS, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
     h[FIRST:], s[FIRST:] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
     dh, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
-    flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "LAG": 1, "PINGPONG": pingpong, "AHEAD": 1}
-    tile = SMALL_TURNS if pingpong else SMALL
-    given = dy, source, described(w, tile.bk, tile.bn), s, h, described(h, tile.bm, tile.bk), dh, a, ds
-    run(dhidden_kernel, *given, *tables(), DEPTH, COLUMNS, n_rows, 2, tile=tile, **flags)
+    flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "LAG": 1}
+    given = dy, source, described(w, SMALL.bk, SMALL.bn), s, described(h, SMALL.bm, SMALL.bk), dh, a, ds
+    run(dhidden_kernel, *given, *tables(), DEPTH, COLUMNS, n_rows, 2, **flags)
     place = torch.arange(COUNT)
     doubles = s[FIRST:].double(), h[FIRST:].double(), w[None].double()
     right = define_dhidden(dy[FIRST:].flip(0).double(), place, torch.zeros_like(place), *doubles, "relu")

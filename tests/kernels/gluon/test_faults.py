@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fusedmoe.kernels.gluon.grouped import columns, dhidden, dweight, gathered, pipeline
 from tests.gluon_interpreter import KernelFault
-from tests.kernels.gluon.grouped_cases import SMALL_TURNS, check_dhidden, check_dweight, check_product, check_up
+from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
 COUNTS = (3, 0, 9, 11)
 # Tiles without a rest before such that have one, and behind them.
@@ -250,27 +250,6 @@ IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
         "more bytes came|is read without waiting|too many",
     ),
 }
-IN_DHIDDEN_BY_TURNS: dict[str, tuple[Any, Change, str]] = {
-    # There is one more, on which nothing depends, before a group's products.
-    "one fence is lost": (fence_async_shared, _called_by("_show", _without(1)), "is read without a fence"),
-    "H is not waited for": (
-        async_copy.wait_group,
-        _called_by("_finish_by_turns", _never),
-        "is read without waiting",
-    ),
-    "one part of H too many is on its way": (
-        async_copy.wait_group,
-        _called_by("_finish_by_turns", lambda wait: lambda number: wait(number + 1)),
-        "is read without waiting",
-    ),
-    "H is fetched where the part before is not read yet": (
-        dhidden._fetch,
-        _called_by(
-            "_finish_by_turns", lambda fetch: lambda h, left, H, number, *others: fetch(h, left, H, number + 1, *others)
-        ),
-        "is read (before|without)|is written without",
-    ),
-}
 IN_DWEIGHT: dict[str, tuple[Any, Change, str]] = {
     "rows that do not fill a step are never announced": (
         pipeline.fill,
@@ -307,10 +286,6 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
         IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_BOXES,
     ),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
-    "dhidden by turns": (
-        partial(check_dhidden, (24, 0, 9, 11, 40), 40, 40, tile=SMALL_TURNS, pingpong=True),
-        IN_ALL | BY_TURNS | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN_BY_TURNS,
-    ),
     "dweight": (
         # So many programs that a group has boxes of both kinds.
         partial(check_dweight, DEEP, 24, 40, "right", slots=2, programs=3),

@@ -96,7 +96,6 @@ def test_up(activation: str, extra: bool, programs: list[int]) -> None:
 def test_dhidden(activation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant("dhidden", activation=activation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS]
-    assert checked(variant("dhidden", activation=activation, extra=extra), TURNS) == ""
 
 
 @pytest.mark.parametrize("extra", [True, False], ids=["added to others", "alone"])
@@ -125,14 +124,6 @@ def test_room_for_results_beside_the_stages() -> None:
     assert launch.slots(replace(wide, bm=256, bn=128), sources=1) == 1
     with pytest.raises(ValueError, match="no room for results"):
         launch.slots(replace(turns, stages=7))
-
-
-def test_room_for_h_beside_the_stages() -> None:
-    turns = HopperConfig(128, 128, 64, stages=5, pingpong=True)
-    found = [launch.ahead(one, halves) for one in (turns, replace(turns, stages=6)) for halves in (2, 1)]
-    assert found == [6, 6, 2, 5]
-    with pytest.raises(ValueError, match="no room for H"):
-        launch.ahead(replace(turns, stages=7), 2)
 
 
 @pytest.mark.parametrize("what", ["used", "table", "n_col_tiles"])

@@ -75,10 +75,9 @@ def add_bias(x, bias_ptr, first, start, column, COLUMNS):
 
 @gluon.jit
 def store_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
-    """Stores those inside of the expert's rows and of the matrix. Rows that are counted from `ptr`'s first one may be
-    far from it where they have 64 bits."""
+    """Stores those inside of the expert's rows and of the matrix."""
     mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
-    places = row[:, None] * STRIDE + column[None, :]
+    places = row.to(gl.int64)[:, None] * STRIDE + column[None, :]
     gl.store(ptr + places, x.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -110,7 +109,7 @@ def store_box(
         tma.async_copy_shared_to_global(desc, [row, column], box)
     else:
         OUT: gl.constexpr = stored_layout(WIDE)
-        rows = (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))).to(gl.int64)
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
         store_columns(box.load(OUT), ptr, rows, end, columns, STRIDE, COLUMNS)
         # Waits count bulk copies, and here is none to count.
@@ -153,7 +152,7 @@ def store_tile(acc, ptr, first_row, end, first_column, COLUMNS, total_ptr, ROWS:
     be the one it is stored in."""
     WIDE: gl.constexpr = BN // 4
     OUT: gl.constexpr = stored_layout(WIDE)
-    row = (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))).to(gl.int64)
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     column = first_column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
     # Some columns at a time: all at once would not fit the registers.
     left, right = halves(acc, ROWS, BN)

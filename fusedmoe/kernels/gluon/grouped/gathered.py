@@ -11,15 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 
-from fusedmoe.kernels.gluon.grouped.pipeline import (
-    announce,
-    await_empty,
-    fill,
-    locate,
-    place,
-    threads_barrier,
-    tiles_in,
-)
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, locate, threads_barrier, tiles_in
 
 
 @gluon.constexpr_function
@@ -54,38 +46,6 @@ def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(
-    x_ptrs, k, k0, expert, col_tile, w_desc, bufs, ring, sizes, it,
-    HALVES: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Loads step `it`, of depth from k0 on."""
-    BN: gl.constexpr = BLOCKS.bn
-    BK: gl.constexpr = BLOCKS.bk
-    STAGES: gl.constexpr = BLOCKS.stages
-    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
-    BH: gl.constexpr = BN // HALVES if TRANSPOSED else BN
-    x_bufs, w_bufs = bufs
-    full, empty, _ = ring
-    D, H = sizes
-    await_empty(empty, it, STAGES)
-    announce(full, it, STAGES, BN * BK * BYTES)
-    bar = full.index(it % STAGES)
-    w_buf = w_bufs.index(it % STAGES)
-    if TRANSPOSED:
-        for half in gl.static_range(HALVES):
-            w_row = (expert * HALVES + half) * H + col_tile * BH
-            tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
-    else:
-        tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
-    if EVEN:
-        async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
-    else:
-        mask = (k < D - k0)[None, :]
-        async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
-    end_step(full, it, STAGES, BLOCKS.lag)
-
-
-@gluon.jit
 def load_gathered(
     rows, w_desc, h_desc, bufs, ring, table, sizes,
     HALVES: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr, BLOCKS: gl.constexpr,
@@ -101,7 +61,7 @@ def load_gathered(
     BK: gl.constexpr = BLOCKS.bk
     STAGES: gl.constexpr = BLOCKS.stages
     x_ptr, source_ptr = rows
-    x_bufs, _ = bufs
+    x_bufs, w_bufs = bufs
     full, empty, _ = ring
     D, H = sizes
     # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
@@ -119,10 +79,23 @@ def load_gathered(
         source = gl.load(source_ptr + row).to(gl.int32).to(gl.int64)
         x_ptrs = x_ptr + source[:, None] * D + k[None, :]
         for k0 in range(0, D, BK):
-            _load_step(
-                x_ptrs, k, k0, expert, col_tile, w_desc, bufs, ring, (D, H), it, HALVES, TRANSPOSED, EVEN, BLOCKS
-            )
+            await_empty(empty, it, STAGES)
+            announce(full, it, STAGES, BN * BK * BYTES)
+            bar = full.index(it % STAGES)
+            w_buf = w_bufs.index(it % STAGES)
+            if TRANSPOSED:
+                for half in gl.static_range(HALVES):
+                    w_row = (expert * HALVES + half) * H + col_tile * BH
+                    tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
+            else:
+                tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
+            if EVEN:
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
+            else:
+                mask = (k < D - k0)[None, :]
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
+            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
         if BOXES > 0:
             for box in range(0, BOXES):
@@ -135,48 +108,3 @@ def load_gathered(
                 end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
     end_steps(full, it, 0, STAGES, BLOCKS.lag)
-
-
-@gluon.jit
-def _find(tile, table, GROUP: gl.constexpr):
-    """Expert of a tile, its first row, and its column tile; of the last one where there is no such tile."""
-    tiles_ptr, _, n_row_tiles, n_col_tiles = table
-    row_tile, col_tile = place(gl.minimum(tile, tiles_in(table) - 1), n_row_tiles, n_col_tiles, GROUP)
-    return gl.load(tiles_ptr + 2 * row_tile), gl.load(tiles_ptr + 2 * row_tile + 1), col_tile
-
-
-@gluon.jit
-def _look_up(source_ptr, start, n_rows, BLOCKS: gl.constexpr):
-    """The sources of a tile's rows. Those past its expert's end are others', or the last one: what is computed of them
-    is not stored."""
-    row = start + gl.arange(0, BLOCKS.bm, layout=gl.SliceLayout(1, copied_layout(BLOCKS.bk)))
-    return gl.load(source_ptr + gl.minimum(row, n_rows - 1)).to(gl.int32)
-
-
-@gluon.jit
-def load_gathered_ahead(rows, n_rows, w_desc, bufs, ring, table, sizes, EVEN: gl.constexpr, BLOCKS: gl.constexpr):
-    """`load_gathered`, not TRANSPOSED and without boxes, that looks up ahead, which takes registers: while a tile's
-    steps are loaded, the sources of the next one's rows and the place of the one after are on their way."""
-    x_ptr, source_ptr = rows
-    D, H = sizes
-    # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
-    D = D // 8 * 8
-    BK: gl.constexpr = BLOCKS.bk
-    k = gl.arange(0, BK, layout=gl.SliceLayout(0, copied_layout(BK)))
-    first, further = gl.program_id(0), gl.num_programs(0)
-    it = 0
-    if first < tiles_in(table):
-        expert, start, col_tile = _find(first, table, BLOCKS.group)
-        next_expert, next_start, next_col_tile = _find(first + further, table, BLOCKS.group)
-        source = _look_up(source_ptr, start, n_rows, BLOCKS)
-        for tile in range(first, tiles_in(table), further):
-            next_source = _look_up(source_ptr, next_start, n_rows, BLOCKS)
-            third_expert, third_start, third_col_tile = _find(tile + 2 * further, table, BLOCKS.group)
-            x_ptrs = x_ptr + source.to(gl.int64)[:, None] * D + k[None, :]
-            for k0 in range(0, D, BK):
-                _load_step(x_ptrs, k, k0, expert, col_tile, w_desc, bufs, ring, (D, H), it, 1, False, EVEN, BLOCKS)
-                x_ptrs += BK
-                it += 1
-            source, expert, col_tile = next_source, next_expert, next_col_tile
-            next_expert, next_start, next_col_tile = third_expert, third_start, third_col_tile
-    end_steps(ring[0], it, 0, BLOCKS.stages, BLOCKS.lag)

@@ -33,10 +33,6 @@ _WIDE, _NARROW = (232, 40), (208, 88)
 MATRIX_REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 # Bytes of shared memory that a program can have, without what barriers take.
 _SHARED = 232448 - 1024
-# Of it, what two groups need to bring a part from one layout into another.
-_CONVERTED = 8192
-# Parts of H on their way: 24 KB of each multiprocessor, in a microsecond, are more than its share of the memory's.
-_ENOUGH = 6
 
 
 def launch_product(
@@ -105,12 +101,11 @@ def launch_dhidden(
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
     dhidden_kernel[_grid(config, h, len(table.table) * n_col_tiles)](
         dy_SM, call.layout.source_N, _described(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
-        h, _described(h, [config.bm, config.bk]),
+        _described(h, [config.bm, config.bk]),
         dh, a, ds,
         table.table, table.used, call.ends_E, dim, hidden, call.layout.rows, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, WEIGHTED=weight_N is not None,
-        EVEN=dim % config.bk == 0, LAG=config.stages - 2, PINGPONG=config.pingpong,
-        AHEAD=ahead(config, activation.halves), **_constants(config),
+        EVEN=dim % config.bk == 0, LAG=config.stages - 2, **_constants(config),
     )  # fmt: skip
 
 
@@ -182,26 +177,6 @@ def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int 
         if boxes % number == 0 and 2 * number * rows * columns * 2 <= left:
             return number
     raise ValueError(f"{config}: no room for results beside its stages")
-
-
-def ahead(config: HopperConfig, halves: int) -> int:
-    """Returns of how many parts of a tile dhidden by turns has H on its way while it finishes one: as many as fit
-    beside the stages, and no more than suffice; 0 where groups do not take turns.
-
-    Args:
-        halves: of H.
-
-    Raises:
-        ValueError: not one fits.
-    """
-    if not config.pingpong:
-        return 0
-    part = min(config.bm, 64) // 2 * min(config.bn // 4, 32)
-    left = _SHARED - _CONVERTED - config.stages * 2 * (config.bm + config.bn) * config.bk
-    number = min(left // (2 * halves * 2 * part) - 1, _ENOUGH)
-    if number < 1:
-        raise ValueError(f"{config}: no room for H beside its stages")
-    return number
 
 
 def _constants(config: HopperConfig) -> dict[str, Any]:

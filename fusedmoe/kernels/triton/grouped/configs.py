@@ -237,8 +237,7 @@ _GLUON_ROWS = (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS), Candi
 _GLUON = {
     "up": (Candidate(_GLUON_WIDE),),
     "down": _GLUON_ROWS,
-    # By turns, the end of a tile, which takes as long as a product of some 800 deep, is beside the next one's product.
-    "dhidden": (Candidate(_GLUON_WIDE), Candidate(_GLUON_TURNS)),
+    "dhidden": (Candidate(_GLUON_WIDE),),
     "dinput": _GLUON_ROWS,
     "dw1": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_SHALLOW), Candidate(_GLUON_TALL)),
     "dw2": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_SHALLOW)),
