@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
-from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_steps, show
+from fusedmoe.kernels.gluon.grouped.gathered import begin_step, copied_layout, end_steps
 from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply, place
 
 
@@ -73,7 +73,6 @@ def _load(
     BK: gl.constexpr = BLOCKS.bk
     STAGES: gl.constexpr = BLOCKS.stages
     LAG: gl.constexpr = BLOCKS.lag
-    gl.static_assert(LAG > 0)
     gathered_ptr, source_ptr, sorted_ptr, sorted_desc = sides
     left_bufs, right_bufs = bufs
     if GATHER_LEFT:
@@ -104,8 +103,7 @@ def _load(
             gathered_buf = gathered_bufs.index(it % STAGES)
             sorted_buf = sorted_bufs.index(it % STAGES)
             await_empty(empty, it, STAGES)
-            # Before this step's copies are started: the fence may wait for those.
-            show(full, it - 1, STAGES, LAG - 1, it - LAG >= first_step)
+            begin_step(full, it, first_step, STAGES, LAG)
             if row0 + BK <= end:
                 announce(full, it, STAGES, BK * SORTED * BYTES)
                 tma.async_copy_global_to_shared(sorted_desc, [row0, sorted_first], full.index(it % STAGES), sorted_buf)

@@ -22,7 +22,7 @@ def copied_layout(columns):
 
 
 @gluon.jit
-def show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
+def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
     """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
     async_copy.wait_group(BEHIND)
     fence_async_shared()
@@ -32,17 +32,18 @@ def show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 
 
 @gluon.jit
-def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """All copies of this step have been started: the one LAG steps before is shown."""
-    async_copy.commit_group()
-    show(full, it, STAGES, LAG, it >= LAG)
+def begin_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """Before this step's copies are started, for which the fence would wait, the step LAG before is shown, from the
+    first on."""
+    gl.static_assert(LAG > 0)
+    _show(full, it - 1, STAGES, LAG - 1, it - LAG >= first)
 
 
 @gluon.jit
 def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
     """This step does not come yet: those before it are shown, from the first on."""
     for step in gl.static_range(LAG):
-        show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= first)
+        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= first)
 
 
 @gluon.jit
@@ -89,13 +90,14 @@ def load_gathered(
                     tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
             else:
                 tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
+            begin_step(full, it, 0, STAGES, BLOCKS.lag)
             if EVEN:
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
             else:
                 mask = (k < D - k0)[None, :]
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
+            async_copy.commit_group()
             x_ptrs += BK
-            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
         if BOXES > 0:
             for box in range(0, BOXES):
@@ -105,6 +107,7 @@ def load_gathered(
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
                 tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
-                end_step(full, it, STAGES, BLOCKS.lag)
+                begin_step(full, it, 0, STAGES, BLOCKS.lag)
+                async_copy.commit_group()
                 it += 1
     end_steps(full, it, 0, STAGES, BLOCKS.lag)

@@ -4,7 +4,7 @@ The rule: what is fast must first be right. A configuration is compared with its
 inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
 The right ones are timed on the launch itself. Verdicts and choices are kept for each GPU in a file, for the next run.
 
-Those of the Gluon form, on Hopper, are checked in another process first: one that hangs or takes the GPU ends that
+Those of the Gluon form, on Hopper, are checked in processes of their own: one that hangs or takes the GPU ends its
 process and no other. FUSEDMOE_GLUON=0 leaves them out.
 
 Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
@@ -24,6 +24,7 @@ import json
 import os
 import re
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -222,8 +223,7 @@ class Tuner:
     def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
         with _may_wait():
             try:
-                self._try_apart(key, configs)
-                right = [config for config in configs if self._is_right(key, config)]
+                right = self._right(key, configs)
                 if not right:
                     raise self._all_wrong(key, configs)
                 seconds = {}
@@ -254,56 +254,58 @@ class Tuner:
             raise self._all_wrong(key, configs)
         return seconds
 
-    def _try_apart(self, key: Key, configs: Sequence[Config]) -> None:
-        """Checks what might take the process that checks it along."""
-        new = [one for one in configs if isinstance(one, HopperConfig) and self._fault(key, one) is None]
-        new = [one for one in new if (key.variant, one) not in self._unknown]
-        if self._check_apart is None or not new:
-            return
-        for config, fault in self._check_apart(key.variant, new):
-            if fault is None:
-                self._unknown.add((key.variant, config))
-            else:
-                self._write_down(key, config, fault)  # at once: whatever becomes of this process, it is not tried again
-            if fault:
-                _warn(key, config, fault)
+    def _right(self, key: Key, configs: Sequence[Config]) -> list[Config]:
+        """Returns those that are right. What nobody has checked is: here, and apart what might take its process along."""
+        new = [one for one in configs if self._fault(key, one) is None and (key.variant, one) not in self._unknown]
+        apart = [one for one in new if isinstance(one, HopperConfig) and self._check_apart is not None]
+        if new:
+            _tell(f"checks {len(new)} forms of {key.variant}, once for this kind of GPU")
+        # Those apart are compiled beside those that are checked here.
+        verdicts = self._check_apart(key.variant, apart) if self._check_apart is not None and apart else ()
+        try:
+            for config in new:
+                if config not in apart:
+                    self._check_here(key, config)
+        finally:
+            for config, fault in verdicts:
+                if fault is None:
+                    self._unknown.add((key.variant, config))
+                else:
+                    # At once: whatever becomes of this process, it is not tried again.
+                    self._write_down(key, config, fault)
+        return [config for config in configs if self._fault(key, config) == ""]
 
-    def _is_right(self, key: Key, config: Config) -> bool:
-        fault = self._fault(key, config)
-        if fault is None and self._check_apart is not None and isinstance(config, HopperConfig):
-            return False  # the other process had no room, or no time
-        if fault is None:
-            try:
-                fault = self._check(key.variant, config)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                self._leave_out(key, config, error)
-                return False
+    def _check_here(self, key: Key, config: Config) -> None:
+        try:
+            fault = self._check(key.variant, config)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._leave_out(key, config, error)
+        else:
             self._write_down(key, config, fault)
-            if fault:
-                _warn(key, config, fault)
-        return fault == ""
 
     def _leave_out(self, key: Key, config: Config, error: Exception) -> None:
         """Writes down what a configuration has raised; raises where nothing else can run after it."""
         # Written down first: the next process must not try it again, whatever becomes of this one.
-        fault = f"{type(error).__name__}: {error}"[:1000]
-        self._write_down(key, config, fault)
+        self._write_down(key, config, f"{type(error).__name__}: {error}"[:1000])
         if isinstance(error, TimeoutError) or _is_lost():
             raise RuntimeError(
                 f"{key.variant} in {config} {error}, and nothing else can run on this GPU in this process. It is left "
                 "out from now on: please start again."
             ) from error
-        _warn(key, config, fault)
 
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
         self.record.faults[f"{key.variant}, {config}"] = fault
         self.record.save()
+        if fault:
+            warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
 
 
-def _warn(key: Key, config: Config, fault: str) -> None:
-    warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+def _tell(line: str) -> None:
+    """Tells whoever started the program what takes a while; of several ranks the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fusedmoe: {line}", file=sys.stderr, flush=True)
 
 
 def _is_lost() -> bool:

@@ -222,15 +222,13 @@ def candidates(
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
-# Of the Gluon form. Which ones there are, and their order, is by an H200 at the benchmark's shapes.
+# Of the Gluon form. Which ones there are, and their order, is by an H200 and an H100 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
 # Room for two boxes of results of each group, so that neither waits for the other to be stored; or for one more step.
 _GLUON_TURNS = HopperConfig(128, 128, 64, stages=5, pingpong=True)
 _GLUON_TURNS_6 = HopperConfig(128, 128, 64, stages=6, pingpong=True)
-# Of a matrix's gradient: in bands so high that 132 tiles are about a square; with twice as many steps of half as many
-# rows, of which more are under way; and with half as many columns that are looked up, where those are the tile's.
+# Of W1's gradient: bands so high that 132 tiles are about a square, or half as many columns that are looked up.
 _GLUON_MATRIX = HopperConfig(128, 256, 64, group=16)
-_GLUON_SHALLOW = HopperConfig(128, 256, 32, stages=8, group=16)
 _GLUON_TALL = HopperConfig(256, 128, 64)
 # Where a tile has few steps its end counts.
 _GLUON_ROWS = (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS), Candidate(_GLUON_TURNS_6))
@@ -239,8 +237,8 @@ _GLUON = {
     "down": _GLUON_ROWS,
     "dhidden": (Candidate(_GLUON_WIDE),),
     "dinput": _GLUON_ROWS,
-    "dw1": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_SHALLOW), Candidate(_GLUON_TALL)),
-    "dw2": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_SHALLOW)),
+    "dw1": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_TALL)),
+    "dw2": (Candidate(_GLUON_WIDE),),
 }
 
 

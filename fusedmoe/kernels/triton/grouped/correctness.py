@@ -3,10 +3,9 @@
 Experts without rows between, before and behind others, experts of one row, last tiles and last steps that are not full,
 more steps than a pipeline has stages, and NaN in everything that must not be read.
 
-Configurations of the Gluon form are checked in a process of their own, which may hang or lose its GPU (`check_apart`):
+Configurations of the Gluon form are checked in processes of their own, which may hang or lose the GPU (`check_apart`):
 `python -m fusedmoe.kernels.triton.grouped.correctness`. It is told what to check on its standard input. Lines of its
-standard output say that it has the GPU, that a launch was made, and the verdict on each configuration. After an
-exception, which may have taken the GPU from it, it ends, and another goes on with the rest.
+standard output say that it has the GPU, that a launch was made, and the verdict.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -255,6 +254,8 @@ _RESULTS: dict[str, Callable[[RandomRows, int, int], Results]] = {
 _START_S, _COMPILE_S, _LAUNCHED_S = 60.0, 60.0, _SECONDS + 5.0
 # Not even SIGKILL ends a process that is in a call to the GPU which never returns: it is left behind then.
 _PATIENCE_S = 10.0
+# Processes beside each other: compiling is most of what they do, and each takes half a gigabyte of the GPU's memory.
+_AT_ONCE = 3
 # Lines that are meant for us begin so: compilers talk, too.
 _STARTED, _LAUNCHED, _CHECKED = "started", "launched", "checked: "
 _PROGRAM = (sys.executable, "-m", "fusedmoe.kernels.triton.grouped.correctness")
@@ -263,41 +264,34 @@ _PROGRAM = (sys.executable, "-m", "fusedmoe.kernels.triton.grouped.correctness")
 def check_apart(
     variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str] = _PROGRAM
 ) -> Iterator[tuple[HopperConfig, str | None]]:
-    """Yields what is wrong with the results of each configuration, or that it ends the process that checks it, as soon
-    as it is known.
+    """Begins to check configurations, each in a process of its own, some beside each other. What it returns yields what
+    is wrong with the results of each, or that it has ended its process, as soon as it is known; so much memory of the
+    device as a process takes is needed once more for each that runs.
 
     "" where it is right; None where nobody knows, and another try may tell: for lack of memory, or of time to start or
-    to compile. It takes seconds; where something hangs, a minute at most.
+    to compile. It takes seconds; where something hangs, a minute or two.
 
     Args:
         program: that checks.
     """
-    left = [*configs]
-    while left:
-        process = _Checking(variant, left, device, program)
-        try:
-            for fault, last in process.verdicts():
-                yield left.pop(0), fault
-                if last or not left:
-                    break
-        finally:
-            process.end()
-        if not process.started:
-            # It is not the next one's fault, and would be no other with the others.
-            yield from ((config, None) for config in left)
-            return
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    verdicts = {pool.submit(_verdict, variant, config, device, program): config for config in configs}
+    pool.shutdown(wait=False)
+    return ((verdicts[verdict], verdict.result()) for verdict in as_completed(verdicts))
+
+
+def _verdict(variant: Variant, config: HopperConfig, device: torch.device, program: Sequence[str]) -> str | None:
+    process = _Checking(variant, config, device, program)
+    try:
+        return process.verdict()
+    finally:
+        process.end()
 
 
 class _Checking:
-    """The other process while it checks.
+    """A process that checks one configuration."""
 
-    Attributes:
-        started: it has the GPU.
-    """
-
-    def __init__(
-        self, variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str]
-    ) -> None:
+    def __init__(self, variant: Variant, config: HopperConfig, device: torch.device, program: Sequence[str]) -> None:
         # The process imports this very library, wherever it was imported from.
         root = str(Path(__file__).parents[4])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -310,13 +304,12 @@ class _Checking:
             text=True,
             env={**os.environ, "PYTHONPATH": paths},
         )
-        asked = json.dumps({"variant": variant, "configs": [*map(asdict, configs)], "device": str(device)})
+        asked = json.dumps({"variant": variant, "config": asdict(config), "device": str(device)})
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         with suppress(BrokenPipeError):  # it has ended already
             stdin.write(asked)
             stdin.close()
-        self.started = False
         self._lines: SimpleQueue[str | None] = SimpleQueue()  # None: it says no more
         threading.Thread(target=self._listen, args=(stdout,), daemon=True).start()
 
@@ -325,26 +318,25 @@ class _Checking:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def verdicts(self) -> Generator[tuple[str | None, bool]]:
-        """Yields verdicts, each with whether it is the process's last one."""
-        limit_s, launched = _START_S, False
+    def verdict(self) -> str | None:
+        """Waits for it, as `check_apart` says."""
+        limit_s, started, launched = _START_S, False, False
         until = time.monotonic() + limit_s
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:
                 why = f"the process that checks it has said nothing for {limit_s:g} seconds after its launch"
-                yield (why if launched else None), True
-                return
+                return why if launched else None
             if line is None:
-                if self.started:
-                    yield f"the process that checks it ended with {self._process.wait()}: {self._last_words()}", True
-                return
+                if not started:
+                    return None  # it never had the GPU
+                return f"the process that checks it ended with {self._process.wait()}: {self._last_words()}"
             if line.startswith(_CHECKED):
-                told = json.loads(line.removeprefix(_CHECKED))
-                yield told["fault"], told["last"]
-            if line.startswith((_STARTED, _LAUNCHED, _CHECKED)):
-                self.started, launched = True, line.startswith(_LAUNCHED)
+                fault: str | None = json.loads(line.removeprefix(_CHECKED))
+                return fault
+            if line.startswith((_STARTED, _LAUNCHED)):
+                started, launched = True, line.startswith(_LAUNCHED)
                 limit_s = _LAUNCHED_S if launched else _COMPILE_S
                 until = time.monotonic() + limit_s
 
@@ -360,27 +352,20 @@ class _Checking:
         self._errors.close()
 
 
-def main() -> int:
+def main() -> None:
     """The other process."""
     asked: dict[str, Any] = json.load(sys.stdin)
-    variant, device = Variant(*asked["variant"]), torch.device(asked["device"])
+    device, fault = torch.device(asked["device"]), None
     torch.empty(0, device=device)
     print(_STARTED, flush=True)
-    for fields in asked["configs"]:
-        fault: str | None
-        last = False
-        try:
-            fault = check(variant, HopperConfig(**fields), device, launched=lambda: print(_LAUNCHED, flush=True))
-        except Exception as error:
-            last = True
+    try:
+        config = HopperConfig(**asked["config"])
+        fault = check(Variant(*asked["variant"]), config, device, launched=lambda: print(_LAUNCHED, flush=True))
+    except Exception as error:
+        if "out of memory" not in str(error):
             fault = f"{type(error).__name__}: {error}"[:1000]
-            if "out of memory" in fault:
-                fault = None
-        print(_CHECKED + json.dumps({"fault": fault, "last": last}), flush=True)
-        if last:
-            return 1
-    return 0
+    print(_CHECKED + json.dumps(fault), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
