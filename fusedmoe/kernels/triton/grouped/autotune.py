@@ -255,7 +255,7 @@ class Tuner:
         return seconds
 
     def _right(self, key: Key, configs: Sequence[Config]) -> list[Config]:
-        """Returns those that are right. What nobody has checked is: here, and apart what might take its process along."""
+        """Returns those that are right; what nobody has checked is, apart where it might take its process along."""
         new = [one for one in configs if self._fault(key, one) is None and (key.variant, one) not in self._unknown]
         apart = [one for one in new if isinstance(one, HopperConfig) and self._check_apart is not None]
         if new:
