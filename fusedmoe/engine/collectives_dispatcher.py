@@ -273,13 +273,13 @@ class Collectives(Dispatcher):
         """
         x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
-        chunk_experts = None if assigned is None else experts.in_chunks(x_SM)
+        chunk_experts = None if assigned is None else self.in_chunks(experts, x_SM)
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
         if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
             assigned = None
         if assigned is None or chunk_experts is None:
             rows_RM, handle = self._dispatch(x_SM, met)
-            y_RM = no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM)
+            y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
             # Experts that learn take part in the backward also where they have used none of their parameters.
             if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
                 y_RM = y_RM.detach().requires_grad_()
@@ -294,6 +294,14 @@ class Collectives(Dispatcher):
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+
+    def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
+        """Calls the experts for rows that have come."""
+        return experts(rows_RM, handle.layout, handle.weight_N)
+
+    def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
+        """Makes the experts of a plan's chunks, before any rows are sent."""
+        return experts.in_chunks(x_SM)
 
     def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:
         """Makes a call's run of its plans."""

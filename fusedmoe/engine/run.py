@@ -105,6 +105,7 @@ class Run:
         streams: one for each resource, on CUDA.
         gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
         copies: of experts, whose traffic goes ahead of this layer's, forward, and behind it, backward.
+        arrive: waits, before experts compute in the forward pass, for copies that travel beside rows.
     """
 
     plans: Plans
@@ -115,6 +116,7 @@ class Run:
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
     copies: CopiesInTurns | None = None
+    arrive: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -263,6 +265,8 @@ class ForwardPass(Pass):
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
+        if self.settings.arrive is not None:
+            self.settings.arrive()
         experts = self.experts[task.layer]
         chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         # Rows go where no backward reads them, and without one pre-activations as well.

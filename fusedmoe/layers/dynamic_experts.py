@@ -108,6 +108,7 @@ class DynamicExperts:
         self.copied, self.number, self.learned = 0, 0, False
         self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
+        self._late: tuple[Transfer, ...] = ()
         self._present = False
         self._marks: list[tuple[int, int]] = []
         self._returns: Returns | None = None
@@ -175,7 +176,7 @@ class DynamicExperts:
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
         self.correct, self.balances, self.sparse, self.recorder, self._returns = None, None, None, None, None
         self.neighbours = None, None
-        self._works, self._aliases = [], ()
+        self._works, self._aliases, self._late = [], (), ()
         self._load_E = np.zeros_like(self._load_E)
         self._hold()
 
@@ -264,11 +265,32 @@ class DynamicExperts:
         """Versions and memory of parameters: whether these were changed, or moved away from their replicas."""
         return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
 
+    def fetch_late(self) -> None:
+        """Starts what was added once the gate had chosen. Collective."""
+        late, self._late = self._late, ()
+        self._gather(late)
+
+    @property
+    def late(self) -> list[int]:
+        """Rows of this rank's table whose replicas have not started on their way yet."""
+        mine = {one.expert for one in self._late if one.target == self.group.index}
+        return [row for row, expert in enumerate(self.held) if expert in mine]
+
     def arrive(self) -> None:
         """Waits for what is on its way. Collective."""
         self.fetch()
+        self.fetch_late()
         self._settle()
         self._present = True
+
+    def fetch_next(self) -> None:
+        """Starts the next layer's replicas, where they come one layer ahead: for while this layer computes. Collective.
+
+        Behind this layer's rows, which would else wait on the link for what nobody needs yet.
+        """
+        after = self.neighbours[1]
+        if self._ahead and after is not None and self.travel != "in turns":
+            after.fetch()
 
     def _settle(self) -> None:
         works, self._works = self._works, []
@@ -278,7 +300,7 @@ class DynamicExperts:
     def _drop(self) -> None:
         """Forgets the replicas, which are then fetched again before they are used again."""
         self._settle()
-        self._present = False
+        self._present, self._late = False, ()
 
     def _release(self) -> None:
         """Gives back the replicas' memory."""
@@ -355,21 +377,20 @@ class DynamicExperts:
         called, that is done where autograd has them. None: nothing learns.
 
         recomputes: the backward that needs the parameters comes at once.
-        arrived: replicas are there; else they are when `arrive` has been called.
+        arrived: replicas are there; else they are when `use` has called `arrive`, and the next layer's are on their way
+            when it has called `fetch_next`.
         """
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
         if arrived:
             self.arrive()
+            self.fetch_next()
         elif self.travel == "by tasks":
             self._make_room()
         else:
             self.fetch()
         turns = self.travel == "in turns"
-        # The next layer's replicas travel while this one computes.
-        if self._ahead and after is not None and not turns:
-            after.fetch()
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
@@ -424,7 +445,8 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> None:
-        """Fetches the replicas that a placement has more; those that it lacks send no gradients. Collective."""
+        """Takes over a placement: `fetch_late` fetches the replicas that it has more; those that it lacks send no
+        gradients. Collective."""
         if wanted == self.now:
             return
         self.arrive()
@@ -434,7 +456,7 @@ class DynamicExperts:
         last = max((one.step for one in stays), default=-1) + 1
         self._add(wanted)
         self._gathered = stays + tuple(one._replace(step=one.step + last) for one in more)
-        self._gather(more)
+        self._late += more
 
     def _send_back(
         self,

@@ -51,6 +51,29 @@ def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequen
     return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
 
+def of_experts(layout: Layout, rows_E: NDArray[np.int64], chosen_E: NDArray[np.bool_]) -> tuple[Layout, Tensor]:
+    """Returns the layout of some experts' rows alone, of all the tokens, and the rows [n] of the whole one that it has.
+
+    Worked example: of rows 0 1 | 2 | 3 4 of three experts, the first and the last have the rows 0 1 | – | 2 3, which
+    were 0, 1, 3, 4.
+
+    Args:
+        layout: without padding.
+        rows_E: its counts, on the host.
+        chosen_E: the experts whose rows stay.
+    """
+    device = layout.pair_N.device
+    chosen_N = torch.from_numpy(np.repeat(chosen_E, rows_E))
+    rows_n = chosen_N.nonzero()[:, 0]
+    # The last place is of pairs that have no row.
+    to_N = torch.full((len(chosen_N) + 1,), -1)
+    to_N[rows_n] = torch.arange(len(rows_n))
+    rows_n, to_N = rows_n.to(device), to_N.to(device)
+    counts_E = layout.counts_E * torch.from_numpy(chosen_E).to(device)
+    source_n = rows_n if layout.source_N is None else layout.source_N[rows_n]
+    return Layout(counts_E, offsets(counts_E), source_n, layout.pair_N[rows_n], to_N[layout.row_SK], True), rows_n
+
+
 def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
     """Returns the experts in each rank's table after its copies have changed: new ones in the places of those that are
     there no longer, then behind all others. Ranks keep the tables of all, since places are numbered through them.
