@@ -353,11 +353,17 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
+            found = None
             # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
-                self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
-            sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
+                found = self.balances(self.now, self._of_all_shards(tokens_WE), True)
+                # Without more copies it says already whose rows go where.
+                if found.placement != self.now or self._shards.size > 1:
+                    self._correct(found.placement)
+                    found = None
+            found = found or self.balances(self.now, tokens_WE, False)
+            sent_EV = found.sent_from(mine)
         else:
             sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)

@@ -21,11 +21,14 @@ compute 10, so 4 rows of expert 0 go to a copy on rank 1: 4 of rank 1's own 5, w
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -193,12 +196,17 @@ def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balan
     """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
     those of `before` when its gate had chosen."""
 
-    def seconds(found: Balance) -> float:
+    best_s, best = math.inf, None
+    for found in balances:
         after = found.placement
         come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
-        return layer_s(found.load(), costs) + come_s
-
-    return min(((seconds(one), one) for one in balances), key=lambda priced: priced[0])
+        # Where rows go is counted only where the rest does not settle it: all ranks wait for the answer.
+        if best is None or found.busiest * costs.token_s + come_s < best_s:
+            found_s = layer_s(found.load(), costs) + come_s
+            if best is None or found_s < best_s:
+                best_s, best = found_s, found
+    assert best is not None
+    return best_s, best
 
 
 def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int) -> list[Balance]:
@@ -209,7 +217,8 @@ def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int
     if exact.busiest * ranks < rows + ranks or not (placement.extra_W() < m).any():
         return []
     # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-    found = [balance(placement, exact.tokens_WE, exact.nodes, m, level) for level in LEVELS]
+    start = _Sharing(_nearest(placement, exact.tokens_WE, exact.nodes), placement, m)
+    found = [one for level in LEVELS for one in _levelled(deepcopy(start), exact.tokens_WE, exact.nodes, (level,))]
     if placement == before:
         return found
     return [replace(one, placement=_filled(one.placement, before, m)) for one in found]
@@ -254,8 +263,13 @@ def _balances(
     if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
         raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
     tokens_WE = tokens_WE.astype(np.int64)
+    return _levelled(_Sharing(_nearest(placement, tokens_WE, nodes), placement, m), tokens_WE, nodes, levels)
+
+
+def _levelled(
+    sharing: _Sharing, tokens_WE: NDArray[np.int64], nodes: Nodes, levels: Sequence[float]
+) -> list[Balance]:
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
-    sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
     balances: list[Balance] = []
     for level in sorted(levels, reverse=True):
         most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
@@ -297,6 +311,12 @@ class _Sharing:
         held_EV = self.holds_VE.T.astype(np.float32)
         self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
+        made = copy(self)
+        for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
+            setattr(made, name, getattr(self, name).copy())
+        return made
+
     def placement(self) -> Placement:
         """Returns who holds what now."""
         if (self.holds_VE == self.before.holds_EW.T).all():
@@ -310,19 +330,22 @@ class _Sharing:
         rank has at least however rows are shared.
         """
         work_V = self.work_V
+        if work_V.max() <= most:
+            return most
         gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
-        while (over_V := work_V > most).any():
+        # `count_nonzero` and the product of booleans: of few ranks `any` takes several times as long.
+        while np.count_nonzero(over_V := work_V > most):
             # Ranks in the order of their distance from those that have too much, until one has room.
-            layers, seen_V = [over_V], over_V.copy()
-            while layers[-1].any() and not (layers[-1] & (work_V < most)).any():
-                layers.append(gives_VV[layers[-1]].any(axis=0) & ~seen_V)
+            layers, seen_V, room_V = [over_V], over_V.copy(), work_V < most
+            while np.count_nonzero(layers[-1]) and not np.count_nonzero(layers[-1] & room_V):
+                layers.append(layers[-1] @ gives_VV & ~seen_V)
                 seen_V |= layers[-1]
-            if not layers[-1].any():
+            if not np.count_nonzero(layers[-1]):
                 # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
                 return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
             chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
             for before_V in layers[-2::-1]:
-                ranks = np.flatnonzero(before_V & gives_VV[:, chain[0]])
+                ranks = (before_V & gives_VV[:, chain[0]]).nonzero()[0]
                 movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
                 chain.insert(0, int(ranks[movable.argmax()]))
             self._move(chain, most)
@@ -339,10 +362,11 @@ class _Sharing:
         rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
         for giver, taker, movable_E in hops:
             # The largest first: so few experts change.
-            order = np.argsort(-movable_E, kind="stable")
-            before_E = movable_E[order].cumsum() - movable_E[order]
+            order = (-movable_E).argsort(kind="stable")
+            sorted_E = movable_E[order]
+            before_E = sorted_E.cumsum() - sorted_E
             part_E = np.zeros_like(movable_E)
-            part_E[order] = np.clip(rows - before_E, 0, movable_E[order])
+            part_E[order] = np.minimum(np.maximum(rows - before_E, 0), sorted_E)
             self.computed_VE[giver] -= part_E
             self.computed_VE[taker] += part_E
         self.work_V[first] -= rows
@@ -407,11 +431,13 @@ def _share(counts_ENR: NDArray[np.int64], part_EN: NDArray[np.int64]) -> NDArray
     before_ENR = counts_ENR.cumsum(axis=2)
     all_EN = np.maximum(before_ENR[:, :, -1], 1)
     before_ENR = before_ENR * part_EN[:, :, None] // all_EN[:, :, None]
-    return np.diff(before_ENR, axis=2, prepend=0)
+    before_ENR[:, :, 1:] -= before_ENR[:, :, :-1].copy()
+    return before_ENR
 
 
 def _row_of(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns [E, V], the rows from one rank to each where senders and receivers are matched in order, by expert."""
     start_E = sent_EW[:, :rank].sum(axis=1)
-    ends_EV = np.clip(received_EV.cumsum(axis=1) - start_E[:, None], 0, sent_EW[:, rank, None])
-    return np.diff(ends_EV, axis=1, prepend=0)
+    ends_EV = np.minimum(np.maximum(received_EV.cumsum(axis=1) - start_E[:, None], 0), sent_EW[:, rank, None])
+    ends_EV[:, 1:] -= ends_EV[:, :-1].copy()
+    return ends_EV
