@@ -456,12 +456,10 @@ class DynamicExperts:
         if wanted == self.now:
             return
         self.arrive()
-        # What is fetched late goes after what was fetched before, also when its gradients go back.
         more = gather(self.now.both(wanted), wanted, self.nodes)
         stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
-        last = max((one.step for one in stays), default=-1) + 1
         self._add(wanted)
-        self._gathered = stays + tuple(one._replace(step=one.step + last) for one in more)
+        self._gathered = _chained(stays, more)
         self._late += more
 
     def _send_back(
@@ -498,6 +496,18 @@ class DynamicExperts:
         before = self.neighbours[0]
         if before is not None and self.travel != "in turns":
             before.fetch()
+
+
+def _chained(before: tuple[Transfer, ...], more: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Numbers the steps of transfers that were added, as if all had been planned together: an expert is sent on in the
+    step after the one in which it arrives. As few steps as can be, for gradients go back by as many."""
+    ready = {(one.expert, one.target): one.step + 1 for one in before}
+    added = []
+    for one in more:
+        step = ready.get((one.expert, one.source), 0)
+        ready[one.expert, one.target] = step + 1
+        added.append(one._replace(step=step))
+    return tuple(sorted((*before, *added), key=lambda one: (one.step, one.expert, one.source)))
 
 
 class _With(nn.Module):

@@ -36,14 +36,14 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, gather, layer_s
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, PlacementLoad, gather, layer_s
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
 LEVELS = (1.0, 1.03, 1.1, 1.25)
 #: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
 _LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
 # Of the mean: copies that compute fewer rows may give their places to others.
-_USELESS = 1 / 8
+_USELESS = 1 / 4
 # Copies that come after the gate, and a look for them, must save this share of the layer's time.
 _WORTH = 0.02
 
@@ -152,7 +152,7 @@ def cheapest_balance(
     them. Arguments are those of `balance`.
     """
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
-    tried += _with_copies(placement, placement, tried[-1], m)
+    tried += _with_copies(placement, placement, tried[-1], m, costs)
     return _cheapest(placement, costs, tried)[1]
 
 
@@ -181,10 +181,7 @@ def auto_balance(
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
     as_it_is_s, as_it_is = _cheapest(placement, costs, tried)
     exact = tried[-1]
-    copied = _with_copies(placement, placement, exact, m)
-    less = _useful(exact) if m else placement
-    if less != placement:
-        copied += _with_copies(placement, less, exact, m)
+    copied = _with_copies(placement, _useful(exact), exact, m, costs) if m else []
     if copied:
         cheapest_s, cheapest = _cheapest(placement, costs, copied)
         if cheapest_s < as_it_is_s - _WORTH * now_s:
@@ -209,19 +206,57 @@ def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balan
     return best_s, best
 
 
-def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int) -> list[Balance]:
-    """Returns balances with new copies beside those of `placement`, by level; places of `before` that they leave free
-    keep their copies. `exact`: of the copies that there are."""
-    rows, ranks = int(exact.tokens_WE.sum()), exact.nodes.ranks
-    # New copies are for ranks that compute more than the mean.
-    if exact.busiest * ranks < rows + ranks or not (placement.extra_W() < m).any():
+def _with_copies(
+    before: Placement, placement: Placement, exact: Balance, m: int, costs: PlacementCosts
+) -> list[Balance]:
+    """Returns balances with new copies beside those of `placement`, by level: with copies for ranks that compute more
+    than the mean alone, and with copies that keep rows on their node before those. Places of `before` that they leave
+    free keep their copies. `exact`: of the copies that there are."""
+    rows, tokens_WE, nodes = int(exact.tokens_WE.sum()), exact.tokens_WE, exact.nodes
+    if not (placement.extra_W() < m).any():
         return []
-    # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-    start = _Sharing(_nearest(placement, exact.tokens_WE, exact.nodes), placement, m)
-    found = [one for level in LEVELS for one in _levelled(deepcopy(start), exact.tokens_WE, exact.nodes, (level,))]
+    starts = [placement] if exact.busiest * nodes.ranks >= rows + nodes.ranks else []
+    nearer = _nearer(placement, tokens_WE, nodes, m, costs)
+    starts += [nearer] if nearer != placement else []
+    found = []
+    for start in starts:
+        sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
+        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
+        for level in LEVELS:
+            found += _levelled(deepcopy(sharing), tokens_WE, nodes, (level,))
     if placement == before:
         return found
     return [replace(one, placement=_filled(one.placement, before, m)) for one in found]
+
+
+def _nearer(
+    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+) -> Placement:
+    """Returns the placement with copies on nodes that have none of an expert, the most rows first: where it takes those
+    rows longer to cross between nodes than a copy, and its gradients, and as long as ranks have room.
+
+    Worked example: two nodes of one rank, each with room for one copy; all rows are for expert 0, on rank 0. Half of
+    them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
+    """
+    by_node = (placement.experts, nodes.count, nodes.per_node)
+    holds_EW, room_W = placement.holds_EW.copy(), m - placement.extra_W()
+    from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
+    copies_EN = holds_EW.reshape(by_node).sum(axis=2)
+    # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
+    work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
+    crossing_EN = np.where(copies_EN == 0, from_EN, 0)
+    least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
+    for expert, node in zip(*np.divmod(np.argsort(-crossing_EN, axis=None, kind="stable"), nodes.count), strict=True):
+        ranks = np.arange(node * nodes.per_node, (node + 1) * nodes.per_node)
+        ranks = ranks[room_W[ranks] > 0]
+        if crossing_EN[expert, node] <= least:
+            break
+        if len(ranks):
+            rank = ranks[work_W[ranks].argmin()]
+            holds_EW[expert, rank] = True
+            room_W[rank] -= 1
+            work_W[rank] += crossing_EN[expert, node]
+    return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement
 
 
 def _useful(exact: Balance) -> Placement:
