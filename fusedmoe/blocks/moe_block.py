@@ -241,9 +241,7 @@ class MoEBlock:
         assert placed is not None
         if placed.travel != "by tasks":
             placed.arrive()  # they have been on their way while the layers before were at work
-        layout = placed.split(layout, self._learns, adds=False)
-        placed.fetch_late()
-        return layout
+        return placed.split(layout, self._learns, adds=False)
 
     def begin(self, x: Tensor, split: Split, degrees: BlockDegrees, keep: bool) -> BlockState:
         """Begins a call for a batch like x, [B, …, M]: makes the state that both passes share. Copies of experts start

@@ -47,6 +47,8 @@ Travel = Literal["at once", "in turns", "by tasks"]
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
 # The same, and whether replicas may be added -> which of them computes whose rows.
 Balances = Callable[[Placement, NDArray[np.int64], bool], Balance]
+# Whether transfers are longer on their way than the rows that a balance sends.
+Outlasts = Callable[[Sequence[Transfer], Balance], bool]
 
 
 class DynamicExperts:
@@ -68,6 +70,9 @@ class DynamicExperts:
             a step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `call` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
+        outlasts: whether replicas are longer on their way than the rows (`fusedmoe.placement.balance`); None: never.
+        late: rows of this rank's table with replicas that were chosen after the gate and outlast the layer's rows, so
+            that the experts that are here compute theirs first.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas may be fetched one layer ahead.
@@ -98,6 +103,8 @@ class DynamicExperts:
         self.travel: Travel = "at once"
         self.correct: Correct | None = None
         self.balances: Balances | None = None
+        self.outlasts: Outlasts | None = None
+        self.late: tuple[int, ...] = ()
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
@@ -108,7 +115,6 @@ class DynamicExperts:
         self.copied, self.number, self.learned = 0, 0, False
         self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
-        self._late: tuple[Transfer, ...] = ()
         self._present = False
         self._marks: list[tuple[int, int]] = []
         self._returns: Returns | None = None
@@ -174,9 +180,10 @@ class DynamicExperts:
         """Leaves experts with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
-        self.correct, self.balances, self.sparse, self.recorder, self._returns = None, None, None, None, None
+        self.correct, self.balances, self.outlasts = None, None, None
+        self.sparse, self.recorder, self._returns = None, None, None
         self.neighbours = None, None
-        self._works, self._aliases, self._late = [], (), ()
+        self._works, self._aliases = [], ()
         self._load_E = np.zeros_like(self._load_E)
         self._hold()
 
@@ -197,7 +204,7 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered, self._added, self._learns = (), False, False
+        self._gathered, self._added, self._learns, self.late = (), False, False, ()
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
@@ -265,21 +272,9 @@ class DynamicExperts:
         """Versions and memory of parameters: whether these were changed, or moved away from their replicas."""
         return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
 
-    def fetch_late(self) -> None:
-        """Starts what was added once the gate had chosen. Collective."""
-        late, self._late = self._late, ()
-        self._gather(late)
-
-    @property
-    def late(self) -> list[int]:
-        """Rows of this rank's table whose replicas have not started on their way yet."""
-        mine = {one.expert for one in self._late if one.target == self.group.index}
-        return [row for row, expert in enumerate(self.held) if expert in mine]
-
     def arrive(self) -> None:
         """Waits for what is on its way. Collective."""
         self.fetch()
-        self.fetch_late()
         self._settle()
         self._present = True
 
@@ -300,7 +295,7 @@ class DynamicExperts:
     def _drop(self) -> None:
         """Forgets the replicas, which are then fetched again before they are used again."""
         self._settle()
-        self._present, self._late = False, ()
+        self._present = False
 
     def _release(self) -> None:
         """Gives back the replicas' memory."""
@@ -353,17 +348,20 @@ class DynamicExperts:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
-            found = None
+            found, more = None, ()
             # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
                 found = self.balances(self.now, self._of_all_shards(tokens_WE), True)
                 # Without more copies it says already whose rows go where.
                 if found.placement != self.now or self._shards.size > 1:
-                    self._correct(found.placement)
-                    found = None
+                    more, found = self._correct(found.placement), None
             found = found or self.balances(self.now, tokens_WE, False)
             sent_EV = found.sent_from(mine)
+            # Kept for what is computed again, and for the step's other forwards: sums are made in one order.
+            if more and self.outlasts is not None and self.outlasts(more, found):
+                came = {one.expert for one in more if one.target == mine}
+                self.late = tuple(row for row, expert in enumerate(self.held) if expert in came)
         else:
             sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)
@@ -450,17 +448,18 @@ class DynamicExperts:
         load_E, self._load_E = self._load_E, np.zeros_like(self._load_E)
         return load_E
 
-    def _correct(self, wanted: Placement) -> None:
-        """Takes over a placement: `fetch_late` fetches the replicas that it has more; those that it lacks send no
-        gradients. Collective."""
+    def _correct(self, wanted: Placement) -> tuple[Transfer, ...]:
+        """Starts the replicas that a placement has more on their way, and returns their transfers; those that it lacks
+        send no gradients. Collective."""
         if wanted == self.now:
-            return
+            return ()
         self.arrive()
         more = gather(self.now.both(wanted), wanted, self.nodes)
         stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
         self._add(wanted)
         self._gathered = _chained(stays, more)
-        self._late += more
+        self._gather(more)
+        return more
 
     def _send_back(
         self,

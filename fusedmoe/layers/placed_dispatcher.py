@@ -31,7 +31,8 @@ class Moving(Collectives):
     token's pair goes to also says which rank's sum it is in, so results are those of other placements to rounding.
 
     Copies travel beside what does not need them: predicted ones of the next layer while this one's experts compute,
-    those chosen after the gate behind this layer's rows, while the experts that are here compute theirs.
+    those chosen after the gate beside this layer's rows, and where they are longer on their way than these, while the
+    experts that are here compute theirs.
     """
 
     compiles = False
@@ -66,22 +67,21 @@ class Moving(Collectives):
         return placed.call(use, recomputing(), arrived=turns)
 
     def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
-        placed, late = self._placed, self._placed.late
-        self._rows_came()
+        placed = self._placed
+        placed.fetch_next()
         layout, weight_N = handle.layout, handle.weight_N
-        if not late or not self._begins_without(rows_RM):
+        if not placed.late or not self._begins_without(rows_RM):
             placed.arrive()
             return super().compute(experts, rows_RM, handle, exchange)
         # The experts that are here begin, and what was copied after the gate travels meanwhile.
         rows_E = exchange.sizes.come_QPE.sum(axis=(0, 1))
-        late_E = np.isin(np.arange(len(rows_E)), late)
-        (here, here_n), (later, later_n) = (of_experts(layout, rows_E, chosen_E) for chosen_E in (~late_E, late_E))
+        late_E = np.isin(np.arange(len(rows_E)), placed.late)
+        (here, here_n), (late, late_n) = (of_experts(layout, rows_E, chosen_E) for chosen_E in (~late_E, late_E))
         y_RM = experts(rows_RM, here, None if weight_N is None else weight_N[here_n])
         placed.arrive()
-        return y_RM + experts(rows_RM, later, None if weight_N is None else weight_N[later_n])
+        return y_RM + experts(rows_RM, late, None if weight_N is None else weight_N[late_n])
 
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
-        self._placed.fetch_late()
         if not self._begins_without(x_SM):
             self._placed.arrive()
         return super().in_chunks(experts, x_SM)
@@ -90,13 +90,8 @@ class Moving(Collectives):
         return replace(super().run(*given), arrive=self._arrive)
 
     def _arrive(self) -> None:
-        self._rows_came()
-        self._placed.arrive()
-
-    def _rows_came(self) -> None:
-        """Starts what rows had the link before: copies that were chosen after the gate, then the next layer's."""
-        self._placed.fetch_late()
         self._placed.fetch_next()
+        self._placed.arrive()
 
     def _begins_without(self, x_SM: Tensor) -> bool:
         """Tells whether experts can compute rows like these while parameters of others have not arrived."""

@@ -34,9 +34,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, PlacementLoad, gather, layer_s
+from fusedmoe.placement.traffic import (
+    EXCHANGES,
+    PlacementCosts,
+    PlacementLoad,
+    Transfer,
+    exchange_s,
+    gather,
+    layer_s,
+    transfers_s,
+)
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
 LEVELS = (1.0, 1.03, 1.1, 1.25)
@@ -143,35 +151,42 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 
 
 def cheapest_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
 ) -> Balance:
     """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
     with them.
 
-    New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
-    them. Arguments are those of `balance`.
+    New copies' ways count where nothing hides them (`exposed_s`). Arguments are those of `auto_balance`.
     """
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
     tried += _with_copies(placement, placement, tried[-1], m, costs)
-    return _cheapest(placement, costs, tried)[1]
+    return _cheapest(placement, costs, tried, hidden_s)[1]
 
 
 def auto_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, look_s: float = 0.0
+    placement: Placement,
+    tokens_WE: ArrayLike,
+    nodes: Nodes,
+    m: int,
+    costs: PlacementCosts,
+    look_s: float = 0.0,
+    hidden_s: float = 0.0,
 ) -> Balance:
     """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies there are.
 
     It is looked for where ranks and links that all had the mean would save more than `look_s`, and 2% of the layer's
-    time. New copies must save that share as well, with their ways counted in full. Where ranks have no room for them,
-    they may take the places of copies that compute next to nothing, if no other copy was made of those.
+    time. New copies must save that share as well, and what their ways take that nothing hides (`exposed_s`). They may
+    take the places of copies that compute next to nothing, if no other copy was made of those.
 
     Worked example: rank 0 owns expert 0, rank 1 expert 1, with room for one copy each. Expert 1 was predicted, so rank
     0 has a copy of it; but all rows are for expert 0. Rank 1 takes a copy of 0, if half of the rows take longer than
-    the copy's way there and its gradients' way back.
+    the copy's way there and its gradients' way back, as far as these are not hidden.
 
     Args:
         placement: owners, and the copies that were made by one gather (`traffic.gather`) from them.
         look_s: seconds that looking for the cheapest takes, the same on every rank.
+        hidden_s: seconds for which the link of copies' gradients has work beside it in the backward pass, between this
+            layer's rows and those of the layer before.
         tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
     """
     nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
@@ -179,27 +194,59 @@ def auto_balance(
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
-    as_it_is_s, as_it_is = _cheapest(placement, costs, tried)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, tried, hidden_s)
     exact = tried[-1]
     copied = _with_copies(placement, _useful(exact), exact, m, costs) if m else []
     if copied:
-        cheapest_s, cheapest = _cheapest(placement, costs, copied)
+        cheapest_s, cheapest = _cheapest(placement, costs, copied, hidden_s)
         if cheapest_s < as_it_is_s - _WORTH * now_s:
             return cheapest
     return as_it_is
 
 
-def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balance]) -> tuple[float, Balance]:
+def exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
+    """Returns the seconds of new copies' ways that nothing hides, of a layer whose copies were those of `before`.
+
+    Copies travel beside the layer's rows and share links with them, so that they count as long as rows travel. Where
+    they take longer than those, experts that are here compute meanwhile. Gradients have what those of the copies before
+    leave of `hidden_s`.
+
+    Worked example: a copy travels for 5 s, the rows for 2, and the rank that gets it computes for 1 s in the forward
+    pass without it. Then 4 s count. Its gradients take 5 s as well, of which none count if `hidden_s` is 8, and those
+    of the copies before take 3.
+    """
+    after, nodes = found.placement, found.nodes
+    if after.is_within(before):
+        return 0.0
+    new_EV = after.holds_EW & ~before.holds_EW
+    there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    outlasts_s = max(0.0, there_s - exchange_s(found.load(), costs) / EXCHANGES)
+    # Forward is a third of what a row takes.
+    here_W = np.where(new_EV, 0, found.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
+    if hidden_s:
+        hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
+    return there_s - min(outlasts_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
+
+
+def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:
+    """Tells whether copies are longer on their way than the rows of one all-to-all."""
+    rows_s = exchange_s(found.load(), costs) / EXCHANGES
+    return transfers_s(transfers, found.nodes, costs, costs.expert_bytes) > rows_s
+
+
+def _cheapest(
+    before: Placement, costs: PlacementCosts, balances: Sequence[Balance], hidden_s: float
+) -> tuple[float, Balance]:
     """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
     those of `before` when its gate had chosen."""
 
     best_s, best = math.inf, None
     for found in balances:
-        after = found.placement
-        come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
-        # Where rows go is counted only where the rest does not settle it: all ranks wait for the answer.
-        if best is None or found.busiest * costs.token_s + come_s < best_s:
-            found_s = layer_s(found.load(), costs) + come_s
+        # Where rows go, and copies, is counted only where the rest does not settle it: all ranks wait for the answer.
+        if best is None or found.busiest * costs.token_s < best_s:
+            found_s = layer_s(found.load(), costs)
+            if best is None or found_s < best_s:
+                found_s += exposed_s(before, found, costs, hidden_s)
             if best is None or found_s < best_s:
                 best_s, best = found_s, found
     assert best is not None
