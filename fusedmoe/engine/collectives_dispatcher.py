@@ -35,7 +35,6 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
-from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
@@ -285,12 +284,7 @@ class Collectives(Dispatcher):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
         # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
-        there, back = assigned.plans.degrees
-        if there != back and not chunk_experts.any_degree:
-            raise ConfigError(
-                f"experts that are modules of their own need one degree for both passes, not {there} forward and "
-                f"{back} backward: their backward follows the forward's chunks"
-            )
+        assigned.plans.require_one_degree(chunk_experts)
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
@@ -300,7 +294,6 @@ class Collectives(Dispatcher):
         return experts(rows_RM, handle.layout, handle.weight_N)
 
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
-        """Makes the experts of a plan's chunks, before any rows are sent."""
         return experts.in_chunks(x_SM)
 
     def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:

@@ -24,6 +24,7 @@ from torch import Tensor
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunk_experts import ChunkExperts, Rest, Totals
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
@@ -65,6 +66,15 @@ class Plans:
     def degrees(self) -> tuple[int, int]:
         """The largest numbers of chunks of a layer, forward and backward."""
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
+
+    def require_one_degree(self, experts: ChunkExperts) -> None:
+        """Raises `ConfigError` for other degrees backward than forward, where experts cannot follow them."""
+        there, back = self.degrees
+        if there != back and not experts.any_degree:
+            raise ConfigError(
+                f"experts that are modules of their own need one degree for both passes, not {there} forward and "
+                f"{back} backward: their backward follows the forward's chunks"
+            )
 
     @cached_property
     def late_weight_gradients(self) -> frozenset[int | None]:

@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, materialise
-from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import by_place, held_after, replace, table, unstacked_of
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.expert_tables import by_place, held_after, nodes_of, of_all_shards, replace, table, unstacked_of
 from fusedmoe.placement.balance import Balance
-from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.traffic import Transfer, chained, dispatch, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
@@ -47,8 +47,6 @@ Travel = Literal["at once", "in turns", "by tasks"]
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
 # The same, and whether replicas may be added -> which of them computes whose rows.
 Balances = Callable[[Placement, NDArray[np.int64], bool], Balance]
-# Whether transfers are longer on their way than the rows that a balance sends.
-Outlasts = Callable[[Sequence[Transfer], Balance], bool]
 
 
 class DynamicExperts:
@@ -97,13 +95,13 @@ class DynamicExperts:
         if any(True for _ in experts.buffers()):
             raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
-        self.nodes = _nodes(topology)
+        self.nodes = nodes_of(topology)
         self.placement = Placement.even(topology.ep.size, count)
         self.rematerialises, self.hooked, self.begun = False, False, False
         self.travel: Travel = "at once"
         self.correct: Correct | None = None
         self.balances: Balances | None = None
-        self.outlasts: Outlasts | None = None
+        self.outlasts: Callable[[Sequence[Transfer], Balance], bool] | None = None
         self.late: tuple[int, ...] = ()
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
@@ -345,34 +343,26 @@ class DynamicExperts:
         if training:  # others see other tokens than those that loads are predicted for
             self._load_E += tokens_WE[mine]
         if self.correct is not None and training:
-            self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
+            self._correct(self.correct(self.now, of_all_shards(self._shards, tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
-            found, more = None, ()
+            balance, more = None, tuple[Transfer, ...]()
             # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
-                found = self.balances(self.now, self._of_all_shards(tokens_WE), True)
+                balance = self.balances(self.now, of_all_shards(self._shards, tokens_WE), True)
                 # Without more copies it says already whose rows go where.
-                if found.placement != self.now or self._shards.size > 1:
-                    more, found = self._correct(found.placement), None
-            found = found or self.balances(self.now, tokens_WE, False)
-            sent_EV = found.sent_from(mine)
+                if balance.placement != self.now or self._shards.size > 1:
+                    more, balance = self._correct(balance.placement), None
+            balance = balance or self.balances(self.now, tokens_WE, False)
+            sent_EV = balance.sent_from(mine)
             # Kept for what is computed again, and for the step's other forwards: sums are made in one order.
-            if more and self.outlasts is not None and self.outlasts(more, found):
+            if more and self.outlasts is not None and self.outlasts(more, balance):
                 came = {one.expert for one in more if one.target == mine}
                 self.late = tuple(row for row, expert in enumerate(self.held) if expert in came)
         else:
             sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)
-
-    def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums the tokens of all ranks that have parts of the same experts."""
-        # They decide as one: a replica needs all of its parts.
-        if self._shards.size == 1:
-            return tokens_WE
-        summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
-        return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
     def call(self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True) -> T:
         """Calls `use` with experts whose parameters are those of all that this rank holds. Collective.
@@ -457,7 +447,7 @@ class DynamicExperts:
         more = gather(self.now.both(wanted), wanted, self.nodes)
         stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
         self._add(wanted)
-        self._gathered = _chained(stays, more)
+        self._gathered = chained(stays, more)
         self._gather(more)
         return more
 
@@ -497,18 +487,6 @@ class DynamicExperts:
             before.fetch()
 
 
-def _chained(before: tuple[Transfer, ...], more: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-    """Numbers the steps of transfers that were added, as if all had been planned together: an expert is sent on in the
-    step after the one in which it arrives. As few steps as can be, for gradients go back by as many."""
-    ready = {(one.expert, one.target): one.step + 1 for one in before}
-    added = []
-    for one in more:
-        step = ready.get((one.expert, one.source), 0)
-        ready[one.expert, one.target] = step + 1
-        added.append(one._replace(step=step))
-    return tuple(sorted((*before, *added), key=lambda one: (one.step, one.expert, one.source)))
-
-
 class _With(nn.Module):
     """A module that passes on experts, whose parameters `functional_call` has put in their place."""
 
@@ -518,20 +496,3 @@ class _With(nn.Module):
 
     def forward(self, use: Callable[[Experts, SendBack | None], T], send: SendBack | None) -> T:
         return use(self.experts, send)
-
-
-def first_place(experts: int, topology: Topology) -> Place:
-    """Places a rank's experts at first: evenly over ep, in order; their number need not divide."""
-    ep, esp = topology.ep, topology.esp
-    owned = Placement.even(ep.size, experts).owned(ep.index)
-    return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
-
-
-def _nodes(topology: Topology) -> Nodes:
-    """Nodes of the expert-parallel group."""
-    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
-    node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
-    per_node = node_W.count(node_W[0])
-    even = len(node_W) == per_node * len(set(node_W))
-    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    return Nodes(len(node_W), per_node if even else 1)

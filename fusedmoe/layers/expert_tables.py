@@ -12,10 +12,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.placement.placement import Placement
+from fusedmoe.layers.expert_networks import Experts, Place
+from fusedmoe.placement.placement import Nodes, Placement
+
+
+def first_place(experts: int, topology: Topology) -> Place:
+    """Places a rank's experts at first: evenly over ep, in order; their number need not divide."""
+    ep, esp = topology.ep, topology.esp
+    owned = Placement.even(ep.size, experts).owned(ep.index)
+    return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
+
+
+def nodes_of(topology: Topology) -> Nodes:
+    """Nodes of the expert-parallel group."""
+    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
+    node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
+    per_node = node_W.count(node_W[0])
+    even = len(node_W) == per_node * len(set(node_W))
+    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
+    return Nodes(len(node_W), per_node if even else 1)
+
+
+def of_all_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums the tokens of all ranks that have parts of the same experts. Collective over these."""
+    # They decide as one: a replica needs all of its parts.
+    if shards.size == 1:
+        return tokens_WE
+    summed_WE = torch.from_numpy(tokens_WE).to(device_of(shards), copy=True)
+    return all_reduce(shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
 
 def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:

@@ -10,6 +10,9 @@ the same answer by themselves, in three steps:
    the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
 3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
 
+What is worth it (`cheapest_balance`, `auto_balance`) also looks at nodes whose rows for an expert would all cross the
+network, and gives them copies before the three steps: between nodes rows may cost more than uneven ranks.
+
 With room for as many copies as it takes, the busiest rank computes the mean, rounded up. With room for m ≥ 1 copies on
 a rank, no copies before, and no rank that owns more than q experts, none computes more than 1 + q/m times that: a rank
 that could not be filled has taken m pieces, each as large as any that is left over or larger.
@@ -35,6 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.replica_search import nearer
 from fusedmoe.placement.traffic import (
     EXCHANGES,
     PlacementCosts,
@@ -204,7 +208,7 @@ def auto_balance(
     return as_it_is
 
 
-def exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
+def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
     """Returns the seconds of new copies' ways that nothing hides, of a layer whose copies were those of `before`.
 
     Copies travel beside the layer's rows and share links with them, so that they count as long as rows travel. Where
@@ -215,14 +219,14 @@ def exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s
     pass without it. Then 4 s count. Its gradients take 5 s as well, of which none count if `hidden_s` is 8, and those
     of the copies before take 3.
     """
-    after, nodes = found.placement, found.nodes
+    after, nodes = balanced.placement, balanced.nodes
     if after.is_within(before):
         return 0.0
     new_EV = after.holds_EW & ~before.holds_EW
     there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
-    outlasts_s = max(0.0, there_s - exchange_s(found.load(), costs) / EXCHANGES)
+    outlasts_s = max(0.0, there_s - exchange_s(balanced.load(), costs) / EXCHANGES)
     # Forward is a third of what a row takes.
-    here_W = np.where(new_EV, 0, found.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
+    here_W = np.where(new_EV, 0, balanced.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
     if hidden_s:
         hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
     return there_s - min(outlasts_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
@@ -263,47 +267,17 @@ def _with_copies(
     if not (placement.extra_W() < m).any():
         return []
     starts = [placement] if exact.busiest * nodes.ranks >= rows + nodes.ranks else []
-    nearer = _nearer(placement, tokens_WE, nodes, m, costs)
-    starts += [nearer] if nearer != placement else []
-    found = []
+    near = nearer(placement, tokens_WE, nodes, m, costs)
+    starts += [near] if near != placement else []
+    balances = []
     for start in starts:
         sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
         # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
         for level in LEVELS:
-            found += _levelled(deepcopy(sharing), tokens_WE, nodes, (level,))
+            balances += _levelled(deepcopy(sharing), tokens_WE, nodes, (level,))
     if placement == before:
-        return found
-    return [replace(one, placement=_filled(one.placement, before, m)) for one in found]
-
-
-def _nearer(
-    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
-) -> Placement:
-    """Returns the placement with copies on nodes that have none of an expert, the most rows first: where it takes those
-    rows longer to cross between nodes than a copy, and its gradients, and as long as ranks have room.
-
-    Worked example: two nodes of one rank, each with room for one copy; all rows are for expert 0, on rank 0. Half of
-    them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
-    """
-    by_node = (placement.experts, nodes.count, nodes.per_node)
-    holds_EW, room_W = placement.holds_EW.copy(), m - placement.extra_W()
-    from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
-    copies_EN = holds_EW.reshape(by_node).sum(axis=2)
-    # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
-    work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
-    crossing_EN = np.where(copies_EN == 0, from_EN, 0)
-    least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
-    for expert, node in zip(*np.divmod(np.argsort(-crossing_EN, axis=None, kind="stable"), nodes.count), strict=True):
-        ranks = np.arange(node * nodes.per_node, (node + 1) * nodes.per_node)
-        ranks = ranks[room_W[ranks] > 0]
-        if crossing_EN[expert, node] <= least:
-            break
-        if len(ranks):
-            rank = ranks[work_W[ranks].argmin()]
-            holds_EW[expert, rank] = True
-            room_W[rank] -= 1
-            work_W[rank] += crossing_EN[expert, node]
-    return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement
+        return balances
+    return [replace(one, placement=_filled(one.placement, before, m)) for one in balances]
 
 
 def _useful(exact: Balance) -> Placement:
@@ -348,9 +322,7 @@ def _balances(
     return _levelled(_Sharing(_nearest(placement, tokens_WE, nodes), placement, m), tokens_WE, nodes, levels)
 
 
-def _levelled(
-    sharing: _Sharing, tokens_WE: NDArray[np.int64], nodes: Nodes, levels: Sequence[float]
-) -> list[Balance]:
+def _levelled(sharing: _Sharing, tokens_WE: NDArray[np.int64], nodes: Nodes, levels: Sequence[float]) -> list[Balance]:
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
     balances: list[Balance] = []
     for level in sorted(levels, reverse=True):

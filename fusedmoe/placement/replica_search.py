@@ -185,3 +185,33 @@ class _ReplicaSearch:
 def _relieves(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
     compute, exchange = changes
     return (compute < 0) | (exchange < 0)
+
+
+def nearer(
+    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+) -> Placement:
+    """Returns the placement with copies on nodes that have none of an expert, the most rows first: where it takes those
+    rows longer to cross between nodes than a copy, and its gradients, and as long as ranks have room.
+
+    Worked example: two nodes of one rank, each with room for one copy; all rows are for expert 0, on rank 0. Half of
+    them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
+    """
+    by_node = (placement.experts, nodes.count, nodes.per_node)
+    holds_EW, room_W = placement.holds_EW.copy(), m - placement.extra_W()
+    from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
+    copies_EN = holds_EW.reshape(by_node).sum(axis=2)
+    # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
+    work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
+    crossing_EN = np.where(copies_EN == 0, from_EN, 0)
+    least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
+    for expert, node in zip(*np.divmod(np.argsort(-crossing_EN, axis=None, kind="stable"), nodes.count), strict=True):
+        ranks = np.arange(node * nodes.per_node, (node + 1) * nodes.per_node)
+        ranks = ranks[room_W[ranks] > 0]
+        if crossing_EN[expert, node] <= least:
+            break
+        if len(ranks):
+            rank = ranks[work_W[ranks].argmin()]
+            holds_EW[expert, rank] = True
+            room_W[rank] -= 1
+            work_W[rank] += crossing_EN[expert, node]
+    return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement

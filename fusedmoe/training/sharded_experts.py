@@ -120,9 +120,9 @@ class ShardedExperts:
             that does so: (placement, tokens_WE, nodes, memory, costs) -> a placement that has all of `placement`.
         balance: "exact": once the gate has chosen, rows are shared over the copies so that the busiest rank computes as
             few as is worth it, in evaluation too; and in a step's first training forward copies are added where that
-            saves more time than they take on their way (`fusedmoe.placement.balance`). It is worked out on the host in
-            each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes, as
-            measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
+            saves more time than nothing hides of their way (`fusedmoe.placement.balance`). It is worked out on the host
+            in each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes,
+            as measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
             next to nothing may give their places to others. Elsewhere rows go to the nearest copies; and owners stay
             where their ranks are within 5% of the mean. "predicted": the copies are those of the policy, and rows
             spread evenly over them.
