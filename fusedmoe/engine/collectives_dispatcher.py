@@ -283,7 +283,6 @@ class Collectives(Dispatcher):
             if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
-        # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
         assigned.plans.require_one_degree(chunk_experts)
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
@@ -455,8 +454,9 @@ class _ByPlan(Function):
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if experts.any_degree else ()
         # A graph keeps what the backward needs, and no module: see `ChunkExperts.for_backward`.
-        ctx.batch, ctx.kept = replace(batch, experts=experts.for_backward()), () if tensors else kept
-        ctx.pairs, ctx.chunks, ctx.rows = pairs, chunks, None if weight_N is None else len(weight_N)
+        ctx.batch = replace(batch, experts=experts.for_backward(), run=replace(batch.run, arrive=None))
+        ctx.kept, ctx.pairs, ctx.chunks = () if tensors else kept, pairs, chunks
+        ctx.rows = None if weight_N is None else len(weight_N)
         ctx.save_for_backward(*received, *weights, *tensors, *parameters)
         return kernels.gather_sum(out_TM, chunks.layout)
 

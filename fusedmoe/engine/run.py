@@ -68,7 +68,8 @@ class Plans:
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
 
     def require_one_degree(self, experts: ChunkExperts) -> None:
-        """Raises `ConfigError` for other degrees backward than forward, where experts cannot follow them."""
+        """Raises `ConfigError` for other degrees backward than forward, where experts cannot follow them: on every rank
+        alike, for plans and experts are the same on all."""
         there, back = self.degrees
         if there != back and not experts.any_degree:
             raise ConfigError(

@@ -273,14 +273,15 @@ class DynamicExperts:
     def arrive(self) -> None:
         """Waits for what is on its way. Collective."""
         self.fetch()
+        self.land()
+
+    def land(self) -> None:
+        """Waits for what has started; inside `call`, too, where the experts' parameters are tables."""
         self._settle()
         self._present = True
 
     def fetch_next(self) -> None:
-        """Starts the next layer's replicas, where they come one layer ahead: for while this layer computes. Collective.
-
-        Behind this layer's rows, which would else wait on the link for what nobody needs yet.
-        """
+        """Starts the next layer's replicas, where they come one layer ahead, behind this layer's rows. Collective."""
         after = self.neighbours[1]
         if self._ahead and after is not None and self.travel != "in turns":
             after.fetch()
@@ -371,8 +372,7 @@ class DynamicExperts:
         called, that is done where autograd has them. None: nothing learns.
 
         recomputes: the backward that needs the parameters comes at once.
-        arrived: replicas are there; else they are when `use` has called `arrive`, and the next layer's are on their way
-            when it has called `fetch_next`.
+        arrived: replicas are there; else `use` calls `land`, or a task `arrive`, and `use` also `fetch_next`.
         """
         before, after = self.neighbours
         if not recomputes:

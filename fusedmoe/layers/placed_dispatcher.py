@@ -71,27 +71,27 @@ class Moving(Collectives):
         placed.fetch_next()
         layout, weight_N = handle.layout, handle.weight_N
         if not placed.late or not self._begins_without(rows_RM):
-            placed.arrive()
+            placed.land()
             return super().compute(experts, rows_RM, handle, exchange)
         # The experts that are here begin, and what was copied after the gate travels meanwhile.
         rows_E = exchange.sizes.come_QPE.sum(axis=(0, 1))
         late_E = np.isin(np.arange(len(rows_E)), placed.late)
         (here, here_n), (late, late_n) = (of_experts(layout, rows_E, chosen_E) for chosen_E in (~late_E, late_E))
         y_RM = experts(rows_RM, here, None if weight_N is None else weight_N[here_n])
-        placed.arrive()
+        placed.land()
         return y_RM + experts(rows_RM, late, None if weight_N is None else weight_N[late_n])
 
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
         if not self._begins_without(x_SM):
-            self._placed.arrive()
+            self._placed.land()
         return super().in_chunks(experts, x_SM)
 
     def run(self, *given: Any) -> Run:
-        return replace(super().run(*given), arrive=self._arrive)
+        return replace(super().run(*given), arrive=self._land)
 
-    def _arrive(self) -> None:
+    def _land(self) -> None:
         self._placed.fetch_next()
-        self._placed.arrive()
+        self._placed.land()
 
     def _begins_without(self, x_SM: Tensor) -> bool:
         """Tells whether experts can compute rows like these while parameters of others have not arrived."""
