@@ -10,8 +10,7 @@ the same answer by themselves, in three steps:
    the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
 3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
 
-What is worth it (`cheapest_balance`, `auto_balance`) also looks at nodes whose rows for an expert would all cross the
-network, and gives them copies before the three steps: between nodes rows may cost more than uneven ranks.
+Where it pays, nodes whose rows for an expert would all cross the network get copies before (`replica_search.nearer`).
 
 With room for as many copies as it takes, the busiest rank computes the mean, rounded up. With room for m ≥ 1 copies on
 a rank, no copies before, and no rank that owns more than q experts, none computes more than 1 + q/m times that: a rank
@@ -95,6 +94,10 @@ class Balance:
 
     def load(self) -> PlacementLoad:
         """Counts the rows of ranks and links in one all-to-all."""
+        return self._load
+
+    @cached_property
+    def _load(self) -> PlacementLoad:
         ways = self._ways
         near, far = (
             [int(ways_EW.sum(axis=0).max()) for ways_EW in both]

@@ -197,21 +197,22 @@ def nearer(
     them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
     """
     by_node = (placement.experts, nodes.count, nodes.per_node)
-    holds_EW, room_W = placement.holds_EW.copy(), m - placement.extra_W()
+    holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
+    room_N = room_W.reshape(nodes.count, nodes.per_node).sum(axis=1).tolist()
     from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
     copies_EN = holds_EW.reshape(by_node).sum(axis=2)
     # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
     work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
-    crossing_EN = np.where(copies_EN == 0, from_EN, 0)
+    crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
-    for expert, node in zip(*np.divmod(np.argsort(-crossing_EN, axis=None, kind="stable"), nodes.count), strict=True):
-        ranks = np.arange(node * nodes.per_node, (node + 1) * nodes.per_node)
-        ranks = ranks[room_W[ranks] > 0]
-        if crossing_EN[expert, node] <= least:
-            break
-        if len(ranks):
-            rank = ranks[work_W[ranks].argmin()]
+    order_x = np.argsort(-crossing_X, kind="stable")
+    for place in order_x[crossing_X[order_x] > least].tolist():
+        expert, node = divmod(place, nodes.count)
+        inside = slice(node * nodes.per_node, (node + 1) * nodes.per_node)
+        if room_N[node]:
+            rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
             holds_EW[expert, rank] = True
             room_W[rank] -= 1
-            work_W[rank] += crossing_EN[expert, node]
+            room_N[node] -= 1
+            work_W[rank] += crossing_X[place]
     return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement
