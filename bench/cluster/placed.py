@@ -151,7 +151,7 @@ class _Run:
         self._optimizer.zero_grad()
         self._made.clear()
         for layer in self._model.layers:
-            layer.gate.step = self._step
+            layer.gate.step, layer.experts.rows = self._step, 0
         x_SM = self._x_SM.detach().requires_grad_()
         self._model(x_SM).sum().backward()
         self._watch()
@@ -238,6 +238,8 @@ class _Given(Gate):
 class _Waiting(RowExperts):
     """Experts with parameters that travel, who hand back their rows after the time that an accelerator would take."""
 
+    each_alone = True
+
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         assert setting.emulated_flops is not None
@@ -250,7 +252,7 @@ class _Waiting(RowExperts):
         self.shardings["w"] = {"ep": 0}
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
-        self.rows = len(rows_NM)
+        self.rows += len(rows_NM)
         gradient_bytes = self.w.nbytes  # of all that the rank holds
         self.watch(None, 0)
         out_NM: Tensor = Wait.apply(rows_NM, self.w, START_S + len(rows_NM) * self.row_s)

@@ -35,7 +35,6 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
-from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
@@ -273,27 +272,28 @@ class Collectives(Dispatcher):
         """
         x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
-        chunk_experts = None if assigned is None else experts.in_chunks(x_SM)
+        chunk_experts = None if assigned is None else self.in_chunks(experts, x_SM)
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
         if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
             assigned = None
         if assigned is None or chunk_experts is None:
             rows_RM, handle = self._dispatch(x_SM, met)
-            y_RM = no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM)
+            y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
             # Experts that learn take part in the backward also where they have used none of their parameters.
             if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
-        # Refused on every rank alike: plans and experts are the same on all, and nothing has been sent but sizes.
-        there, back = assigned.plans.degrees
-        if there != back and not chunk_experts.any_degree:
-            raise ConfigError(
-                f"experts that are modules of their own need one degree for both passes, not {there} forward and "
-                f"{back} backward: their backward follows the forward's chunks"
-            )
+        assigned.plans.require_one_degree(chunk_experts)
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+
+    def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
+        """Calls the experts for rows that have come."""
+        return experts(rows_RM, handle.layout, handle.weight_N)
+
+    def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
+        return experts.in_chunks(x_SM)
 
     def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:
         """Makes a call's run of its plans."""
@@ -454,8 +454,9 @@ class _ByPlan(Function):
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if experts.any_degree else ()
         # A graph keeps what the backward needs, and no module: see `ChunkExperts.for_backward`.
-        ctx.batch, ctx.kept = replace(batch, experts=experts.for_backward()), () if tensors else kept
-        ctx.pairs, ctx.chunks, ctx.rows = pairs, chunks, None if weight_N is None else len(weight_N)
+        ctx.batch = replace(batch, experts=experts.for_backward(), run=replace(batch.run, arrive=None))
+        ctx.kept, ctx.pairs, ctx.chunks = () if tensors else kept, pairs, chunks
+        ctx.rows = None if weight_N is None else len(weight_N)
         ctx.save_for_backward(*received, *weights, *tensors, *parameters)
         return kernels.gather_sum(out_TM, chunks.layout)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunk_experts import ChunkExperts, Rest, Totals
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
@@ -66,6 +67,16 @@ class Plans:
         """The largest numbers of chunks of a layer, forward and backward."""
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
 
+    def require_one_degree(self, experts: ChunkExperts) -> None:
+        """Raises `ConfigError` for other degrees backward than forward, where experts cannot follow them: on every rank
+        alike, for plans and experts are the same on all."""
+        there, back = self.degrees
+        if there != back and not experts.any_degree:
+            raise ConfigError(
+                f"experts that are modules of their own need one degree for both passes, not {there} forward and "
+                f"{back} backward: their backward follows the forward's chunks"
+            )
+
     @cached_property
     def late_weight_gradients(self) -> frozenset[int | None]:
         """The layers whose experts' weight gradients are tasks of their own."""
@@ -105,6 +116,7 @@ class Run:
         streams: one for each resource, on CUDA.
         gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
         copies: of experts, whose traffic goes ahead of this layer's, forward, and behind it, backward.
+        arrive: waits, before experts compute in the forward pass, for copies that travel beside rows.
     """
 
     plans: Plans
@@ -115,6 +127,7 @@ class Run:
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
     copies: CopiesInTurns | None = None
+    arrive: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -263,6 +276,8 @@ class ForwardPass(Pass):
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
+        if self.settings.arrive is not None:
+            self.settings.arrive()
         experts = self.experts[task.layer]
         chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         # Rows go where no backward reads them, and without one pre-activations as well.

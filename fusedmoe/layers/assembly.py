@@ -142,7 +142,8 @@ def set_up_experts(
     topology, gate, order, experts = parts
     assert isinstance(experts, Experts)
     if moves:
-        from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
+        from fusedmoe.layers.dynamic_experts import DynamicExperts
+        from fusedmoe.layers.expert_tables import first_place
 
         place = first_place(gate.experts, topology)
     else:

@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, materialise
-from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import by_place, held_after, replace, table, unstacked_of
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.expert_tables import by_place, held_after, nodes_of, of_all_shards, replace, table, unstacked_of
 from fusedmoe.placement.balance import Balance
-from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, dispatch, gather, reduce
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.traffic import Transfer, chained, dispatch, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
@@ -68,6 +68,9 @@ class DynamicExperts:
             a step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `call` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
+        outlasts: whether replicas are longer on their way than the rows (`fusedmoe.placement.balance`); None: never.
+        late: rows of this rank's table with replicas that were chosen after the gate and outlast the layer's rows, so
+            that the experts that are here compute theirs first.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas may be fetched one layer ahead.
@@ -92,12 +95,14 @@ class DynamicExperts:
         if any(True for _ in experts.buffers()):
             raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
-        self.nodes = _nodes(topology)
+        self.nodes = nodes_of(topology)
         self.placement = Placement.even(topology.ep.size, count)
         self.rematerialises, self.hooked, self.begun = False, False, False
         self.travel: Travel = "at once"
         self.correct: Correct | None = None
         self.balances: Balances | None = None
+        self.outlasts: Callable[[Sequence[Transfer], Balance], bool] | None = None
+        self.late: tuple[int, ...] = ()
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
@@ -173,7 +178,8 @@ class DynamicExperts:
         """Leaves experts with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
-        self.correct, self.balances, self.sparse, self.recorder, self._returns = None, None, None, None, None
+        self.correct, self.balances, self.outlasts = None, None, None
+        self.sparse, self.recorder, self._returns = None, None, None
         self.neighbours = None, None
         self._works, self._aliases = [], ()
         self._load_E = np.zeros_like(self._load_E)
@@ -196,7 +202,7 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered, self._added, self._learns = (), False, False
+        self._gathered, self._added, self._learns, self.late = (), False, False, ()
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
@@ -267,8 +273,18 @@ class DynamicExperts:
     def arrive(self) -> None:
         """Waits for what is on its way. Collective."""
         self.fetch()
+        self.land()
+
+    def land(self) -> None:
+        """Waits for what has started; inside `call`, too, where the experts' parameters are tables."""
         self._settle()
         self._present = True
+
+    def fetch_next(self) -> None:
+        """Starts the next layer's replicas, where they come one layer ahead, behind this layer's rows. Collective."""
+        after = self.neighbours[1]
+        if self._ahead and after is not None and self.travel != "in turns":
+            after.fetch()
 
     def _settle(self) -> None:
         works, self._works = self._works, []
@@ -328,25 +344,26 @@ class DynamicExperts:
         if training:  # others see other tokens than those that loads are predicted for
             self._load_E += tokens_WE[mine]
         if self.correct is not None and training:
-            self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
+            self._correct(self.correct(self.now, of_all_shards(self._shards, tokens_WE)))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
+            balance, more = None, tuple[Transfer, ...]()
             # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
-                self._correct(self.balances(self.now, self._of_all_shards(tokens_WE), True).placement)
-            sent_EV = self.balances(self.now, tokens_WE, False).sent_from(mine)
+                balance = self.balances(self.now, of_all_shards(self._shards, tokens_WE), True)
+                # Without more copies it says already whose rows go where.
+                if balance.placement != self.now or self._shards.size > 1:
+                    more, balance = self._correct(balance.placement), None
+            balance = balance or self.balances(self.now, tokens_WE, False)
+            sent_EV = balance.sent_from(mine)
+            # Kept for what is computed again, and for the step's other forwards: sums are made in one order.
+            if more and self.outlasts is not None and self.outlasts(more, balance):
+                came = {one.expert for one in more if one.target == mine}
+                self.late = tuple(row for row, expert in enumerate(self.held) if expert in came)
         else:
             sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)
-
-    def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums the tokens of all ranks that have parts of the same experts."""
-        # They decide as one: a replica needs all of its parts.
-        if self._shards.size == 1:
-            return tokens_WE
-        summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
-        return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
     def call(self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True) -> T:
         """Calls `use` with experts whose parameters are those of all that this rank holds. Collective.
@@ -355,21 +372,19 @@ class DynamicExperts:
         called, that is done where autograd has them. None: nothing learns.
 
         recomputes: the backward that needs the parameters comes at once.
-        arrived: replicas are there; else they are when `arrive` has been called.
+        arrived: replicas are there; else `use` calls `land`, or a task `arrive`, and `use` also `fetch_next`.
         """
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
         if arrived:
             self.arrive()
+            self.fetch_next()
         elif self.travel == "by tasks":
             self._make_room()
         else:
             self.fetch()
         turns = self.travel == "in turns"
-        # The next layer's replicas travel while this one computes.
-        if self._ahead and after is not None and not turns:
-            after.fetch()
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
@@ -423,18 +438,18 @@ class DynamicExperts:
         load_E, self._load_E = self._load_E, np.zeros_like(self._load_E)
         return load_E
 
-    def _correct(self, wanted: Placement) -> None:
-        """Fetches the replicas that a placement has more; those that it lacks send no gradients. Collective."""
+    def _correct(self, wanted: Placement) -> tuple[Transfer, ...]:
+        """Starts the replicas that a placement has more on their way, and returns their transfers; those that it lacks
+        send no gradients. Collective."""
         if wanted == self.now:
-            return
+            return ()
         self.arrive()
-        # What is fetched late goes after what was fetched before, also when its gradients go back.
         more = gather(self.now.both(wanted), wanted, self.nodes)
         stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
-        last = max((one.step for one in stays), default=-1) + 1
         self._add(wanted)
-        self._gathered = stays + tuple(one._replace(step=one.step + last) for one in more)
+        self._gathered = chained(stays, more)
         self._gather(more)
+        return more
 
     def _send_back(
         self,
@@ -481,20 +496,3 @@ class _With(nn.Module):
 
     def forward(self, use: Callable[[Experts, SendBack | None], T], send: SendBack | None) -> T:
         return use(self.experts, send)
-
-
-def first_place(experts: int, topology: Topology) -> Place:
-    """Places a rank's experts at first: evenly over ep, in order; their number need not divide."""
-    ep, esp = topology.ep, topology.esp
-    owned = Placement.even(ep.size, experts).owned(ep.index)
-    return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
-
-
-def _nodes(topology: Topology) -> Nodes:
-    """Nodes of the expert-parallel group."""
-    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
-    node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
-    per_node = node_W.count(node_W[0])
-    even = len(node_W) == per_node * len(set(node_W))
-    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    return Nodes(len(node_W), per_node if even else 1)

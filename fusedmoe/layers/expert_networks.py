@@ -92,9 +92,12 @@ class Experts(nn.Module):
             what comes before. `load_checkpoint` compares all first, always.
         moves: the experts change owners, under a placement.
         grouped: kernels of this library compute them in chunks, `GroupedExperts`.
+        each_alone: the rows of one expert are computed by its own parameters, and no other's are read: copies of those
+            may still be on their way.
     """
 
     grouped: ClassVar[bool] = False
+    each_alone: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +321,7 @@ class FeedForward(Experts):
     Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
     """
 
-    grouped = True
+    grouped = each_alone = True
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
         super().__init__()

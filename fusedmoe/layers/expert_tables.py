@@ -12,10 +12,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.placement.placement import Placement
+from fusedmoe.layers.expert_networks import Experts, Place
+from fusedmoe.placement.placement import Nodes, Placement
+
+
+def first_place(experts: int, topology: Topology) -> Place:
+    """Places a rank's experts at first: evenly over ep, in order; their number need not divide."""
+    ep, esp = topology.ep, topology.esp
+    owned = Placement.even(ep.size, experts).owned(ep.index)
+    return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
+
+
+def nodes_of(topology: Topology) -> Nodes:
+    """Nodes of the expert-parallel group."""
+    # Where ranks do not fill nodes evenly and in order, transfers are planned as if each rank were one.
+    node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
+    per_node = node_W.count(node_W[0])
+    even = len(node_W) == per_node * len(set(node_W))
+    even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
+    return Nodes(len(node_W), per_node if even else 1)
+
+
+def of_all_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums the tokens of all ranks that have parts of the same experts. Collective over these."""
+    # They decide as one: a replica needs all of its parts.
+    if shards.size == 1:
+        return tokens_WE
+    summed_WE = torch.from_numpy(tokens_WE).to(device_of(shards), copy=True)
+    return all_reduce(shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
 
 def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:
@@ -49,6 +78,29 @@ def by_place(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequen
     assert layout.source_N is not None
     source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
     return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
+
+
+def of_experts(layout: Layout, rows_E: NDArray[np.int64], chosen_E: NDArray[np.bool_]) -> tuple[Layout, Tensor]:
+    """Returns the layout of some experts' rows alone, of all the tokens, and the rows [n] of the whole one that it has.
+
+    Worked example: of rows 0 1 | 2 | 3 4 of three experts, the first and the last have the rows 0 1 | – | 2 3, which
+    were 0, 1, 3, 4.
+
+    Args:
+        layout: without padding.
+        rows_E: its counts, on the host.
+        chosen_E: the experts whose rows stay.
+    """
+    device = layout.pair_N.device
+    chosen_N = torch.from_numpy(np.repeat(chosen_E, rows_E))
+    rows_n = chosen_N.nonzero()[:, 0]
+    # The last place is of pairs that have no row.
+    to_N = torch.full((len(chosen_N) + 1,), -1)
+    to_N[rows_n] = torch.arange(len(rows_n))
+    rows_n, to_N = rows_n.to(device), to_N.to(device)
+    counts_E = layout.counts_E * torch.from_numpy(chosen_E).to(device)
+    source_n = rows_n if layout.source_N is None else layout.source_N[rows_n]
+    return Layout(counts_E, offsets(counts_E), source_n, layout.pair_N[rows_n], to_N[layout.row_SK], True), rows_n
 
 
 def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:

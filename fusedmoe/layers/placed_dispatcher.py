@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.exchange import Bad, Exchange
-from fusedmoe.engine.chunk_experts import Totals
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
-from fusedmoe.engine.dispatcher import LocalExperts, Routed, recomputing
+from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
+from fusedmoe.engine.run import Run
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.expert_tables import of_experts
 from fusedmoe.runtime.recorder import span
 
 
@@ -25,6 +29,10 @@ class Moving(Collectives):
     step. Each rank has two places: 0 and 1 are rank 0's (experts 0, 1), 2 and 3 are rank 1's (experts 2, 0). Rank 1's
     tokens for expert 0 stay there: what is dispatched are tokens by place, as if there were four experts. Which copy a
     token's pair goes to also says which rank's sum it is in, so results are those of other placements to rounding.
+
+    Copies travel beside what does not need them: predicted ones of the next layer while this one's experts compute,
+    those chosen after the gate beside this layer's rows, and where they are longer on their way than these, while the
+    experts that are here compute theirs.
     """
 
     compiles = False
@@ -47,15 +55,50 @@ class Moving(Collectives):
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         met, placed = self.meet(routed), self._placed
+        turns = placed.travel == "in turns"
 
         def use(own: Experts, send: SendBack | None) -> Tensor:
             copies = None
             # With a step's plan copies have the link between the rows of one layer and those of the next.
-            if placed.travel == "in turns" and send is not None:
+            if turns and send is not None:
                 copies = _InTurns(placed, send, list(own.parameters()))
             return self.cross(routed.x_SM, met, own, copies)
 
-        return placed.call(use, recomputing())
+        return placed.call(use, recomputing(), arrived=turns)
+
+    def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
+        placed = self._placed
+        placed.fetch_next()
+        layout, weight_N = handle.layout, handle.weight_N
+        if not placed.late or not self._begins_without(rows_RM):
+            placed.land()
+            return super().compute(experts, rows_RM, handle, exchange)
+        # The experts that are here begin, and what was copied after the gate travels meanwhile.
+        rows_E = exchange.sizes.come_QPE.sum(axis=(0, 1))
+        late_E = np.isin(np.arange(len(rows_E)), placed.late)
+        (here, here_n), (late, late_n) = (of_experts(layout, rows_E, chosen_E) for chosen_E in (~late_E, late_E))
+        y_RM = experts(rows_RM, here, None if weight_N is None else weight_N[here_n])
+        placed.land()
+        return y_RM + experts(rows_RM, late, None if weight_N is None else weight_N[late_n])
+
+    def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
+        if not self._begins_without(x_SM):
+            self._placed.land()
+        return super().in_chunks(experts, x_SM)
+
+    def run(self, *given: Any) -> Run:
+        return replace(super().run(*given), arrive=self._land)
+
+    def _land(self) -> None:
+        self._placed.fetch_next()
+        self._placed.land()
+
+    def _begins_without(self, x_SM: Tensor) -> bool:
+        """Tells whether experts can compute rows like these while parameters of others have not arrived."""
+        placed = self._placed
+        # What is made of parameters, casts above all, is made of all of them at once.
+        same = all(parameter.dtype == x_SM.dtype for parameter in placed.parameters)
+        return placed.experts.each_alone and same and not placed.parametrised
 
 
 class _InTurns:

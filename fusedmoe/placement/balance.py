@@ -10,6 +10,8 @@ the same answer by themselves, in three steps:
    the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
 3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
 
+Where it pays, nodes whose rows for an expert would all cross the network get copies before (`replica_search.nearer`).
+
 With room for as many copies as it takes, the busiest rank computes the mean, rounded up. With room for m ≥ 1 copies on
 a rank, no copies before, and no rank that owns more than q experts, none computes more than 1 + q/m times that: a rank
 that could not be filled has taken m pieces, each as large as any that is left over or larger.
@@ -21,26 +23,38 @@ compute 10, so 4 rows of expert 0 go to a copy on rank 1: 4 of rank 1's own 5, w
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, gather, layer_s
+from fusedmoe.placement.replica_search import nearer
+from fusedmoe.placement.traffic import (
+    EXCHANGES,
+    PlacementCosts,
+    PlacementLoad,
+    Transfer,
+    exchange_s,
+    gather,
+    layer_s,
+    transfers_s,
+)
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
 LEVELS = (1.0, 1.03, 1.1, 1.25)
 #: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
 _LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
 # Of the mean: copies that compute fewer rows may give their places to others.
-_USELESS = 1 / 8
+_USELESS = 1 / 4
 # Copies that come after the gate, and a look for them, must save this share of the layer's time.
 _WORTH = 0.02
 
@@ -80,6 +94,10 @@ class Balance:
 
     def load(self) -> PlacementLoad:
         """Counts the rows of ranks and links in one all-to-all."""
+        return self._load
+
+    @cached_property
+    def _load(self) -> PlacementLoad:
         ways = self._ways
         near, far = (
             [int(ways_EW.sum(axis=0).max()) for ways_EW in both]
@@ -140,35 +158,42 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 
 
 def cheapest_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts
+    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
 ) -> Balance:
     """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
     with them.
 
-    New copies' ways count: they have to travel before the experts compute, and their gradients after, and nothing hides
-    them. Arguments are those of `balance`.
+    New copies' ways count where nothing hides them (`exposed_s`). Arguments are those of `auto_balance`.
     """
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
-    tried += _with_copies(placement, placement, tried[-1], m)
-    return _cheapest(placement, costs, tried)[1]
+    tried += _with_copies(placement, placement, tried[-1], m, costs)
+    return _cheapest(placement, costs, tried, hidden_s)[1]
 
 
 def auto_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, look_s: float = 0.0
+    placement: Placement,
+    tokens_WE: ArrayLike,
+    nodes: Nodes,
+    m: int,
+    costs: PlacementCosts,
+    look_s: float = 0.0,
+    hidden_s: float = 0.0,
 ) -> Balance:
     """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies there are.
 
     It is looked for where ranks and links that all had the mean would save more than `look_s`, and 2% of the layer's
-    time. New copies must save that share as well, with their ways counted in full. Where ranks have no room for them,
-    they may take the places of copies that compute next to nothing, if no other copy was made of those.
+    time. New copies must save that share as well, and what their ways take that nothing hides (`exposed_s`). They may
+    take the places of copies that compute next to nothing, if no other copy was made of those.
 
     Worked example: rank 0 owns expert 0, rank 1 expert 1, with room for one copy each. Expert 1 was predicted, so rank
     0 has a copy of it; but all rows are for expert 0. Rank 1 takes a copy of 0, if half of the rows take longer than
-    the copy's way there and its gradients' way back.
+    the copy's way there and its gradients' way back, as far as these are not hidden.
 
     Args:
         placement: owners, and the copies that were made by one gather (`traffic.gather`) from them.
         look_s: seconds that looking for the cheapest takes, the same on every rank.
+        hidden_s: seconds for which the link of copies' gradients has work beside it in the backward pass, between this
+            layer's rows and those of the layer before.
         tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
     """
     nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
@@ -176,43 +201,86 @@ def auto_balance(
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
     tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
-    as_it_is_s, as_it_is = _cheapest(placement, costs, tried)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, tried, hidden_s)
     exact = tried[-1]
-    copied = _with_copies(placement, placement, exact, m)
-    less = _useful(exact) if m else placement
-    if less != placement:
-        copied += _with_copies(placement, less, exact, m)
+    copied = _with_copies(placement, _useful(exact), exact, m, costs) if m else []
     if copied:
-        cheapest_s, cheapest = _cheapest(placement, costs, copied)
+        cheapest_s, cheapest = _cheapest(placement, costs, copied, hidden_s)
         if cheapest_s < as_it_is_s - _WORTH * now_s:
             return cheapest
     return as_it_is
 
 
-def _cheapest(before: Placement, costs: PlacementCosts, balances: Sequence[Balance]) -> tuple[float, Balance]:
+def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
+    """Returns the seconds of new copies' ways that nothing hides, of a layer whose copies were those of `before`.
+
+    Copies travel beside the layer's rows and share links with them, so that they count as long as rows travel. Where
+    they take longer than those, experts that are here compute meanwhile. Gradients have what those of the copies before
+    leave of `hidden_s`.
+
+    Worked example: a copy travels for 5 s, the rows for 2, and the rank that gets it computes for 1 s in the forward
+    pass without it. Then 4 s count. Its gradients take 5 s as well, of which none count if `hidden_s` is 8, and those
+    of the copies before take 3.
+    """
+    after, nodes = balanced.placement, balanced.nodes
+    if after.is_within(before):
+        return 0.0
+    new_EV = after.holds_EW & ~before.holds_EW
+    there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    outlasts_s = max(0.0, there_s - exchange_s(balanced.load(), costs) / EXCHANGES)
+    # Forward is a third of what a row takes.
+    here_W = np.where(new_EV, 0, balanced.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
+    if hidden_s:
+        hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
+    return there_s - min(outlasts_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
+
+
+def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:
+    """Tells whether copies are longer on their way than the rows of one all-to-all."""
+    rows_s = exchange_s(found.load(), costs) / EXCHANGES
+    return transfers_s(transfers, found.nodes, costs, costs.expert_bytes) > rows_s
+
+
+def _cheapest(
+    before: Placement, costs: PlacementCosts, balances: Sequence[Balance], hidden_s: float
+) -> tuple[float, Balance]:
     """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
     those of `before` when its gate had chosen."""
 
-    def seconds(found: Balance) -> float:
-        after = found.placement
-        come_s = 0.0 if after is before else gathered_s(before.both(after), after, found.nodes, costs)
-        return layer_s(found.load(), costs) + come_s
+    best_s, best = math.inf, None
+    for found in balances:
+        # Where rows go, and copies, is counted only where the rest does not settle it: all ranks wait for the answer.
+        if best is None or found.busiest * costs.token_s < best_s:
+            found_s = layer_s(found.load(), costs)
+            if best is None or found_s < best_s:
+                found_s += exposed_s(before, found, costs, hidden_s)
+            if best is None or found_s < best_s:
+                best_s, best = found_s, found
+    assert best is not None
+    return best_s, best
 
-    return min(((seconds(one), one) for one in balances), key=lambda priced: priced[0])
 
-
-def _with_copies(before: Placement, placement: Placement, exact: Balance, m: int) -> list[Balance]:
-    """Returns balances with new copies beside those of `placement`, by level; places of `before` that they leave free
-    keep their copies. `exact`: of the copies that there are."""
-    rows, ranks = int(exact.tokens_WE.sum()), exact.nodes.ranks
-    # New copies are for ranks that compute more than the mean.
-    if exact.busiest * ranks < rows + ranks or not (placement.extra_W() < m).any():
+def _with_copies(
+    before: Placement, placement: Placement, exact: Balance, m: int, costs: PlacementCosts
+) -> list[Balance]:
+    """Returns balances with new copies beside those of `placement`, by level: with copies for ranks that compute more
+    than the mean alone, and with copies that keep rows on their node before those. Places of `before` that they leave
+    free keep their copies. `exact`: of the copies that there are."""
+    rows, tokens_WE, nodes = int(exact.tokens_WE.sum()), exact.tokens_WE, exact.nodes
+    if not (placement.extra_W() < m).any():
         return []
-    # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-    found = [balance(placement, exact.tokens_WE, exact.nodes, m, level) for level in LEVELS]
+    starts = [placement] if exact.busiest * nodes.ranks >= rows + nodes.ranks else []
+    near = nearer(placement, tokens_WE, nodes, m, costs)
+    starts += [near] if near != placement else []
+    balances = []
+    for start in starts:
+        sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
+        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
+        for level in LEVELS:
+            balances += _levelled(deepcopy(sharing), tokens_WE, nodes, (level,))
     if placement == before:
-        return found
-    return [replace(one, placement=_filled(one.placement, before, m)) for one in found]
+        return balances
+    return [replace(one, placement=_filled(one.placement, before, m)) for one in balances]
 
 
 def _useful(exact: Balance) -> Placement:
@@ -254,8 +322,11 @@ def _balances(
     if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
         raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
     tokens_WE = tokens_WE.astype(np.int64)
+    return _levelled(_Sharing(_nearest(placement, tokens_WE, nodes), placement, m), tokens_WE, nodes, levels)
+
+
+def _levelled(sharing: _Sharing, tokens_WE: NDArray[np.int64], nodes: Nodes, levels: Sequence[float]) -> list[Balance]:
     rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
-    sharing = _Sharing(_nearest(placement, tokens_WE, nodes), placement, m)
     balances: list[Balance] = []
     for level in sorted(levels, reverse=True):
         most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
@@ -297,6 +368,12 @@ class _Sharing:
         held_EV = self.holds_VE.T.astype(np.float32)
         self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
+        made = copy(self)
+        for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
+            setattr(made, name, getattr(self, name).copy())
+        return made
+
     def placement(self) -> Placement:
         """Returns who holds what now."""
         if (self.holds_VE == self.before.holds_EW.T).all():
@@ -310,19 +387,22 @@ class _Sharing:
         rank has at least however rows are shared.
         """
         work_V = self.work_V
+        if work_V.max() <= most:
+            return most
         gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
-        while (over_V := work_V > most).any():
+        # `count_nonzero` and the product of booleans: of few ranks `any` takes several times as long.
+        while np.count_nonzero(over_V := work_V > most):
             # Ranks in the order of their distance from those that have too much, until one has room.
-            layers, seen_V = [over_V], over_V.copy()
-            while layers[-1].any() and not (layers[-1] & (work_V < most)).any():
-                layers.append(gives_VV[layers[-1]].any(axis=0) & ~seen_V)
+            layers, seen_V, room_V = [over_V], over_V.copy(), work_V < most
+            while np.count_nonzero(layers[-1]) and not np.count_nonzero(layers[-1] & room_V):
+                layers.append(layers[-1] @ gives_VV & ~seen_V)
                 seen_V |= layers[-1]
-            if not layers[-1].any():
+            if not np.count_nonzero(layers[-1]):
                 # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
                 return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
             chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
             for before_V in layers[-2::-1]:
-                ranks = np.flatnonzero(before_V & gives_VV[:, chain[0]])
+                ranks = (before_V & gives_VV[:, chain[0]]).nonzero()[0]
                 movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
                 chain.insert(0, int(ranks[movable.argmax()]))
             self._move(chain, most)
@@ -339,10 +419,11 @@ class _Sharing:
         rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
         for giver, taker, movable_E in hops:
             # The largest first: so few experts change.
-            order = np.argsort(-movable_E, kind="stable")
-            before_E = movable_E[order].cumsum() - movable_E[order]
+            order = (-movable_E).argsort(kind="stable")
+            sorted_E = movable_E[order]
+            before_E = sorted_E.cumsum() - sorted_E
             part_E = np.zeros_like(movable_E)
-            part_E[order] = np.clip(rows - before_E, 0, movable_E[order])
+            part_E[order] = np.minimum(np.maximum(rows - before_E, 0), sorted_E)
             self.computed_VE[giver] -= part_E
             self.computed_VE[taker] += part_E
         self.work_V[first] -= rows
@@ -407,11 +488,13 @@ def _share(counts_ENR: NDArray[np.int64], part_EN: NDArray[np.int64]) -> NDArray
     before_ENR = counts_ENR.cumsum(axis=2)
     all_EN = np.maximum(before_ENR[:, :, -1], 1)
     before_ENR = before_ENR * part_EN[:, :, None] // all_EN[:, :, None]
-    return np.diff(before_ENR, axis=2, prepend=0)
+    before_ENR[:, :, 1:] -= before_ENR[:, :, :-1].copy()
+    return before_ENR
 
 
 def _row_of(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns [E, V], the rows from one rank to each where senders and receivers are matched in order, by expert."""
     start_E = sent_EW[:, :rank].sum(axis=1)
-    ends_EV = np.clip(received_EV.cumsum(axis=1) - start_E[:, None], 0, sent_EW[:, rank, None])
-    return np.diff(ends_EV, axis=1, prepend=0)
+    ends_EV = np.minimum(np.maximum(received_EV.cumsum(axis=1) - start_E[:, None], 0), sent_EW[:, rank, None])
+    ends_EV[:, 1:] -= ends_EV[:, :-1].copy()
+    return ends_EV

@@ -76,8 +76,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         # Plain integers in order, whatever was given: placements are compared, hashed and sent to other ranks.
-        owners = tuple(int(rank) for rank in self.owners)
-        replicas = tuple(tuple(sorted(int(rank) for rank in of)) for of in self.replicas) or ((),) * len(owners)
+        owners = tuple(map(int, self.owners))
+        replicas = tuple(tuple(sorted(map(int, of))) if of else () for of in self.replicas) or ((),) * len(owners)
         object.__setattr__(self, "owners", owners)
         object.__setattr__(self, "replicas", replicas)
         if self.ranks < 1 or not owners:
@@ -102,11 +102,11 @@ class Placement:
     def holding(cls, owners: Iterable[int], holds_EW: NDArray[np.bool_]) -> Placement:
         """Makes the placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
         owners = tuple(owners)
-        replicas = tuple(
-            tuple(rank for rank in np.flatnonzero(holds_W).tolist() if rank != owner)
-            for owner, holds_W in zip(owners, holds_EW, strict=True)
-        )
-        return cls(holds_EW.shape[1], owners, replicas)
+        replicas: list[list[int]] = [[] for _ in owners]
+        for expert, rank in np.argwhere(holds_EW).tolist():
+            if rank != owners[expert]:
+                replicas[expert].append(rank)
+        return cls(holds_EW.shape[1], owners, tuple(map(tuple, replicas)))
 
     @property
     def experts(self) -> int:
@@ -116,9 +116,10 @@ class Placement:
     @cached_property
     def holds_EW(self) -> NDArray[np.bool_]:
         """Ranks that hold each expert, [E, W] bool, as its owner or as a replica. Not to be written to."""
+        held = [(expert, rank) for expert, others in enumerate(self.replicas) for rank in others]
+        expert_n, rank_n = np.array([*enumerate(self.owners), *held]).T
         holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
-        for expert, (owner, others) in enumerate(zip(self.owners, self.replicas, strict=True)):
-            holds_EW[expert, [owner, *others]] = True
+        holds_EW[expert_n, rank_n] = True
         holds_EW.flags.writeable = False  # it is cached: a caller that wrote to it would change the placement
         return holds_EW
 
@@ -133,10 +134,7 @@ class Placement:
 
     def extra_W(self) -> NDArray[np.int64]:
         """Counts the replicas that each rank holds, [W]."""
-        counts_W = np.zeros(self.ranks, dtype=np.int64)
-        for others in self.replicas:
-            counts_W[list(others)] += 1
-        return counts_W
+        return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.ranks)
 
     def both(self, other: Placement) -> Placement:
         """Returns the placement of what this one and `other`, with the same owners, both hold."""

@@ -185,3 +185,34 @@ class _ReplicaSearch:
 def _relieves(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
     compute, exchange = changes
     return (compute < 0) | (exchange < 0)
+
+
+def nearer(
+    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+) -> Placement:
+    """Returns the placement with copies on nodes that have none of an expert, the most rows first: where it takes those
+    rows longer to cross between nodes than a copy, and its gradients, and as long as ranks have room.
+
+    Worked example: two nodes of one rank, each with room for one copy; all rows are for expert 0, on rank 0. Half of
+    them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
+    """
+    by_node = (placement.experts, nodes.count, nodes.per_node)
+    holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
+    room_N = room_W.reshape(nodes.count, nodes.per_node).sum(axis=1).tolist()
+    from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
+    copies_EN = holds_EW.reshape(by_node).sum(axis=2)
+    # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
+    work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
+    crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
+    least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
+    order_x = np.argsort(-crossing_X, kind="stable")
+    for place in order_x[crossing_X[order_x] > least].tolist():
+        expert, node = divmod(place, nodes.count)
+        inside = slice(node * nodes.per_node, (node + 1) * nodes.per_node)
+        if room_N[node]:
+            rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
+            holds_EW[expert, rank] = True
+            room_W[rank] -= 1
+            room_N[node] -= 1
+            work_W[rank] += crossing_X[place]
+    return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement

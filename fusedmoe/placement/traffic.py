@@ -80,6 +80,21 @@ def _chain(
             yield Transfer(expert, source, target, step)
 
 
+def chained(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    """Lists the transfers of two gathers, of which the second goes on where the first has ended, as one gather.
+
+    It has as few steps as can be: an expert is sent on in the step after the one in which it arrives. Worked example:
+    expert 5 went from rank 0 to 1; then it goes from there to 2, which is step 1, and expert 6 from 0 to 2, step 0.
+    """
+    ready = {(one.expert, one.target): one.step + 1 for one in before}
+    added = []
+    for one in more:
+        step = ready.get((one.expert, one.source), 0)
+        ready[one.expert, one.target] = step + 1
+        added.append(one._replace(step=step))
+    return tuple(sorted((*before, *added), key=lambda one: (one.step, one.expert, one.source)))
+
+
 def reduce(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
     """Lists the transfers of a SparseReduceScatter, the adjoint of a gather: the same ways back, the last step first.
 

@@ -23,7 +23,7 @@ from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.measure import measured_costs
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance, outlasts_rows
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -120,9 +120,9 @@ class ShardedExperts:
             that does so: (placement, tokens_WE, nodes, memory, costs) -> a placement that has all of `placement`.
         balance: "exact": once the gate has chosen, rows are shared over the copies so that the busiest rank computes as
             few as is worth it, in evaluation too; and in a step's first training forward copies are added where that
-            saves more time than they take on their way (`fusedmoe.placement.balance`). It is worked out on the host in
-            each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes, as
-            measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
+            saves more time than nothing hides of their way (`fusedmoe.placement.balance`). It is worked out on the host
+            in each forward. "auto": the same where what uneven ranks and links cost is more than working it out takes,
+            as measured when this is made, and more than 2% of the layer's time; copies that were predicted and compute
             next to nothing may give their places to others. Elsewhere rows go to the nearest copies; and owners stay
             where their ranks are within 5% of the mean. "predicted": the copies are those of the policy, and rows
             spread evenly over them.
@@ -233,6 +233,7 @@ class ShardedExperts:
                 placed.correct = partial(self._corrected, placed.nodes)
             if balance != "predicted":
                 placed.balances = partial(self._balanced, placed.nodes)
+                placed.outlasts = partial(outlasts_rows, self._costs)
         # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
@@ -394,9 +395,11 @@ class ShardedExperts:
 
     def _balanced(self, nodes: Nodes, placement: Placement, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
         m = self._memory if adds else 0
+        # As long as t experts travel, twice: what lies between two layers takes twice as long backward.
+        hidden_s = 2 * self.overlap * self._costs.expert_bytes / self._costs.inter_bytes_s
         if self._look_s is None:
-            return cheapest_balance(placement, tokens_WE, nodes, m, self._costs)
-        return auto_balance(placement, tokens_WE, nodes, m, self._costs, self._look_s)
+            return cheapest_balance(placement, tokens_WE, nodes, m, self._costs, hidden_s)
+        return auto_balance(placement, tokens_WE, nodes, m, self._costs, self._look_s, hidden_s)
 
     def _install(self, placements: Sequence[Placement]) -> None:
         shardings = [one.sharding for one in placements]

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from fusedmoe.autograd.experts import experts as experts_of
 from fusedmoe.autograd.order import order
 from fusedmoe.blocks.cuts import cut
 from fusedmoe.comm.all_to_all import block_order, share
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.kernels.deduplicate import inverse
-from fusedmoe.layers.expert_tables import by_place, held_after
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.expert_tables import by_place, held_after, of_experts
 from fusedmoe.placement.placement import Placement
 
 
@@ -82,3 +85,44 @@ def test_the_worked_example_of_places() -> None:
     assert placed.counts == [2, 0, 4, 1]
     assert placed.source_N is not None and placed.source_N.tolist() == [0, 1, 3, 4, 5, 6, 2]
     assert placed.row_SK[:, 0].tolist() == [0, 1, 6, 2, 3, 4, 5]
+
+
+def test_the_worked_example_of_some_experts() -> None:
+    """As in `of_experts`: the rows 0 1 | 2 | 3 4 of three experts, of which the second is left out."""
+    layout = order(torch.tensor([[0, 1], [0, 2], [2, -1]]), 3).exact()
+    chosen, rows_n = of_experts(layout, np.array([2, 1, 2]), np.array([True, False, True]))
+    assert chosen.counts == [2, 0, 2] and rows_n.tolist() == [0, 1, 3, 4]
+    assert chosen.source_N is not None and chosen.source_N.tolist() == [0, 1, 2, 1]
+    assert chosen.row_SK.tolist() == [[0, -1], [1, 3], [2, -1]]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("seed", range(6))
+def test_some_experts_and_the_rest(tokens: int, seed: int) -> None:
+    """Both together are all experts: sums and every gradient, where parameters of the rest are not numbers yet."""
+    draw = torch.Generator().manual_seed(seed)
+    experts, k, dim = 5, 3, 4
+    expert_SK = torch.rand(tokens, experts, generator=draw).argsort(dim=1)[:, :k]
+    expert_SK[torch.rand(tokens, k, generator=draw) < 0.3] = -1
+    layout = order(expert_SK, experts).exact()
+    chosen_E = (torch.rand(experts, generator=draw) < (0.0, 0.5, 0.5, 0.5, 0.5, 1.0)[seed]).numpy()
+    rows_E = np.array(layout.counts)
+    x_SM, dy_SM = torch.randn(2, tokens, dim, generator=draw, dtype=torch.float64)
+    weight_N = torch.rand(layout.rows, generator=draw, dtype=torch.float64)
+    w1_EHM, w2_EMH = torch.randn(2, experts, dim, dim, generator=draw, dtype=torch.float64)
+
+    def leaves(chosen_E: np.ndarray) -> list[Tensor]:
+        parameters = [w.clone() for w in (w1_EHM, w2_EMH)]
+        for w in parameters:
+            w[torch.from_numpy(~chosen_E)] = float("nan")
+        return [one.requires_grad_() for one in (x_SM.clone(), weight_N.clone(), *parameters)]
+
+    def run(layout: Layout, rows_n: Tensor, own: list[Tensor]) -> list[Tensor]:
+        x_SM, weight_N, w1_EHM, w2_EMH = own
+        y_SM = experts_of(x_SM, layout, weight_N[rows_n], Weights(w1_EHM, w2_EMH, None, None, 0), "gelu")
+        return [y_SM.detach(), *torch.autograd.grad(y_SM, own, dy_SM)]
+
+    wanted = run(layout, torch.arange(layout.rows), leaves(np.ones(experts, dtype=bool)))
+    parts = [run(*of_experts(layout, rows_E, which_E), leaves(which_E)) for which_E in (chosen_E, ~chosen_E)]
+    for one, other, both in zip(*parts, wanted, strict=True):
+        assert_close(one + other, both, rtol=1e-12, atol=1e-12)

@@ -15,10 +15,10 @@ from scipy.sparse.csgraph import maximum_flow
 from bench.placement.baselines import CLUSTER_A
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s, outlasts_rows
 from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather, layer_s
 from tests.placement.exact import fewest_copies, least_busiest
 from tests.placement.placements import situations
 
@@ -239,6 +239,54 @@ def test_auto_puts_copies_in_the_place_of_useless_ones():
     assert found.busiest == 103 and found.placement.replicas[0] == (1, 2, 3)
     assert found.placement.extra_W().tolist() == [1, 1, 1, 1], "rank 0's copy, for which nothing else comes, stays"
     assert cheapest_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1]).busiest == 400
+
+
+def test_copies_keep_rows_on_their_node():
+    """Loads are even, and half of the rows cross: ten each way, four times, or once a copy and its gradients."""
+    tokens_WE, even = [[10, 10], [10, 10]], Placement.even(2, 2)
+    for expert_bytes, copied in ((19, True), (21, False)):
+        costs = PlacementCosts(1.0, 1, expert_bytes, 0, 1.0, 1.0)
+        found = cheapest_balance(even, tokens_WE, Nodes(2, 1), 1, costs)
+        assert found.placement == (Placement.parse("0: 0 +1\n1: 1 +0") if copied else even)
+        assert found.load().busiest_inter == (0 if copied else 10) and found.busiest == 20
+    # Those with the most rows come first, on the rank of the node with the least work; rank 1 has room for none more.
+    before = Placement.parse("0: 0 1\n1: 2 3 +0\n2: 4 5\n3: 6 7")
+    tokens_WE = np.tile([[5, 90, 70, 3, 4, 4, 4, 4]], (4, 1))
+    costs = PlacementCosts(1e-3, 1, 1, 0, 1.0, 1e3)
+    found = cheapest_balance(before, tokens_WE, Nodes(4, 2), 1, costs)
+    assert {found.placement.replicas[1], found.placement.replicas[2]} == {(2,), (3,)}
+
+
+def test_what_hides_copies_by_hand():
+    """The docstring's example: rank 0 keeps 6 rows and sends 2, rank 1 computes 3 rows of its own, a third forward."""
+    before, after = Placement.parse("0: 0 2\n1: 1"), Placement.parse("0: 0 2\n1: 1 +0")
+    tokens_WE, computed_EV = np.array([[4, 2, 2], [2, 1, 0]]), np.array([[4, 2], [0, 3], [2, 0]])
+    costs, found = PlacementCosts(1.0, 1, 5, 0, 1.0, 1.0), Balance(after, tokens_WE, computed_EV, Nodes(2, 1))
+    assert found.load().busiest_inter == 2
+    assert exposed_s(before, found, costs) == 4 + 5
+    assert exposed_s(before, found, costs, hidden_s=3.0) == 4 + 2
+    assert exposed_s(before, found, costs, hidden_s=5.0) == 4
+    assert exposed_s(after, found, costs) == 0
+    new = gather(before, after, Nodes(2, 1))
+    assert outlasts_rows(costs, new, found) and not outlasts_rows(replace(costs, expert_bytes=2), new, found)
+    # Copies before it have the link as well: one more from rank 0 to rank 1.
+    two = Placement.parse("0: 0 2\n1: 1 +0 +2")
+    more = Balance(two, tokens_WE, computed_EV, Nodes(2, 1))
+    assert exposed_s(after, more, costs, hidden_s=8.0) == pytest.approx(5 - 5 / 3 + 2)
+
+
+@settings(deadline=None)
+@given(situations(), st.integers(1, 3), st.sampled_from(COSTS), st.floats(0, 1e3))
+def test_what_hides_copies(case, m, costs, hidden_s):
+    before, tokens_WE, nodes = case
+    found = balance(before, tokens_WE, nodes, m)
+    whole_s = gathered_s(before, found.placement, nodes, costs)
+    idle = replace(costs, token_s=0.0)
+    assert exposed_s(before, found, idle) == pytest.approx(whole_s)
+    assert -1e-12 <= exposed_s(before, found, costs, hidden_s) <= exposed_s(before, found, costs) <= whole_s + 1e-9
+    # However long it is hidden, copies share the links with rows.
+    rows_s = exchange_s(found.load(), costs) / EXCHANGES
+    assert exposed_s(before, found, costs, 1e12) >= min(whole_s / 2, rows_s) - 1e-9
 
 
 def test_auto_by_hand():

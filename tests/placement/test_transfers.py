@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import gather, reduce, traffic
+from fusedmoe.placement.traffic import Transfer, chained, gather, reduce, traffic
 from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
 
 
@@ -51,6 +51,34 @@ def run_reduce(after: Placement, transfers, gradient_EW: np.ndarray) -> np.ndarr
 
 
 @settings(deadline=None)
+@given(pairs(), st.integers(0, 2**32))
+def test_gathers_that_follow_each_other(case, seed):
+    """They bring what both bring, as one, in no more steps, and gradients go back along it."""
+    before, after, nodes = case
+    keep_EW = np.random.default_rng(seed).random(after.holds_EW.shape) < 0.5
+    between = Placement.holding(after.owners, before.holds_EW | (after.holds_EW & keep_EW))
+    first, second = gather(before, between, nodes), gather(between, after, nodes)
+    both = chained(first, second)
+    assert (run_gather(before, both) == after.holds_EW).all() and len(both) == len(first) + len(second)
+    steps = [max((one.step for one in of), default=-1) + 1 for of in (both, first, second)]
+    assert steps[0] <= steps[1] + steps[2]
+    gradient_EW = np.random.default_rng(seed).random(after.holds_EW.shape) * after.holds_EW
+    summed_EW = run_reduce(after, reduce(both), gradient_EW)
+    if before == before.sharding:
+        owned_E = summed_EW[range(after.experts), after.owners]
+        np.testing.assert_allclose(owned_E, gradient_EW.sum(axis=1))
+
+
+def test_gathers_that_follow_each_other_by_hand():
+    """The docstring's example."""
+    more = (Transfer(5, 1, 2, 0), Transfer(6, 0, 2, 0))
+    assert chained((Transfer(5, 0, 1, 0),), more) == (
+        Transfer(5, 0, 1, 0),
+        Transfer(6, 0, 2, 0),
+        Transfer(5, 1, 2, 1),
+    )
+
+
 @given(pairs())
 def test_the_right_replicas(case):
     before, after, where = case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.layers.schedule import Schedule
 from fusedmoe.training import LayerLoads, Placement, ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import AUTO, EXACT, EXPERTS, Model, experts_of, optimizer_of, tokens, train_step
@@ -66,6 +69,83 @@ def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
     assert (before_FV[first].max(axis=1) > 1.1 * mean_F[first]).all(), "the router is skewed"
     np.testing.assert_array_equal(work_FV[2:5], before_FV[2:5])
     assert work_FV[6].max() < before_FV[6].max()
+
+
+#: Copies take longer than rows on their way, and still pay.
+SLOW_COPIES: dict[str, Any] = AUTO | {
+    "costs": replace(AUTO["costs"], expert_bytes=10**6, inter_bytes_s=1e6, intra_bytes_s=1e6),
+    "policy": "ep",
+    "memory": 3,
+}
+
+
+class Late:
+    """Enters when a sparse all-gather begins in its thread: what it brings is long on its way."""
+
+    def __enter__(self) -> None:
+        time.sleep(0.02)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def learned_from_late_copies(
+    rank: int, world: int, placement: str, parts: int, shape: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor], int]:
+    """What experts have learned in four steps, where a copy's row is not a number until the copy is there; what
+    evaluation gives; and how many layers began without their late copies."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    model = Model(topology, placement, **shape)
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **SLOW_COPIES) if placement == "fssdp" else None
+    gather, late = SparseCollectives.gather, list[bool]()
+
+    def poisoned(self: Any, transfers: Any, rows: Any, tables: Any, during: Any = None) -> Any:
+        for expert, _, target, _ in transfers:
+            if target == rank:
+                for table in tables:
+                    table[rows[expert]] = float("nan")
+        return gather(self, transfers, rows, tables, Late())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseCollectives, "gather", poisoned)
+        if sharded is not None:  # before the step, in which placements change
+            layers = [layer.placed for layer in model.layers]
+            optimizer.register_step_pre_hook(lambda *_: late.extend(bool(placed.late) for placed in layers))
+        for step in range(4):
+            train_step(model, optimizer, topology, step, parts)
+        model.eval()
+        with torch.no_grad():
+            y_SM = model(tokens(rank, 9))
+    if sharded is not None:
+        sharded.close()
+    return experts_of(model), [y_SM], sum(late)
+
+
+@pytest.mark.parametrize(
+    ("world", "parts", "shape"),
+    [
+        (2, 2, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 1, {"recomputes": True}),
+                (4, 2, {"recomputes": True}),
+                (4, 1, {}),
+                (4, 1, {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
+                (2, 2, {"schedule": Schedule("fsmoe", degrees=(1, 1)), "recomputes": True}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_experts_that_are_here_begin_first(cluster: Cluster, world: int, parts: int, shape: dict[str, Any]):
+    placed = cluster.run(world, learned_from_late_copies, "fssdp", parts, shape)
+    plain = cluster.run(world, learned_from_late_copies, "ep", parts, {})
+    for (ours, y_SM, _), (theirs, wanted_SM, _) in zip(placed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(y_SM, wanted_SM, rtol=1e-10, atol=1e-12)
+    assert sum(began for *_, began in placed) > 0
 
 
 def least_asked_for(now: LayerLoads) -> Placement:
