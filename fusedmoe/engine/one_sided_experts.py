@@ -60,39 +60,39 @@ class RouteChunks:
     def __len__(self) -> int:
         return len(self.arrivals)
 
-    def arriving(self, chunk: int, epoch: int) -> tuple[Tensor, Layout, Wait]:
+    def arriving(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
         """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
         buffers = self.buffers
-        slot = buffers.tokens.slot(epoch)
-        wait = Wait(buffers.token_signals[slot], buffers.tokens.tile, epoch, buffers.bounds, buffers.network)
+        tokens = buffers.tokens
+        wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def take(self, epoch: int) -> list[Tensor]:
+    def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
-        return take_rows(self.buffers.token_rows[self.buffers.tokens.slot(epoch)], self.arrivals)
+        return take_rows(self.buffers.token_rows[slot], self.arrivals)
 
-    def await_tokens(self, chunk: int, epoch: int) -> None:
+    def await_tokens(self, chunk: int, slot: int) -> None:
         """Waits for a chunk's rows."""
-        _, layout, wait = self.arriving(chunk, epoch)
+        _, layout, wait = self.arriving(chunk, slot)
         assert layout.source_N is not None
         # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
         with self.buffers.watch.over():
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
             wanted = index.unique() if not index.is_cuda else index
-            wait_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
+            wait_signals(wait.signals, wanted, wait.epoch, wait.bounds, wait.network)
 
-    def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
+    def put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
         """Returns the place that the results of a chunk go to, in the forward pass with their weights."""
         buffers, received = self.buffers, self._chunks[chunk]
-        mark = buffers.result_mark(chunk, epoch)
+        mark = buffers.result_mark(chunk, slot)
         counter_W = received.counters[weight_R is None]
-        addresses, wanted_W = received.results[buffers.results.slot(epoch)], received.arrivals.wanted_W
-        ends = (wanted_W, counter_W, buffers.result_signals(mark))
-        return Put(buffers.results.rows, addresses, weight_R, *ends, epoch, mark)
+        addresses, wanted_W = received.results[slot], received.arrivals.wanted_W
+        ends = (wanted_W, counter_W, buffers.result_signals(mark), buffers.results.epochs[slot])
+        return Put(buffers.results.rows, addresses, weight_R, *ends, mark)
 
-    def value_addresses(self, chunk: int, epoch: int) -> Addresses:
+    def value_addresses(self, chunk: int, slot: int) -> Addresses:
         """Returns the addresses of one number to each row of a chunk, to be put before the chunk's rows."""
-        return self._chunks[chunk].values[self.buffers.results.slot(epoch)]
+        return self._chunks[chunk].values[slot]
 
     def find(self, there: RouteChunks) -> list[Tensor]:
         """Finds for each chunk its rows among those of other chunks of the same rows."""
@@ -126,18 +126,16 @@ class Route:
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
-        self._metadata_epoch = 0
-        # What has been read, and no peer has been told of.
+        self._metadata_slot = 0
+        # Buffers and slots that have been read, and no peer has been told of.
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
         """Tells each rank what comes; the first thing to do."""
         buffers, sends = self.buffers, self._sends
-        self._metadata_epoch = buffers.begin(buffers.metadata)
+        slot = self._metadata_slot = buffers.begin(buffers.metadata)
         with buffers.watch.over():
-            put_rows(
-                sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_epoch, buffers.bounds
-            )
+            put_rows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, slot, buffers.bounds)
 
     @property
     def forward(self) -> RouteChunks:
@@ -158,8 +156,8 @@ class Route:
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
         buffers, metadata = self.buffers, self.buffers.metadata
         with buffers.watch.over():
-            wait_metadata(metadata, buffers.experts, self._metadata_epoch, buffers.bounds)
-        metadata_WC2 = buffers.metadata_lines[metadata.slot(self._metadata_epoch)]
+            wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds)
+        metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
         def read(degree: int) -> RouteChunks:
             sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
@@ -168,60 +166,59 @@ class Route:
         there, back = self.degrees
         forward = read(there)
         found = forward, forward if back == there else read(back)
-        self._read.append((metadata, self._metadata_epoch))
+        self._read.append((metadata, self._metadata_slot))
         return found
 
     def put_tokens(self, x_SM: Tensor) -> int:
-        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the epoch."""
+        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot."""
         buffers, sends = self.buffers, self._sends
-        # Numbered, so that a signal of an earlier batch is not taken for one of this.
-        epoch = buffers.begin(buffers.tokens)
+        slot = buffers.begin(buffers.tokens)
         with buffers.watch.over():
-            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, epoch, buffers.bounds)
-        return epoch
+            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot, buffers.bounds)
+        return slot
 
-    def read(self, epoch: int) -> None:
-        """Notes that nothing of this exchange's tokens will be read again."""
-        self._read.append((self.buffers.tokens, epoch))
+    def read(self, slot: int) -> None:
+        """Notes that none of the tokens in this slot will be read again."""
+        self._read.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
         """Tells the ranks what has been read, all in one launch: nobody needs to know before the second next batch."""
-        (buffer, epoch), *others = self._read
-        give_credit(buffer, epoch, *others)
+        (buffer, slot), *others = self._read
+        give_credit(buffer, slot, *others)
         self._read.clear()
 
     def begin_results(self) -> int:
-        """Begins an exchange of results; returns its number."""
+        """Begins an exchange of results; returns its slot."""
         buffers, results = self.buffers, self.buffers.results
-        epoch = buffers.begin(results)
+        slot = buffers.begin(results)
         with buffers.watch.over():
             # A slot serves again only when every peer has read what was in it.
-            wait_signals(results.credits, buffers.every_W, buffers.results_behind(epoch), buffers.bounds)
-        return epoch
+            wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        return slot
 
-    def receive(self, epoch: int, degree: int) -> Tensor:
+    def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
-        y_SM = self._sum_results(epoch, degree)
-        self._read.append((self.buffers.results, epoch))
+        y_SM = self._sum_results(slot, degree)
+        self._read.append((self.buffers.results, slot))
         self.give_credit()
         return y_SM
 
-    def receive_with_values(self, epoch: int, degree: int) -> tuple[Tensor, Tensor]:
+    def receive_with_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
         """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
         buffers, results = self.buffers, self.buffers.results
-        y_SM = self._sum_results(epoch, degree)
+        y_SM = self._sum_results(slot, degree)
         # Copied before the slot is given back: another batch's values may come at once.
-        value_SK = put_pairs(buffers.value_rows[results.slot(epoch)], self.layout)
-        self._read.append((results, epoch))
+        value_SK = put_pairs(buffers.value_rows[slot], self.layout)
+        self._read.append((results, slot))
         self.give_credit()
         return y_SM, value_SK
 
-    def _sum_results(self, epoch: int, degree: int) -> Tensor:
+    def _sum_results(self, slot: int, degree: int) -> Tensor:
         buffers, results = self.buffers, self.buffers.results
         with buffers.watch.over():
-            awaited = buffers.awaited_results(degree, epoch)
-            wait_signals(results.signals, awaited, epoch, buffers.bounds, buffers.network)
-        return gather_sum(buffers.result_rows[results.slot(epoch)], self.layout)
+            awaited = buffers.awaited_results(degree, slot)
+            wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
+        return gather_sum(buffers.result_rows[slot], self.layout)
 
     def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
         """Counts the rows of the largest chunk; on a GPU bounds them, since nobody waits for it."""

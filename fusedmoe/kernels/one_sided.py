@@ -84,7 +84,10 @@ class ReceiveBuffer(NamedTuple):
         row_table: [W] all ranks' copies, 0 for those that are far.
         signals: [slots, W, T] int64 of each rank, T = C / tile where tiles have signals.   signal_table: of these.
         tile: rows for which there is one signal.
-        credits: [W] int64, of each peer the last exchange of this rank's that it has read.   credit_table: of these.
+        credits: [slots, W] int64, of each peer the last exchange of this rank's in a slot that it has read.
+        credit_table: of these.
+        epochs: of each slot [W] int64, the number of the exchange that is under way there or comes next, W times: what
+            counts it is the kernel that gives credit, a program for each peer.
         me: this rank's place.
         network: leads to far peers; None where none is.
         staging: [slots, W, C, M], rows for far peers on their way; None where none is, or where they have theirs.
@@ -97,6 +100,7 @@ class ReceiveBuffer(NamedTuple):
     tile: int
     credits: Tensor
     credit_table: Tensor
+    epochs: Sequence[Tensor]
     me: int
     network: Network | None = None
     staging: Tensor | None = None
@@ -107,10 +111,7 @@ class ReceiveBuffer(NamedTuple):
 
     @property
     def peers(self) -> int:
-        return self.credits.numel()
-
-    def slot(self, epoch: int) -> int:
-        return (epoch - 1) % self.slots
+        return self.credits.shape[1]
 
 
 class Addresses(NamedTuple):
@@ -147,6 +148,7 @@ class Put(NamedTuple):
         addresses: of the rows.   weight_N: factors, or None for 1.
         wanted_W: int32, rows of each peer.   counter_W: int32 zeros, where a launch counts those that are done.
         signal_W: int64, the addresses of what to set to `epoch` when they are all there; for far peers a spare one.
+        epoch: [1] int64 or more, whose first is the number of the exchange.
         mark: the same signal once more, for far peers.
     """
 
@@ -156,7 +158,7 @@ class Put(NamedTuple):
     wanted_W: Tensor
     counter_W: Tensor
     signal_W: Tensor
-    epoch: int
+    epoch: Tensor
     mark: Mark
 
 
@@ -165,13 +167,13 @@ class Wait(NamedTuple):
 
     Attributes:
         signals: [..., T] int64, of the rows of the buffer in order, one for each `tile` of them.
-        epoch: the exchange that they come with.
+        epoch: [1] int64 or more, whose first is the number of the exchange that they come with.
         network: leads to far peers; None where none is.
     """
 
     signals: Tensor
     tile: int
-    epoch: int
+    epoch: Tensor
     bounds: Bounds
     network: Network | None = None
 

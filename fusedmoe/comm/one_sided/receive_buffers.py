@@ -1,10 +1,12 @@
 """Receive buffers: kernels of a rank's peers put tokens, routing metadata and results there, and experts that move.
 
-Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
-read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
+Exchanges use two slots in turn, so that one can begin while the one before is still read; a peer that is further behind
+is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol). The host only chooses slots: what counts
+a slot's exchanges is on the device, so that a CUDA graph may hold any of them, and begin where the last replay ended.
 
 Where a peer is far, staging buffers hold rows that are on their way to it. A rank's results for all ranks' tokens may
-be many: their staging holds one exchange, so that a new one waits until peers have read the one before.
+be many: their staging holds one exchange, and so they have one slot: a new one waits until peers have read the one
+before.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -56,7 +59,7 @@ class ReceiveBuffers:
         network: leads to far peers; None where no peer is far.
         watch: bounds waits.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
-        every_W: int32, the numbers of all ranks.
+        credit_W: of each slot of results, int32, indices of the peers' credits.
     """
 
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
@@ -77,8 +80,9 @@ class ReceiveBuffers:
         metadata = size, parts * _METADATA_TILE, 2
         self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE, parts)
         results = max(1, sizes.tokens * sizes.k)
-        self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree)
-        values = heap.allocate((SLOTS, results, 1), torch.float32)
+        slots = SLOTS if self.network is None else 1
+        self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree, slots)
+        values = heap.allocate((slots, results, 1), torch.float32)
         staged_rows = staged_values = None
         if self.network is not None:
             # In chunks whose sizes are bounds, as `Route` reckons, and `read_metadata` rounds them up.
@@ -94,11 +98,11 @@ class ReceiveBuffers:
             (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
             (self.results, "combine", "combine", "chunk {} of the results"),
         ):
-            self.watch.name(place.credits, putting, lambda index: (index, "the credit"))
+            self.watch.name(place.credits, putting, lambda index: (index % size, "the credit"))
             count, parts = place.signals[0].numel(), place.signals.shape[2]
             for signals in place.signals:  # kernels get those of one slot, or of all
                 self.watch.name(signals, waiting, partial(_name, count, parts, part))
-        self._epochs = {id(place): 0 for place in (self.tokens, self.metadata, self.results)}
+        self._turns = {id(place): cycle(range(place.slots)) for place in (self.tokens, self.metadata, self.results)}
 
     def _make_views(self) -> None:
         """Makes what every batch reads, slot by slot, once: views and small tables."""
@@ -107,14 +111,15 @@ class ReceiveBuffers:
         self.token_signals = self.tokens.signals.unbind()
         self.metadata_lines = self.metadata.rows.unbind()
         self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
-        self.every_W = torch.arange(self.heap.group.size, dtype=torch.int32, device=device)
+        size = self.heap.group.size
+        starts = range(0, self.results.slots * size, size)
+        self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
         self._signals: dict[int, Tensor] = {}
         self._awaited: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, place: ReceiveBuffer) -> int:
-        """Returns the number of the exchange that begins in one of the buffers."""
-        self._epochs[id(place)] += 1
-        return self._epochs[id(place)]
+        """Returns the slot of the exchange that begins in one of the buffers."""
+        return next(self._turns[id(place)])
 
     @property
     def bounds(self) -> Bounds:
@@ -130,15 +135,10 @@ class ReceiveBuffers:
         if (dtype, width) != (sizes.dtype, sizes.width):
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
-    def results_behind(self, epoch: int) -> int:
-        """Returns the last exchange of results that peers must have read before results of this one are put."""
-        # Their staging, where a peer is far, holds one exchange.
-        return epoch - (SLOTS if self.network is None else 1)
-
-    def result_mark(self, chunk: int, epoch: int) -> Mark:
+    def result_mark(self, chunk: int, slot: int) -> Mark:
         """Returns this rank's signal at each peer that a chunk's results have arrived."""
         place = self.results
-        index = (place.slot(epoch) * self.heap.group.size + place.me) * self.sizes.degree + chunk
+        index = (slot * self.heap.group.size + place.me) * self.sizes.degree + chunk
         return Mark(place.signals, index, place.signal_table)
 
     def result_signals(self, mark: Mark) -> Tensor:
@@ -150,27 +150,27 @@ class ReceiveBuffers:
             self._signals[mark.place] = signal_W
         return self._signals[mark.place]
 
-    def awaited_results(self, degree: int, epoch: int) -> Tensor:
+    def awaited_results(self, degree: int, slot: int) -> Tensor:
         """Returns indices of the signals that all results have arrived, int32."""
-        slot, size = self.results.slot(epoch), self.heap.group.size
         if (slot, degree) not in self._awaited:
             chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
-            index_WD = (slot * size + self.every_W[:, None]) * self.sizes.degree + chunk
+            index_WD = self.credit_W[slot][:, None] * self.sizes.degree + chunk
             self._awaited[slot, degree] = index_WD.reshape(-1)
         return self._awaited[slot, degree]
 
 
 def make_receive_buffer(
-    heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int
+    heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int, slots: int = SLOTS
 ) -> ReceiveBuffer:
     """Makes a buffer of [slots, *shape] on every rank; each peer has `signals` signals for its rows. Collective."""
     size = heap.group.size
-    rows = heap.allocate((SLOTS, *shape), dtype)
-    signal, credit = heap.allocate((SLOTS, size, signals), torch.int64), heap.allocate((size,), torch.int64)
-    staging = heap.allocate((SLOTS, *shape), dtype).own if tile and heap.network is not None else None
+    rows = heap.allocate((slots, *shape), dtype)
+    signal, credit = heap.allocate((slots, size, signals), torch.int64), heap.allocate((slots, size), torch.int64)
+    staging = heap.allocate((slots, *shape), dtype).own if tile and heap.network is not None else None
     own_signal, own_credit = (signal.own, signal.table), (credit.own, credit.table)
+    epochs = [torch.tensor([1] * size, dtype=torch.int64, device=heap.device) for _ in range(slots)]
     me, network = heap.group.index, heap.network
-    return ReceiveBuffer(rows.own, rows.table, *own_signal, tile, *own_credit, me, network, staging)
+    return ReceiveBuffer(rows.own, rows.table, *own_signal, tile, *own_credit, epochs, me, network, staging)
 
 
 def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
@@ -195,7 +195,7 @@ class OneSidedAllToAll:
         self.heap, self._rows = heap, rows
         self._place = make_receive_buffer(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
         self._watch = Watch(heap)
-        self._epoch = 0
+        self._turns = cycle(range(self._place.slots))
 
     def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], most: int, operation: str) -> Tensor:
         """Sends `send[i]` bytes to the i-th rank and returns those received, in rank order. Collective.
@@ -207,7 +207,7 @@ class OneSidedAllToAll:
             RankError: a rank failed or did not come.
         """
         place, size = self._place, self.heap.group.size
-        self._watch.name(place.credits, operation, lambda index: (index, "the credit"))
+        self._watch.name(place.credits, operation, lambda index: (index % size, "the credit"))
         self._watch.name(place.signals, operation, lambda index: (index % size, "the experts"))
         rows_W = [_rows_of(count) for count in send]
         x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
@@ -219,29 +219,29 @@ class OneSidedAllToAll:
         # As many rounds as the longest message of any two ranks needs: signals and credits count exchanges, so all
         # ranks make them all, also with nothing to send.
         for done in range(0, _rows_of(most), self._rows):
-            self._round(words, starts, [rows - done for rows in rows_W], done)
-            rows = place.rows[place.slot(self._epoch)]
+            slot = next(self._turns)
+            self._round(words, starts, [rows - done for rows in rows_W], done, slot)
+            rows = place.rows[slot]
             for peer, count in enumerate(recv):
                 arrived = min(max(0, _rows_of(count) - done), self._rows)
                 received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
-            give_credit(place, self._epoch)
+            give_credit(place, slot)
         parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int) -> None:
+    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, slot: int) -> None:
         """Puts the next rows of each message, and waits for those of the peers."""
         place, device = self._place, self.heap.device
-        self._epoch += 1
         bounds = self._watch.bounds
         used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
         first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
         source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
         with self._watch.over():
-            put_rows(words, source_WC, used_W, place, self._epoch, bounds)
-        slot, size = place.slot(self._epoch), self.heap.group.size
+            put_rows(words, source_WC, used_W, place, slot, bounds)
+        size = self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
         with self._watch.over():
-            wait_signals(place.signals, index_W, self._epoch, bounds, place.network)
+            wait_signals(place.signals, index_W, place.epochs[slot], bounds, place.network)
 
 
 def _rows_of(count: int) -> int:

@@ -24,8 +24,8 @@ def aot_cases() -> list[AotCase]:
 def _of_puts() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    numbers = {name: "i32" for name in ("me", "slot", "epoch")}
-    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch": "i32"}
+    numbers = {"me": "i32", "slot": "i32"}
+    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch_ptr": i64}
     cases = []
 
     def add(
@@ -52,7 +52,7 @@ def _of_puts() -> list[AotCase]:
     ):
         name = f"{str(dtype)[6:]} {tile}x{width}"
         tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
-        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "credit": "i32", "W": 8, "C": 4096, "T": 32}
+        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64, "W": 8, "C": 4096, "T": 32}
         sizes = {"M": width, "TILE": tile, **put.columns(width, tile), "INTERPRET": False}
         arguments = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
         far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
@@ -71,11 +71,12 @@ def _of_puts() -> list[AotCase]:
             add(
                 f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
             )
-    credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
+    credit = {"credits_ptr": i64, "credit_table_ptr": i64, "epoch_ptr": i64, "slot": "i32", "me": "i32"}
     for count in (1, 2, 3):
         for number, name in enumerate(("second", "third"), 2):
             pointer = i64 if number <= count else None
-            credit |= {f"{name}_credits_ptr": pointer, f"{name}_table_ptr": pointer, f"{name}_epoch": "i32"}
+            credit |= dict.fromkeys((f"{name}_{of}_ptr" for of in ("credits", "table", "epoch")), pointer)
+            credit |= {f"{name}_slot": "i32"}
         add(f"credit {count}", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
@@ -85,9 +86,10 @@ def _of_puts() -> list[AotCase]:
 def _of_waits() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    metadata = {"metadata_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
-    shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
-    some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32", "INTERPRET": False}
+    metadata = {"metadata_ptr": i32, "signals_ptr": i64, "epoch_ptr": i64, **stop, "slot": "i32", "W": 8}
+    shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
+    some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
+    some["INTERPRET"] = False
     kernels: list[tuple[str, Any, dict[str, Any]]] = [
         ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape})
     ]
@@ -108,7 +110,7 @@ def _of_signals() -> list[AotCase]:
     case = AotCase(
         "signal far nvshmem",
         network.signal_far_kernel,
-        {**arguments, "epoch": "i32"},
+        {**arguments, "epoch_ptr": long},
         {"num_warps": 1},
         libraries=nvshmem_bitcode,
     )

@@ -185,21 +185,21 @@ class Exchanges:
 
     def put(self, number: int) -> int:
         buffers = self.buffers
-        epoch = buffers.begin(buffers.tokens)
+        slot = buffers.begin(buffers.tokens)
         x = torch.full((buffers.sizes.tokens, buffers.sizes.width), float(number * self.world + self.rank))
         with buffers.watch.over():
-            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, epoch, buffers.bounds)
-        return epoch
+            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, slot, buffers.bounds)
+        return slot
 
-    def take(self, epoch: int) -> list[list[float]]:
+    def take(self, slot: int) -> list[list[float]]:
         """Of each rank the different numbers that are there."""
-        buffers, slot = self.buffers, self.buffers.tokens.slot(epoch)
+        buffers, epoch = self.buffers, self.buffers.tokens.epochs[slot]
         index = self.index + slot * buffers.tokens.signals[0].numel()
         with buffers.watch.over():
             remote.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
         rows = buffers.tokens.rows[slot, :, : buffers.sizes.tokens]
         found = [of.unique().tolist() for of in rows]
-        put.give_credit(buffers.tokens, epoch)
+        put.give_credit(buffers.tokens, slot)
         return found
 
 
@@ -228,8 +228,8 @@ def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequen
             for number in range(count):
                 waiting.append((number, exchanges.put(number)))
                 while len(waiting) > (1 if ahead and number + 1 < count else 0):
-                    first, epoch = waiting.pop(0)
-                    wrong += exchanges.take(epoch) != [[float(first * world + p)] for p in range(world)]
+                    first, slot = waiting.pop(0)
+                    wrong += exchanges.take(slot) != [[float(first * world + p)] for p in range(world)]
     finally:
         for module, name, run in kept:
             setattr(module, name, run)
