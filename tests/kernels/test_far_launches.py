@@ -11,14 +11,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bench.gpu import returned_rows
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, ReceiveBuffer
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Faults, Mark, Network, Put, ReceiveBuffer
 from fusedmoe.kernels.triton.one_sided import network, put, remote
 from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
 PEERS, CAPACITY, WIDTH, TILE = 8, 4096, 4096, 128
 KERNELS = {
-    put: ("put_rows_kernel", "credit_kernel", "put_values_kernel"),
+    put: ("put_rows_kernel", "credit_kernel", "tell_faults_kernel", "put_values_kernel"),
     returned_rows: ("return_rows_kernel",),
     remote: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
@@ -64,14 +64,16 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     mark = Mark(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
     wanted_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
     results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, signal_W, mark)
+    faults = Faults(empty(1, dtype=I64), signal_W, signal_W, bounds)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
     for name, run in (
         ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 1, bounds)),
         ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 1, bounds)),
         ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), signal_W, bounds, leads)),
         ("credit 1", lambda: put.give_credit(tokens, 1)),
-        ("credit 2", lambda: put.give_credit(tokens, 1, (metadata, 0))),
+        ("credit 2 told", lambda: put.give_credit(tokens, 1, (metadata, 0), faults=faults)),
         ("credit 3", lambda: put.give_credit(tokens, 1, (metadata, 0), (tokens, 1))),
+        ("tell faults", lambda: put.tell_faults(faults, 3, leads)),
         ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
         ("return rows bfloat16 4096", lambda: returned_rows.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):

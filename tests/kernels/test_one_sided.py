@@ -68,6 +68,16 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
                 token = int(sends[sender].token_WC[me, place])
                 found.append((sender, token, float(arrivals.weight_R[r]), int(arrivals.place_R[r])))
             assert found == chunk
+        # With room for fewer: the first of these.
+        for chunk, arrivals in zip(
+            wanted, define_arrivals(metadata, local, degree, capacity, [2] * degree), strict=True
+        ):
+            count = min(2, len(chunk))
+            assert count == int(arrivals.layout.offsets_E1[-1]) == int(arrivals.layout.counts_E.sum())
+            assert arrivals.peer_R[:count].tolist() == [sender for sender, *_ in chunk[:count]]
+            assert arrivals.place_R[:count].tolist() == [place for *_, place in chunk[:count]]
+            sent = [sum(sender == p for sender, *_ in chunk[:count]) for p in range(peers)]
+            assert arrivals.wanted_W.tolist() == sent
         # Each token is sent once, in the order of the first chunk that needs it.
         for sender, send in enumerate(sends):
             used = send.token_WC[me, : int(send.token_used_W[me])].tolist()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.one_sided import Bounds, Mark, ReceiveBuffer, ReturnRows
+from fusedmoe.kernels.one_sided import MOST_FAULTS, Bounds, Faults, Mark, ReceiveBuffer, ReturnRows
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
@@ -57,7 +57,7 @@ class ReceiveBuffers:
         results: rows that peers send back, [slots, 1, tokens·K, width], with a signal for each peer and chunk.
         returned, returned_values: where results go, and a float32 number with each: [slots, tokens·K, width or 1].
         network: leads to far peers; None where no peer is far.
-        watch: bounds waits.
+        watch: bounds waits.   faults: what ranks find wrong in a pass, and tell each other.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
         credit_W: of each slot of results, int32, indices of the peers' credits.
     """
@@ -93,6 +93,8 @@ class ReceiveBuffers:
         self.returned_values = ReturnRows(values.own, values.table, staged_values, self.network)
         self._make_views()
         self.watch = Watch(heap)
+        told, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
+        self.faults = Faults(own, told.own, told.table, self.watch.bounds)
         for place, putting, waiting, part in (
             (self.metadata, "dispatch", "dispatch", "part {} of the routing metadata"),
             (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
@@ -124,6 +126,16 @@ class ReceiveBuffers:
     @property
     def bounds(self) -> Bounds:
         return self.watch.bounds
+
+    def note(self, count: Tensor, fault: str) -> None:
+        """Has all ranks end with an error, later, where `count` is not 0; no host synchronisation.
+
+        Args:
+            count: an integer scalar on the heap's device.
+            fault: what is wrong, behind how many; the same on all ranks.
+        """
+        own, number = self.faults.own, self.watch.number(fault)
+        own.copy_(torch.where(count > 0, (number << 32) + count.clamp(max=MOST_FAULTS), own))
 
     def refuse(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
         """Raises `ConfigError` where the buffers have no room for a batch, before anything is sent."""

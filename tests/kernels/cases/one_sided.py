@@ -72,12 +72,18 @@ def _of_puts() -> list[AotCase]:
                 f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
             )
     credit = {"credits_ptr": i64, "credit_table_ptr": i64, "epoch_ptr": i64, "slot": "i32", "me": "i32"}
+    pointers = {"pe_ptr": i32, "spare_ptr": i64}
     for count in (1, 2, 3):
         for number, name in enumerate(("second", "third"), 2):
             pointer = i64 if number <= count else None
             credit |= dict.fromkeys((f"{name}_{of}_ptr" for of in ("credits", "table", "epoch")), pointer)
             credit |= {f"{name}_slot": "i32"}
-        add(f"credit {count}", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
+        for told in (None, i64):
+            heard = dict.fromkeys(("told_ptr", "stop_ptr", "record_ptr"), told)
+            name = f"credit {count}" + " told" * (told is not None)
+            add(name, put.credit_kernel, {**credit, **heard}, pointers, put.credit_options)
+    faults = {"fault_ptr": i64, "told_ptr": i64, "told_table_ptr": i64, "me": "i32"}
+    add("tell faults", put.tell_faults_kernel, faults, pointers, put.credit_options)
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
     return cases
@@ -132,7 +138,7 @@ def _of_plans() -> list[AotCase]:
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
             cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
-        cases += [_of_reading(name, experts, peers, far) for far in (False, True)]
+        cases += [_of_reading(name, experts, peers, far, most) for far in (False, True) for most in (False, True)]
     for dtype in (torch.bfloat16, torch.float32):
         rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}
         block, warps = columns(4096)
@@ -143,7 +149,7 @@ def _of_plans() -> list[AotCase]:
     return cases
 
 
-def _of_reading(name: str, experts: int, peers: int, far: bool) -> AotCase:
+def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -> AotCase:
     i32, i64, rows, numbers = torch.int32, torch.int64, torch.bfloat16, torch.float32
     short = ("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr", "counter_ptr", "later_counter_ptr")
     read = {**dict.fromkeys(short, i32), "weight_ptr": numbers}
@@ -151,10 +157,11 @@ def _of_reading(name: str, experts: int, peers: int, far: bool) -> AotCase:
     for way, dtype in (("result", rows), ("value", numbers)):
         read |= {f"{way}_table_ptr": i64, f"{way}_ptr": i64, f"{way}_target_ptr": i64 if far else None}
         read |= dict.fromkeys((f"{way}_own_ptr", f"{way}_staged_ptr"), dtype if far else None)
+    read |= {"fault_ptr": i64 if limited else None, "most": "i32", "number": "i32"}
     read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
-    return AotCase(f"read metadata {name}" + " far" * far, plan.read_metadata_kernel, read)
+    return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)
 
 
 def _held() -> AotCase:

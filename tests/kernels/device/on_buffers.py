@@ -52,7 +52,7 @@ class Case:
         if seed % 2:
             expert_SK = expert_SK % (EXPERTS - 1)  # the last expert has nothing; some tokens want one twice
             expert_SK[:, 1][expert_SK[:, 0] == expert_SK[:, 1]] = -1
-        self.layout = order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
+        self.expert_SK, self.layout = expert_SK, order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
         shapes = [(EXPERTS, 2, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)]
         shapes += [(EXPERTS, 2, HIDDEN), (EXPERTS, WIDTH)] if bias else []
         self.parameters = [torch.randn(*shape, generator=common) for shape in shapes]

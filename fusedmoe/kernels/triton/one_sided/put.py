@@ -17,11 +17,22 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Put, ReceiveBuffer, far_pointers, linked
+from fusedmoe.kernels.one_sided import (
+    FAULT,
+    Addresses,
+    Bounds,
+    Faults,
+    Network,
+    Put,
+    ReceiveBuffer,
+    far_pointers,
+    linked,
+)
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import put_runs, put_signal_nbi, signal_far, signal_pe
 from fusedmoe.kernels.triton.one_sided.remote import at_peer, signal, wait
 
+_FAULT = tl.constexpr(FAULT)
 # Of programs that move rows.
 _WARPS = 8
 _UNSPECIAL = ["me", "slot", "limit_ns"]
@@ -85,16 +96,23 @@ def put_rows_kernel(
 
 
 @triton.jit
+def _set(ptr, table_ptr, place, number, pe_ptr, spare_ptr, NVSHMEM: tl.constexpr):
+    """Sets number `place` of some int64 at the peer that is the program's."""
+    peer = tl.program_id(0)
+    if NVSHMEM:
+        if tl.load(table_ptr + peer) == 0:
+            signal_pe(ptr + place, number, tl.load(pe_ptr + peer), spare_ptr)
+        else:
+            signal(at_peer(ptr, table_ptr, peer) + place, number)
+    else:
+        signal(at_peer(ptr, table_ptr, peer) + place, number)
+
+
+@triton.jit
 def _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
     peer = tl.program_id(0)
     epoch, place = tl.load(epoch_ptr + peer), slot * tl.num_programs(0) + me
-    if NVSHMEM:
-        if tl.load(credit_table_ptr + peer) == 0:
-            signal_pe(credits_ptr + place, epoch, tl.load(pe_ptr + peer), spare_ptr)
-        else:
-            signal(at_peer(credits_ptr, credit_table_ptr, peer) + place, epoch)
-    else:
-        signal(at_peer(credits_ptr, credit_table_ptr, peer) + place, epoch)
+    _set(credits_ptr, credit_table_ptr, place, epoch, pe_ptr, spare_ptr, NVSHMEM)
     # Launches that follow on the stream read the next number, each of the copies: no other program looks at this one.
     tl.debug_barrier()
     tl.store(epoch_ptr + peer, epoch + 1)
@@ -106,8 +124,20 @@ def credit_kernel(
     credits_ptr, credit_table_ptr, epoch_ptr, slot,
     second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
     third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
+    # What ranks have found wrong (`Faults`); None where nobody looks.
+    told_ptr, stop_ptr, record_ptr,
     pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
+    if told_ptr is not None:
+        # Peers have told before they put results, and these have come.
+        peer = tl.program_id(0)
+        told = tl.atomic_add(told_ptr + peer, 0, sem="acquire", scope="sys")
+        if told != 0:
+            reason = tl.full((), _FAULT, tl.int64)
+            if tl.atomic_cas(record_ptr, tl.full((), 0, tl.int64), reason, sem="acq_rel", scope="sys") == 0:
+                tl.store(record_ptr + 1, peer.to(tl.int64))
+                tl.store(record_ptr + 2, told)
+            tl.store(stop_ptr, reason)
     _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM)
     if second_credits_ptr is not None:
         _credit(second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot, pe_ptr, spare_ptr, me, NVSHMEM)
@@ -176,18 +206,38 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer
     )  # fmt: skip
 
 
-def give_credit(buffer: ReceiveBuffer, slot: int, *others: tuple[ReceiveBuffer, int]) -> None:
+def give_credit(
+    buffer: ReceiveBuffer, slot: int, *others: tuple[ReceiveBuffer, int], faults: Faults | None = None
+) -> None:
     """Tells all peers that their rows in this slot have been read, and in a slot of up to two other buffers. The slot's
-    next exchange may begin in launches that follow."""
+    next exchange may begin in launches that follow. With `faults` it also looks at what peers have
+    told of (`tell_faults`): all waits end then, and the record says why."""
     read = [(one.credits, one.credit_table, one.epochs[at], at) for one, at in ((buffer, slot), *others)]
     none = [(None, None, None, 0)] * (3 - len(read))
+    words = (None,) * 3 if faults is None else (faults.told, faults.bounds.stop, faults.bounds.record)
     credit_kernel[(buffer.peers,)](
         *(argument for each in (*read, *none) for argument in each),
+        *words,
         *far_pointers(buffer.network),
         buffer.me,
         **linked(buffer.network),
         **credit_options(buffer.network is not None),
     )
+
+
+@jit(do_not_specialize=["me"])
+def tell_faults_kernel(fault_ptr, told_ptr, told_table_ptr, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
+    fault = tl.load(fault_ptr)
+    if fault != 0:
+        _set(told_ptr, told_table_ptr, me, fault, pe_ptr, spare_ptr, NVSHMEM)
+
+
+def tell_faults(faults: Faults, me: int, network: Network | None) -> None:
+    """Tells all ranks what this one has found wrong, if anything; the results of its pass must come after it."""
+    tell_faults_kernel[(faults.told.numel(),)](
+        faults.own, faults.told, faults.table, *far_pointers(network), me,
+        **linked(network), **credit_options(network is not None),
+    )  # fmt: skip
 
 
 def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
@@ -212,7 +262,7 @@ def launch_options(nvshmem: bool) -> dict[str, int]:
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:
-    """Options of launches that give credit: every thread calls NVSHMEM, so one warp is enough."""
+    """Options of launches that give credit or tell of faults: every thread calls NVSHMEM, so one warp is enough."""
     return {"num_warps": 1} if nvshmem else {}
 
 
