@@ -107,17 +107,30 @@ class ReceiveBuffers:
         self._turns = {id(place): cycle(range(place.slots)) for place in (self.tokens, self.metadata, self.results)}
 
     def _make_views(self) -> None:
-        """Makes what every batch reads, slot by slot, once: views and small tables."""
-        device = self.heap.device
+        """Makes what every batch reads, slot by slot, once: views and small tables.
+
+        All of these, for what is first made while a CUDA graph is captured is not there before it is replayed.
+        """
+        device, degree, place = self.heap.device, self.sizes.degree, self.results
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
         self.token_signals = self.tokens.signals.unbind()
         self.metadata_lines = self.metadata.rows.unbind()
         self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
         size = self.heap.group.size
-        starts = range(0, self.results.slots * size, size)
+        starts = range(0, place.slots * size, size)
         self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
+        # By number of the signal, and by slot and number of chunks.
         self._signals: dict[int, Tensor] = {}
         self._awaited: dict[tuple[int, int], Tensor] = {}
+        for slot, credit_W in enumerate(self.credit_W):
+            for chunk in range(degree):
+                mark = self.result_mark(chunk, slot).place
+                signal_W = place.signal_table + mark * 8
+                if self.network is not None:
+                    signal_W = torch.where(place.signal_table == 0, self.network.spare.data_ptr(), signal_W)
+                self._signals[mark] = signal_W
+                chunk_D = torch.arange(chunk + 1, dtype=torch.int32, device=device)
+                self._awaited[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
 
     def begin(self, place: ReceiveBuffer) -> int:
         """Returns the slot of the exchange that begins in one of the buffers."""
@@ -155,19 +168,10 @@ class ReceiveBuffers:
 
     def result_signals(self, mark: Mark) -> Tensor:
         """Returns the signal's address at each peer, [W]; at far peers that of a spare one of this rank."""
-        if mark.place not in self._signals:
-            signal_W = mark.table + mark.place * 8
-            if self.network is not None:
-                signal_W = torch.where(mark.table == 0, self.network.spare.data_ptr(), signal_W)
-            self._signals[mark.place] = signal_W
         return self._signals[mark.place]
 
     def awaited_results(self, degree: int, slot: int) -> Tensor:
         """Returns indices of the signals that all results have arrived, int32."""
-        if (slot, degree) not in self._awaited:
-            chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
-            index_WD = self.credit_W[slot][:, None] * self.sizes.degree + chunk
-            self._awaited[slot, degree] = index_WD.reshape(-1)
         return self._awaited[slot, degree]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -104,3 +105,15 @@ def _again(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: 
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             assert old.shape == new.shape, f"{function} makes {list(new.shape)} where it made {list(old.shape)}"
             old.copy_(new)
+
+
+@contextmanager
+def captured(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Captures what is inside, in a CUDA graph where there is a GPU; gives what replays it, to be called afterwards."""
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            yield graph.replay
+        return
+    with Recording() as recording:
+        yield recording.replay

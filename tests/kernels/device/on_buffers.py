@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -98,9 +99,10 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
 _NEEDED = ("dispatch", "expert", "combine")
 
 
-def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree) -> list[Tensor]:
+def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree, rows: int | None = None) -> list[Tensor]:
     x, weight, experts = leaves(case)
-    return results(fused_experts(x, weight, case.layout, buffers, experts, degree), x, weight, experts, case.dy_SM)
+    y = fused_experts(x, weight, case.layout, buffers, experts, degree, rows=rows)
+    return results(y, x, weight, experts, case.dy_SM)
 
 
 def heap_over(group: Group, nodes: Sequence[int], breaks: Sequence[str] = ()) -> Heap:
@@ -263,6 +265,9 @@ def refuse(rank: int, world: int) -> str:
     with open_heap(topology.ep, CPU) as heap:
         buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))
         big, small = Case(rank, world, 9, 0, False), Case(rank, world, 8, 0, False)
+        with contextlib.suppress(ConfigError):
+            by_puts(small, buffers, 1, rows=0)
+            return "taken"
         try:
             by_puts(big, buffers, 1)
         except ConfigError as error:

@@ -39,16 +39,17 @@ def test_numbers_of_the_capture_are_old_ones(cluster: Cluster) -> None:
     assert any("step 1" in one for one in found[0])
 
 
-def test_more_rows_than_there_is_room_for(cluster: Cluster) -> None:
+@pytest.mark.parametrize("nodes", [(), pytest.param((0, 1), marks=pytest.mark.slow)], ids=str)
+def test_more_rows_than_there_is_room_for(cluster: Cluster, nodes: tuple[int, ...]) -> None:
     """By one row, told by the number of the fullest rank and step, on all ranks."""
-    for outcome in cluster.outcomes(2, replay_passes, [9, 5], (1, 2), 3, -1):
+    for outcome in cluster.outcomes(2, replay_passes, [9, 5], (1, 2), 3, -1, False, nodes):
         assert outcome.error is not None and outcome.error[0] == "RankError", outcome
         told = re.search(r"(\d+) rows came to the experts of fused_experts on .*room for (\d+)", outcome.error[1])
         assert told is not None and int(told[1]) == int(told[2]) + 1, outcome.error[1]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "steps"), [({"ep": 2}, 2), *slowly(({"ep": 2}, 6), ({"esp": 2}, 5), ({"ep": 2, "esp": 2}, 3))], ids=str
+    ("sizes", "steps"), [({"ep": 2}, 1), *slowly(({"ep": 2}, 6), ({"esp": 2}, 5), ({"ep": 2, "esp": 2}, 3))], ids=str
 )
 def test_a_layer(cluster: Cluster, sizes: dict[str, int], steps: int) -> None:
     """Gate, order and losses, too."""
