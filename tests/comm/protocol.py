@@ -220,11 +220,13 @@ def _set(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 class Tiles:
     """The last of several programs signals for all (`signal_peers`): each writes its part, then counts itself in.
 
-    `release`: a program counts itself in after its part is written for all to see.
+    `release`: a program counts itself in after its part is written for all to see. `beyond`: parts of rows for which
+    there is no room, which nobody writes and the last one waits for nevertheless.
     """
 
     programs: int = 3
     release: bool = True
+    beyond: int = 0
 
     def search(self) -> tuple[str, int]:
         """As `Model.search`."""
@@ -243,7 +245,7 @@ class Tiles:
                 steps.append((_put(programs, i, (True, True, counted)), count, signalled))
             if begun and not counted and (written or not self.release):
                 now = _put(programs, i, (begun, written, True))
-                steps.append((now, count + 1, signalled or count + 1 == self.programs))
+                steps.append((now, count + 1, signalled or count + 1 == self.programs + self.beyond))
         return steps if steps or signalled else "waits for ever"
 
 

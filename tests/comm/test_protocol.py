@@ -62,6 +62,7 @@ def test_without_rows_the_first_tile_is_signalled() -> None:
 def test_the_last_program_signals_for_all() -> None:
     assert Tiles(4).search()[0] == ""
     assert "stale" in Tiles(4, release=False).search()[0]
+    assert Tiles(3, beyond=1).search()[0] == "waits for ever", "what has no room is not wanted"
 
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -140,6 +140,10 @@ def test_all_shards() -> None:
     assert both.counts == [1, 2] * 3
     assert both.row_SK.tolist() == [[1, 4, 7], [0, 3, 6], [-1, -1, -1], [2, 5, 8]]
     assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
+    padded = for_all_shards(layout.padded(layout.rows + 2), 3)
+    assert padded.counts == both.counts and padded.row_SK.tolist() == both.row_SK.tolist()
+    assert padded.source_N is not None and padded.source_N[:9].tolist() == both.source_N.tolist()
+    assert padded.pair_N[:9].tolist() == both.pair_N.tolist() and padded.rows == 3 * (layout.rows + 2)
     two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
     assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.pair_N.tolist() == [4, 2, 0, 5, 3, 1]
     groups = for_all_shards(order(torch.tensor([[2, 0], [0, -1], [3, 1]]), 4), 2, groups=2)

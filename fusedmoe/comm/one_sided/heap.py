@@ -189,7 +189,7 @@ class Watch:
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         # By the address of the signals, which the record of a kernel has: the host may have issued much more meanwhile.
         self._names: dict[int, tuple[str, Name]] = {}
-        self._faults: list[str] = []
+        self._faults: dict[str, int] = {}
         self._looker: Helper | None = None
         heap.checks.append(partial(self.check, wait=True))
 
@@ -200,9 +200,7 @@ class Watch:
     def number(self, fault: str) -> int:
         """Returns the number of a fault that kernels may find (`Faults`), by the text behind how many there are. All
         ranks ask for the same in the same order."""
-        if fault not in self._faults:
-            self._faults.append(fault)
-        return self._faults.index(fault) + 1
+        return self._faults.setdefault(fault, len(self._faults) + 1)
 
     @contextmanager
     def over(self) -> Iterator[None]:
@@ -274,7 +272,7 @@ class Watch:
 
     def _fault(self, rank: int, number: int, count: int) -> RankError:
         # Ranks that hear of it otherwise wait for one that has ended.
-        group, me, text = self._group, self._group.job.rank, f"{count} {self._faults[number - 1]}"
+        group, me, text = self._group, self._group.job.rank, f"{count} {[*self._faults][number - 1]}"
         operation = f"kernels over the {group}"
         if group.job.board is not None:
             group.job.board.post(rank, operation, text)
