@@ -149,14 +149,14 @@ def part_steps(case: Case, count: int) -> list[Step]:
         return routes
 
     def dispatch(routes: list[Route]) -> list[list[Tensor]]:
-        epochs = [route.put_tokens(x) for route, x in zip(routes, tokens, strict=True)]
+        slots = [route.put_tokens(x) for route, x in zip(routes, tokens, strict=True)]
         rows = []
-        for route, epoch in zip(routes, epochs, strict=True):
+        for route, slot in zip(routes, slots, strict=True):
             chunks = route.forward
             for chunk in range(len(chunks)):
-                chunks.await_tokens(chunk, epoch)
-            rows.append(chunks.take(epoch))
-            route.read(epoch)
+                chunks.await_tokens(chunk, slot)
+            rows.append(chunks.take(slot))
+            route.read(slot)
             route.give_credit()
         return rows
 
@@ -166,11 +166,11 @@ def part_steps(case: Case, count: int) -> list[Step]:
 
     def combine(given: tuple[list[Route], list[list[Tensor]]]) -> list[Tensor]:
         routes, rows = given
-        epochs = [route.begin_results() for route in routes]
-        for route, epoch, own in zip(routes, epochs, rows, strict=True):
+        slots = [route.begin_results() for route in routes]
+        for route, slot, own in zip(routes, slots, rows, strict=True):
             for chunk, out_RM in enumerate(own):
                 last = route.arrivals[chunk].layout.offsets_E1[-1:]
-                return_rows(out_RM, last, route.forward.put(chunk, epoch))
-        return [route.receive(epoch, _DEGREE) for route, epoch in zip(routes, epochs, strict=True)]
+                return_rows(out_RM, last, route.forward.put(chunk, slot))
+        return [route.receive(slot, _DEGREE) for route, slot in zip(routes, slots, strict=True)]
 
     return [Step(PARTS[0], dispatch, with_metadata), Step(PARTS[1], combine, dispatched)]

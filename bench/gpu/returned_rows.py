@@ -18,17 +18,17 @@ from fusedmoe.kernels.triton.one_sided.put import columns, finish, launch_option
 TILE = 64
 
 
-@jit(do_not_specialize=["epoch"])
+@jit
 def return_rows_kernel(
     x_ptr, rows_ptr,
     # Where each row goes, and how peers learn that all of theirs are there (`Put`).
     address_ptr, peer_ptr, counter_ptr, wanted_ptr, signal_ptr, target_ptr, pe_ptr,
-    epoch, W, M,
+    epoch_ptr, W, M,
     TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     # A rank that gets no row from here would wait for ever.
     if tl.program_id(0) == 0:
-        signal_those_without(wanted_ptr, signal_ptr, epoch, W)
+        signal_those_without(wanted_ptr, signal_ptr, tl.load(epoch_ptr), W)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < tl.load(rows_ptr)
     target = tl.load(address_ptr + row, mask=inside, other=0).to(x_ptr.dtype)
@@ -42,7 +42,7 @@ def return_rows_kernel(
         first = tl.program_id(0) * TILE
         put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, TILE)
     peer = tl.load(peer_ptr + row, mask=inside, other=0)
-    signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+    signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, tl.load(epoch_ptr), W)
 
 
 def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:

@@ -6,6 +6,7 @@ first batch that goes this way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,11 +32,13 @@ class KernelTransport(NamedTuple):
 
     Attributes:
         kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
+        rows: a bound on a rank's rows for each choice of a token; None: there is none.
     """
 
     kind: str
     degrees: tuple[int, int]
     tokens: int
+    rows: int | None = None
 
 
 class OneSided(Collectives):
@@ -61,10 +64,15 @@ class OneSided(Collectives):
         transport = None if weight_SK is None else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
-        if isinstance(refusal, Bad):  # no message takes the number to the other ranks
-            refusal = refusal.text if int(refusal.number) else None
+        later = None
+        if isinstance(refusal, Bad):
+            # No message takes the number to the other ranks. Where the host is not to wait they hear of it later.
+            later = refusal if transport.rows is not None else None
+            refusal = refusal.text if later is None and int(refusal.number) else None
         refuse(self.topology, refusal)
-        return fused_experts(x_SM, weight_SK, layout, self.topology, experts.in_chunks(x_SM), transport, self.recorder)
+        own = experts.in_chunks(x_SM)
+        given = (x_SM, weight_SK, layout, self.topology, own, transport, self.recorder)
+        return fused_experts(*given, self._call, later)
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
@@ -76,22 +84,25 @@ def has_heap(topology: Topology, device: torch.device) -> bool:
 
 
 def choose_transport(
-    topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans]
+    topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans], row_factor: float | None = None
 ) -> KernelTransport | None:
     """Chooses a fused operation, where plans take it; None: collectives. Collective over the ranks with the experts.
 
     Args:
         plans_for: the plans for so many tokens on a rank.
+        row_factor: see `Schedule`.
     """
     group = _group(topology)
     assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
     # Buffers lie at the same addresses on all ranks, so all make them for the rank with the most tokens.
-    most = rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
+    largest = int(all_reduce(group, tokens, "max", "tokens of the ranks"))
+    most = rounded_up(largest)
     plans = plans_for(most)
     if any(task.kind != kind for task in plans.forward):
         return None
-    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most)
+    rows = None if row_factor is None else max(1, math.ceil(row_factor * largest))
+    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows)
 
 
 def fused_experts(
@@ -102,9 +113,13 @@ def fused_experts(
     experts: ChunkExperts,
     transport: KernelTransport,
     recorder: Recorder | None,
+    name: str = "fused_experts",
+    bad: Bad | None = None,
 ) -> Tensor:
     """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 
+    Args:
+        name: of the layer, for errors.   bad: numbers of which all ranks are to hear later.
     Raises:
         ConfigError: more tokens than any rank had when the transport was chosen, rounded up.
         RankError: a rank failed, or did not come in time.
@@ -117,12 +132,16 @@ def fused_experts(
     assert group is not None
     # Each shard of an expert is a destination of its own, whose summand comes back as a row.
     if shards > 1:
-        layout = for_all_shards(layout.exact(), shards, topology.ep.size)
+        layout = for_all_shards(layout, shards, topology.ep.size)
         weight_SK = weight_SK.repeat_interleave(shards, 1)
     buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
+        if bad is not None:
+            buffers.note(*bad)
+        rows = None if transport.rows is None else transport.rows * layout.k
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, transport.degrees, measured)
+        more = (transport.degrees, measured, rows, name)
+        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, *more)
     except BaseException:
         # Peers may still write into these buffers: no later batch may meet their rows.
         _shared.pop(topology, None)
@@ -147,6 +166,10 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     return known[group.axis, sizes]
 
 
+# By topology, where there are both axes: every forward asks.
+_groups: WeakKeyDictionary[Topology, Group] = WeakKeyDictionary()
+
+
 def _group(topology: Topology) -> Group | None:
     """The ranks that the experts, and the shards of each, are split over: ep by ep, their shards in order. Collective
     over these where there are both. None: the topology does not say which they are."""
@@ -154,7 +177,10 @@ def _group(topology: Topology) -> Group | None:
         return topology.ep if topology.ep.size > 1 else topology.esp
     if topology.expert_grid is None:
         return None
-    return topology.subgroup("ep·esp", tuple(topology.expert_grid[topology.edp.index].flatten().tolist()))
+    if topology not in _groups:
+        ranks = tuple(topology.expert_grid[topology.edp.index].flatten().tolist())
+        _groups[topology] = topology.subgroup("ep·esp", ranks)
+    return _groups[topology]
 
 
 def rounded_up(tokens: int) -> int:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
-from fusedmoe.engine.chunks import Kept
+from fusedmoe.engine.chunks import concatenated, taken
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
 from fusedmoe.kernels.layout import Layout
@@ -34,6 +35,7 @@ from fusedmoe.kernels.one_sided import (
     ArrivedChunk,
     Put,
     ReceiveBuffer,
+    RowLimit,
     Sends,
     Wait,
     contiguous,
@@ -41,7 +43,7 @@ from fusedmoe.kernels.one_sided import (
 )
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
-from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows, tell_faults
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -60,39 +62,39 @@ class RouteChunks:
     def __len__(self) -> int:
         return len(self.arrivals)
 
-    def arriving(self, chunk: int, epoch: int) -> tuple[Tensor, Layout, Wait]:
+    def arriving(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
         """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
         buffers = self.buffers
-        slot = buffers.tokens.slot(epoch)
-        wait = Wait(buffers.token_signals[slot], buffers.tokens.tile, epoch, buffers.bounds, buffers.network)
+        tokens = buffers.tokens
+        wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def take(self, epoch: int) -> list[Tensor]:
+    def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
-        return take_rows(self.buffers.token_rows[self.buffers.tokens.slot(epoch)], self.arrivals)
+        return take_rows(self.buffers.token_rows[slot], self.arrivals)
 
-    def await_tokens(self, chunk: int, epoch: int) -> None:
+    def await_tokens(self, chunk: int, slot: int) -> None:
         """Waits for a chunk's rows."""
-        _, layout, wait = self.arriving(chunk, epoch)
+        _, layout, wait = self.arriving(chunk, slot)
         assert layout.source_N is not None
         # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
         with self.buffers.watch.over():
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
             wanted = index.unique() if not index.is_cuda else index
-            wait_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
+            wait_signals(wait.signals, wanted, wait.epoch, wait.bounds, wait.network)
 
-    def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
+    def put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
         """Returns the place that the results of a chunk go to, in the forward pass with their weights."""
         buffers, received = self.buffers, self._chunks[chunk]
-        mark = buffers.result_mark(chunk, epoch)
+        mark = buffers.result_mark(chunk, slot)
         counter_W = received.counters[weight_R is None]
-        addresses, wanted_W = received.results[buffers.results.slot(epoch)], received.arrivals.wanted_W
-        ends = (wanted_W, counter_W, buffers.result_signals(mark))
-        return Put(buffers.results.rows, addresses, weight_R, *ends, epoch, mark)
+        addresses, wanted_W = received.results[slot], received.arrivals.wanted_W
+        ends = (wanted_W, counter_W, buffers.result_signals(mark), buffers.results.epochs[slot])
+        return Put(buffers.results.rows, addresses, weight_R, *ends, mark)
 
-    def value_addresses(self, chunk: int, epoch: int) -> Addresses:
+    def value_addresses(self, chunk: int, slot: int) -> Addresses:
         """Returns the addresses of one number to each row of a chunk, to be put before the chunk's rows."""
-        return self._chunks[chunk].values[self.buffers.results.slot(epoch)]
+        return self._chunks[chunk].values[slot]
 
     def find(self, there: RouteChunks) -> list[Tensor]:
         """Finds for each chunk its rows among those of other chunks of the same rows."""
@@ -108,6 +110,8 @@ class Route:
         weight_SK: router weights of pairs, or None for 1.
         degrees: chunks forward and backward.
         dtype, width: of rows.
+        rows: a bound on the rows that come to this rank's experts, of all ranks' the same; None: there is none.
+        name: of who sends, for errors; the same on all ranks.
     Raises:
         ConfigError: no room for so many tokens, slots or chunks; nothing has been sent then.
     """
@@ -120,24 +124,31 @@ class Route:
         degrees: tuple[int, int],
         dtype: torch.dtype,
         width: int,
+        rows: int | None = None,
+        name: str = "fused_experts",
     ) -> None:
+        if rows is not None and rows < 1:
+            raise ConfigError(
+                f"{name}: rows={rows}; give a bound of at least 1 on the rows of a rank's experts, or None"
+            )
         buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, max(degrees), dtype, width)
         self.buffers, self.layout, self.degrees = buffers, layout, degrees
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
-        self._metadata_epoch = 0
-        # What has been read, and no peer has been told of.
+        self._metadata_slot, self._limit = 0, None
+        if rows is not None:
+            text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
+            self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
+        # Buffers and slots that have been read, and no peer has been told of.
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
         """Tells each rank what comes; the first thing to do."""
         buffers, sends = self.buffers, self._sends
-        self._metadata_epoch = buffers.begin(buffers.metadata)
+        slot = self._metadata_slot = buffers.begin(buffers.metadata)
         with buffers.watch.over():
-            put_rows(
-                sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_epoch, buffers.bounds
-            )
+            put_rows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, slot, buffers.bounds)
 
     @property
     def forward(self) -> RouteChunks:
@@ -158,79 +169,89 @@ class Route:
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
         buffers, metadata = self.buffers, self.buffers.metadata
         with buffers.watch.over():
-            wait_metadata(metadata, buffers.experts, self._metadata_epoch, buffers.bounds)
-        metadata_WC2 = buffers.metadata_lines[metadata.slot(self._metadata_epoch)]
+            wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds)
+        metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
         def read(degree: int) -> RouteChunks:
             sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
-            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, buffers.returned, buffers.returned_values))
+            ways = buffers.returned, buffers.returned_values, self._limit
+            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways))
 
         there, back = self.degrees
         forward = read(there)
         found = forward, forward if back == there else read(back)
-        self._read.append((metadata, self._metadata_epoch))
+        self._read.append((metadata, self._metadata_slot))
+        if self._limit is not None:
+            tell_faults(buffers.faults, buffers.results.me, buffers.network)
         return found
 
     def put_tokens(self, x_SM: Tensor) -> int:
-        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the epoch."""
+        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot."""
         buffers, sends = self.buffers, self._sends
-        # Numbered, so that a signal of an earlier batch is not taken for one of this.
-        epoch = buffers.begin(buffers.tokens)
+        slot = buffers.begin(buffers.tokens)
         with buffers.watch.over():
-            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, epoch, buffers.bounds)
-        return epoch
+            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot, buffers.bounds)
+        return slot
 
-    def read(self, epoch: int) -> None:
-        """Notes that nothing of this exchange's tokens will be read again."""
-        self._read.append((self.buffers.tokens, epoch))
+    def read(self, slot: int) -> None:
+        """Notes that none of the tokens in this slot will be read again."""
+        self._read.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
         """Tells the ranks what has been read, all in one launch: nobody needs to know before the second next batch."""
-        (buffer, epoch), *others = self._read
-        give_credit(buffer, epoch, *others)
+        (buffer, slot), *others = self._read
+        give_credit(buffer, slot, *others, faults=None if self._limit is None else self.buffers.faults)
         self._read.clear()
 
     def begin_results(self) -> int:
-        """Begins an exchange of results; returns its number."""
+        """Begins an exchange of results; returns its slot."""
         buffers, results = self.buffers, self.buffers.results
-        epoch = buffers.begin(results)
+        slot = buffers.begin(results)
         with buffers.watch.over():
             # A slot serves again only when every peer has read what was in it.
-            wait_signals(results.credits, buffers.every_W, buffers.results_behind(epoch), buffers.bounds)
-        return epoch
+            wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        return slot
 
-    def receive(self, epoch: int, degree: int) -> Tensor:
+    def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
-        y_SM = self._sum_results(epoch, degree)
-        self._read.append((self.buffers.results, epoch))
+        y_SM = self._sum_results(slot, degree)
+        self._read.append((self.buffers.results, slot))
         self.give_credit()
         return y_SM
 
-    def receive_with_values(self, epoch: int, degree: int) -> tuple[Tensor, Tensor]:
+    def receive_with_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
         """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
         buffers, results = self.buffers, self.buffers.results
-        y_SM = self._sum_results(epoch, degree)
+        y_SM = self._sum_results(slot, degree)
         # Copied before the slot is given back: another batch's values may come at once.
-        value_SK = put_pairs(buffers.value_rows[results.slot(epoch)], self.layout)
-        self._read.append((results, epoch))
+        value_SK = put_pairs(buffers.value_rows[slot], self.layout)
+        self._read.append((results, slot))
         self.give_credit()
         return y_SM, value_SK
 
-    def _sum_results(self, epoch: int, degree: int) -> Tensor:
+    def _sum_results(self, slot: int, degree: int) -> Tensor:
         buffers, results = self.buffers, self.buffers.results
         with buffers.watch.over():
-            awaited = buffers.awaited_results(degree, epoch)
-            wait_signals(results.signals, awaited, epoch, buffers.bounds, buffers.network)
-        return gather_sum(buffers.result_rows[results.slot(epoch)], self.layout)
+            awaited = buffers.awaited_results(degree, slot)
+            wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
+        return gather_sum(buffers.result_rows[slot], self.layout)
 
     def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
-        """Counts the rows of the largest chunk; on a GPU bounds them, since nobody waits for it."""
-        sizes, local = self.buffers.sizes, self.buffers.experts
-        if metadata_WC2.is_cuda:
-            # Nobody waits for the counts on a GPU: bounds, from sizes that the host knows.
-            return (-(-sizes.tokens * sizes.k // degree) + local) * len(metadata_WC2)
+        """Counts the rows of the largest chunk; with a bound on all rows, and on a GPU, bounds them: nobody waits."""
+        sizes, local, peers = self.buffers.sizes, self.buffers.experts, len(metadata_WC2)
+        if metadata_WC2.is_cuda or self._limit is not None:
+            most = sizes.tokens * sizes.k * peers
+            most = most if self._limit is None else min(most, self._limit.most)
+            # Rounding gives a chunk a row more of each expert and source.
+            return -(-most // degree) + local * peers
         count_G = metadata_WC2.numpy()[:, :local, 0].ravel().tolist()
         return max(sum(count * (j + 1) // degree - count * j // degree for count in count_G) for j in range(degree))
+
+
+_MORE_ROOM = (
+    "results since then are wrong. Give more room (row_factor of a Schedule, rows of fused_experts), or have the gate "
+    "spread tokens more evenly"
+)
 
 
 class Measured(NamedTuple):
@@ -254,6 +275,8 @@ def make_route(
     layout: Layout,
     buffers: ReceiveBuffers,
     degree: int | tuple[int, int] = 1,
+    rows: int | None = None,
+    name: str = "fused_experts",
 ) -> Route:
     """Makes the way of a batch's tokens. Nothing is sent yet.
 
@@ -261,11 +284,12 @@ def make_route(
         x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
         layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
         degree: chunks in which results are computed and come back; two numbers: forward and backward.
+        rows, name: as for `fused_experts`.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
     degrees = (degree, degree) if isinstance(degree, int) else degree
-    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1])
+    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1], rows, name)
 
 
 class Forward:
@@ -348,8 +372,8 @@ class Backward:
         if here is there:
             yield from self._h
             return
-        kept = Kept(self._h)
-        yield from map(kept.rows, here.find(there))
+        h_RH = concatenated(self._h)
+        yield from (taken(h_RH, index_R) for index_R in here.find(there))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns gradients of tokens, [S, M], and of router weights, [S, K] float32."""
@@ -395,6 +419,8 @@ def fused_experts(
     experts: GroupedExperts,
     degree: int | tuple[int, int] = 1,
     measured: Measured | None = None,
+    rows: int | None = None,
+    name: str = "fused_experts",
 ) -> Tensor:
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
@@ -402,17 +428,22 @@ def fused_experts(
         x_SM, weight_SK, layout, buffers, degree: as for `make_route`.
         experts: the local ones.
         measured: takes spans of both passes.
+        rows: a bound on the (token, k) pairs that come to a rank's experts, the same on all ranks, for memory of that
+            size; None: on a GPU as many as all ranks can send, else as many as come. With it nothing waits on the host
+            and every launch has the same arguments each time, so that a CUDA graph may hold both passes.
+        name: of who calls, for errors; the same on all ranks.
     Returns:
         [S, M]
     Saves for backward:
-        received rows, R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H); where the passes have different
-        numbers of chunks, the backward copies the latter once.
+        received rows, R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H), where R is the bound if there is
+        one; where the passes have different numbers of chunks, the backward copies the latter once.
     Raises:
-        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for. Nothing has been
-            sent then.
-        RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal.
+        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for, or `rows` below
+            1. Nothing has been sent then.
+        RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal. Or
+            in a call before more rows came to a rank than `rows`; it names rank, `name` and both numbers.
     """
-    route = make_route(x_SM, weight_SK, layout, buffers, degree)
+    route = make_route(x_SM, weight_SK, layout, buffers, degree, rows, name)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 

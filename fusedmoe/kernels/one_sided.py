@@ -35,8 +35,11 @@ from fusedmoe.kernels.layout import Layout, offsets
 # The record of a wait that ended early has so many numbers: reason, index of the signal, expected, seen, and the
 # address of the signals.
 RECORD = 5
-# Reasons that kernels find themselves; others are what the host has written to `stop`.
-TIME_IS_UP = 1
+# Reasons that kernels find themselves; others are what the host has written to `stop`. The record of a fault has the
+# rank where a signal's index would be, and its word (`Faults`) where the expected signal would.
+TIME_IS_UP, FAULT = 1, 4
+# The most that a rank's word of a fault counts.
+MOST_FAULTS = 2**31 - 1
 
 
 class Bounds(NamedTuple):
@@ -45,6 +48,31 @@ class Bounds(NamedTuple):
     stop: Tensor
     record: Tensor
     limit_ns: int
+
+
+class Faults(NamedTuple):
+    """Faults that ranks find in a pass while nobody on the host looks: all ranks hear of them where the pass ends.
+
+    A word is 0 or the number of a text (`Watch.number`) times 2³², and a count.
+
+    Attributes:
+        own: [1] int64, this rank's word.
+        told: [W] int64, the words of all ranks, as far as they have told.   table: [W] all ranks' copies.
+        bounds: of all waits, which end then.
+    """
+
+    own: Tensor
+    told: Tensor
+    table: Tensor
+    bounds: Bounds
+
+
+class RowLimit(NamedTuple):
+    """A bound on the rows that come to a rank's experts: `own` is set where there are more than `most` (`Faults`)."""
+
+    most: int
+    own: Tensor
+    number: int
 
 
 class Network(NamedTuple):
@@ -84,7 +112,10 @@ class ReceiveBuffer(NamedTuple):
         row_table: [W] all ranks' copies, 0 for those that are far.
         signals: [slots, W, T] int64 of each rank, T = C / tile where tiles have signals.   signal_table: of these.
         tile: rows for which there is one signal.
-        credits: [W] int64, of each peer the last exchange of this rank's that it has read.   credit_table: of these.
+        credits: [slots, W] int64, of each peer the last exchange of this rank's in a slot that it has read.
+        credit_table: of these.
+        epochs: of each slot [W] int64, the number of the exchange that is under way there or comes next, W times: what
+            counts it is the kernel that gives credit, a program for each peer.
         me: this rank's place.
         network: leads to far peers; None where none is.
         staging: [slots, W, C, M], rows for far peers on their way; None where none is, or where they have theirs.
@@ -97,6 +128,7 @@ class ReceiveBuffer(NamedTuple):
     tile: int
     credits: Tensor
     credit_table: Tensor
+    epochs: Sequence[Tensor]
     me: int
     network: Network | None = None
     staging: Tensor | None = None
@@ -107,10 +139,7 @@ class ReceiveBuffer(NamedTuple):
 
     @property
     def peers(self) -> int:
-        return self.credits.numel()
-
-    def slot(self, epoch: int) -> int:
-        return (epoch - 1) % self.slots
+        return self.credits.shape[1]
 
 
 class Addresses(NamedTuple):
@@ -147,6 +176,7 @@ class Put(NamedTuple):
         addresses: of the rows.   weight_N: factors, or None for 1.
         wanted_W: int32, rows of each peer.   counter_W: int32 zeros, where a launch counts those that are done.
         signal_W: int64, the addresses of what to set to `epoch` when they are all there; for far peers a spare one.
+        epoch: [1] int64 or more, whose first is the number of the exchange.
         mark: the same signal once more, for far peers.
     """
 
@@ -156,7 +186,7 @@ class Put(NamedTuple):
     wanted_W: Tensor
     counter_W: Tensor
     signal_W: Tensor
-    epoch: int
+    epoch: Tensor
     mark: Mark
 
 
@@ -165,13 +195,13 @@ class Wait(NamedTuple):
 
     Attributes:
         signals: [..., T] int64, of the rows of the buffer in order, one for each `tile` of them.
-        epoch: the exchange that they come with.
+        epoch: [1] int64 or more, whose first is the number of the exchange that they come with.
         network: leads to far peers; None where none is.
     """
 
     signals: Tensor
     tile: int
-    epoch: int
+    epoch: Tensor
     bounds: Bounds
     network: Network | None = None
 
@@ -302,6 +332,8 @@ def define_arrivals(
 ) -> list[Arrivals]:
     """Reads the routing metadata: the layout of what has been put here, chunk by chunk.
 
+    Rows beyond a chunk's bound are left out, and nobody waits for their results.
+
     Args:
         metadata_WC2: int32, all ranks' routing metadata.
         experts: of this rank.
@@ -316,7 +348,8 @@ def define_arrivals(
     for chunk, bound in enumerate(rows):
         skipped_We = counts_We * chunk // degree
         count_eW = (counts_We * (chunk + 1) // degree - skipped_We).t()
-        end_G = count_eW.reshape(-1).cumsum(0)
+        end_G = count_eW.reshape(-1).cumsum(0).clamp(max=bound)
+        count_eW = end_G.diff(prepend=end_G.new_zeros(1)).view(count_eW.shape)
         row_R = torch.arange(bound, device=device)
         # A group is the rows of one expert from one source. Rows beyond the last group are padding, and count to it.
         group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
@@ -391,7 +424,7 @@ def for_all_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
     Rank number g·shards + q has shard q of the e experts of group g, of G groups.
 
     Args:
-        layout: without padding, over the G·e experts.
+        layout: over the G·e experts.
         groups: G.
     Returns:
         over G·shards·e experts, those of a rank together, in the order of ranks; pair k of a token becomes pairs
@@ -403,6 +436,9 @@ def for_all_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
     counts_Ge = layout.counts_E.view(groups, -1)
     counts_G = counts_Ge.sum(1)
     start_G = counts_G.cumsum(0) - counts_G
+    # Padding is a group of its own, the last one.
+    kept = layout.offsets_E1[-1:].to(counts_G.dtype)
+    start_G, counts_G = torch.cat([start_G, kept]), torch.cat([counts_G, rows - kept])
     start_N, count_N = (torch.repeat_interleave(of, counts_G, output_size=rows) for of in (start_G, counts_G))
     shard_Q1 = torch.arange(shards, device=device)[:, None]
     # The rows of a group's shards follow each other, ahead of the next group's.

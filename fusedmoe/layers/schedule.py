@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -58,9 +59,14 @@ class Schedule:
             needed, once for each machine (`fusedmoe.runtime.cache`).
         limit: the largest degree that may be chosen.
         puts: kernels may send and receive by themselves, where they can and it is shorter: of "fused" and "auto".
+        row_factor: f, of such kernels: memory is for ⌈f·S⌉·K rows that come to a rank's experts (times ESP), S the
+            tokens of the rank with most in the first batch, so f times the mean; None: for all that all ranks can send.
+            With it nothing waits on the host, and a CUDA graph may hold the layer. A batch that needs more, and router
+            logits that are not finite, are told of by a later forward, or by `MoELayer.check`, on all ranks.
 
     Raises:
-        ConfigError: an unknown policy, a degree below 1, or degrees for a policy of your own, which chooses them.
+        ConfigError: an unknown policy, a degree below 1, or degrees for a policy of your own, which chooses them; a
+            `row_factor` that is not positive, or where kernels do not send by themselves.
     """
 
     policy: str | PolicyFunction | Policy = "fsmoe"
@@ -68,10 +74,14 @@ class Schedule:
     costs: CostModel | None = None
     limit: int = MAX_DEGREE
     puts: bool = False
+    row_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.policy == FUSED_POLICY:
             object.__setattr__(self, "puts", True)
+        if self.row_factor is not None and not (self.puts and 0 < self.row_factor < math.inf):
+            text = 'give a positive number, of a schedule with puts=True or policy "fused"'
+            raise ConfigError(f"Schedule: row_factor = {self.row_factor}; {text}")
         if not isinstance(self.policy, Policy) and callable(self.policy):
             object.__setattr__(self, "policy", own_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _names():
@@ -321,7 +331,7 @@ class ScheduledPlans(LayerPlans):
             # Plans of grouped experts, as fused operations are.
             return self._plans(x_SM, workload, any_degree=True, kinds=(*self.kinds, kind))
 
-        return choose_transport(self.topology, kind, x_SM, plans_for)
+        return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
         if not self.schedule.puts:

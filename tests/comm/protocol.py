@@ -40,60 +40,63 @@ def explore(first: _State, look: Callable[[_State], str | Iterable[_State]], mos
 
 class Rank(NamedTuple):
     """`send`: (exchange, tile) that the producer is at. `read`: (exchange, tile, whether its signal has been seen).
-    `rows`, `signals`: by slot and tile. `credit`: the last exchange of this rank's that the peer has read.
-    `ended`: "", "dead", or "told" of the peer's death."""
+    `rows`, `signals`: by slot and tile. `credit`: by slot, the number of the last exchange of this rank's that the peer
+    has read. `ended`: "", "dead", or "told" of the peer's death."""
 
     send: tuple[int, int]
     read: tuple[int, int, bool]
     rows: tuple[int, ...]
     signals: tuple[int, ...]
-    credit: int
+    credit: tuple[int, ...]
     ended: str
 
 
 class State(NamedTuple):
-    """`tiles`: under way, (to, place, exchange, rows written). `credits`: under way, (to, exchange). `staged`: of each
-    rank, by slot and tile, the exchange whose rows lie in staging."""
+    """`tiles`: under way, (to, place, exchange, its number, rows written). `credits`: under way, (to, slot, number).
+    `staged`: of each rank, by slot and tile, the exchange whose rows lie in staging."""
 
     ranks: tuple[Rank, Rank]
-    tiles: tuple[tuple[int, int, int, bool], ...]
-    credits: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, int, int, int, bool], ...]
+    credits: tuple[tuple[int, int, int], ...]
     staged: tuple[tuple[int, ...], ...] = ((), ())
 
 
 @dataclass(frozen=True)
 class Model:
-    """`exchanges`: that are made. `empty`: a rank that has no rows, and only signals its first tile.
+    """`exchanges`: that are made. `uses`: the slots that they use, over and over, as a graph's replays do; a slot's
+    exchanges are numbered from 1. `empty`: a rank that has no rows, and only signals its first tile.
 
-    Rules: `credit`: a producer waits for it. `release`: signals come after their rows. `slots`: in turn.
-    `signal_empty`: the first tile is always signalled. `fresh`: nothing from before an error is still under way.
-    `dies`: rank 1 may, at any time. `bounded`: who waits for a dead peer learns of it.
+    Rules: `credit`: a producer waits for it. `release`: signals come after their rows. `counted`: numbers are those
+    that the device has counted, not those of the first round. `in_order`: a rank gives credit, which counts, behind
+    what it has put itself, and begins the slot's next exchange behind that. `signal_empty`: the first tile is always
+    signalled. `fresh`: nothing from before an error is still under way. `dies`: rank 1 may, at any time. `bounded`:
+    who waits for a dead peer learns of it.
 
-    Over a network: `staging`, slots out of which rows are read when they are delivered; 0 where they are stored at
-    once. `behind`: the producer waits for credit for what was in that slot, not only in the window's. `fenced`: a
-    credit comes after earlier ones.
+    Over a network: `staging`, slots out of which rows are read when they are delivered, as many as there are; 0 where
+    they are stored at once. Credits need not come in order: a slot's next one is given when its last one has come.
     """
 
     exchanges: int = 3
     tiles: int = 2
-    slots: int = 2
+    uses: tuple[int, ...] = (0, 1)
     empty: int | None = None
     credit: bool = True
     release: bool = True
+    counted: bool = True
+    in_order: bool = True
     signal_empty: bool = True
     fresh: bool = True
     dies: bool = False
     bounded: bool = True
     staging: int = 0
-    behind: bool = True
-    fenced: bool = True
 
     def search(self, most: int = 2_000_000) -> tuple[str, int]:
         """What can go wrong, "" for nothing, and how many states there are."""
-        places = self.slots * self.tiles
-        rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, 0, "")
+        slots = len({*self.uses})
+        places = slots * self.tiles
+        rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, (0,) * slots, "")
         staged = ((0,) * self.staging * self.tiles,) * 2
-        first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, False),), (), staged)
+        first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, _LONG_AGO, False),), (), staged)
 
         def look(state: State) -> str | list[State]:
             found = []
@@ -117,11 +120,21 @@ class Model:
             return 1 if self.signal_empty else 0
         return self.tiles
 
+    def _slot(self, exchange: int) -> int:
+        return self.uses[(exchange - 1) % len(self.uses)]
+
     def _place(self, exchange: int, tile: int) -> int:
-        return (exchange - 1) % self.slots * self.tiles + tile
+        return self._slot(exchange) * self.tiles + tile
 
     def _staged(self, exchange: int, tile: int) -> int:
-        return (exchange - 1) % self.staging * self.tiles + tile
+        return self._slot(exchange) % self.staging * self.tiles + tile
+
+    def _number(self, exchange: int, read: int) -> int:
+        """The number that launches of an exchange take for its own, once this rank has given credit for those before
+        exchange `read`."""
+        first = 1 if self.counted else exchange - (exchange - 1) % len(self.uses)
+        last = read if self.counted else exchange
+        return 1 + sum(self._slot(other) == self._slot(exchange) for other in range(first, last))
 
     def _steps(self, state: State) -> Iterator[tuple[str, State]]:
         for r in (0, 1):
@@ -138,14 +151,16 @@ class Model:
 
     def _produce(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         exchange, tile = rank.send
-        slots = min(self.slots, self.staging) if self.staging and self.behind else self.slots
-        if exchange > self.exchanges or (self.credit and rank.credit < exchange - slots):
+        slot, number = self._slot(exchange), self._number(exchange, rank.read[0])
+        if exchange > self.exchanges or (self.credit and rank.credit[slot] < number - 1):
+            return
+        if self.in_order and slot in map(self._slot, range(rank.read[0], exchange)):
             return
         last = tile + 1 >= self._tiles_of(r)
         moved = rank._replace(send=(exchange + 1, 0) if last else (exchange, tile + 1))
         after = self._with(state, r, moved)
         if self._tiles_of(r):
-            under_way = (1 - r, self._place(exchange, tile), exchange, False)
+            under_way = (1 - r, self._place(exchange, tile), exchange, number, False)
             after = after._replace(tiles=tuple(sorted((*after.tiles, under_way))))
             if self.staging:
                 rows = _set(state.staged[r], self._staged(exchange, tile), exchange)
@@ -157,12 +172,15 @@ class Model:
         if exchange > self.exchanges:
             return
         if tile == self._tiles_of(1 - r):  # all read
+            if self.in_order and rank.send[0] <= exchange:
+                return
             moved = self._with(state, r, rank._replace(read=(exchange + 1, 0, False)))
-            yield "", moved._replace(credits=tuple(sorted((*moved.credits, (1 - r, exchange)))))
+            credit = (1 - r, self._slot(exchange), self._number(exchange, exchange))
+            yield "", moved._replace(credits=tuple(sorted((*moved.credits, credit))))
             return
         place = self._place(exchange, tile)
         if not seen:
-            if rank.signals[place] >= exchange:
+            if rank.signals[place] >= self._number(exchange, exchange):
                 yield "", self._with(state, r, rank._replace(read=(exchange, tile, True)))
             return
         if rank.rows[place] != exchange:
@@ -172,24 +190,23 @@ class Model:
         yield "", self._with(state, r, rank._replace(read=(exchange, tile + 1, False)))
 
     def _deliver(self, state: State) -> Iterator[tuple[str, State]]:
-        for i, (to, place, exchange, written) in enumerate(state.tiles):
+        for i, (to, place, exchange, number, written) in enumerate(state.tiles):
             rank, rest = state.ranks[to], state.tiles[:i] + state.tiles[i + 1 :]
             if any(other[:2] == (to, place) and other[2] < exchange for other in rest):
                 continue  # puts to one place keep their order
             content = state.staged[1 - to][self._staged(exchange, place % self.tiles)] if self.staging else exchange
-            rows, signals = _set(rank.rows, place, content), _set(rank.signals, place, exchange)
+            rows, signals = _set(rank.rows, place, content), _set(rank.signals, place, number)
             if written:
                 change = rank._replace(signals=signals) if self.release else rank._replace(rows=rows)
                 yield "", self._with(state, to, change)._replace(tiles=rest)
             else:
                 change = rank._replace(rows=rows) if self.release else rank._replace(signals=signals)
-                half = tuple(sorted((*rest, (to, place, exchange, True))))
+                half = tuple(sorted((*rest, (to, place, exchange, number, True))))
                 yield "", self._with(state, to, change)._replace(tiles=half)
-        for i, (to, exchange) in enumerate(state.credits):
+        for i, (to, slot, number) in enumerate(state.credits):
             rank, rest = state.ranks[to], state.credits[:i] + state.credits[i + 1 :]
-            if self.fenced and any(other < exchange for at, other in rest if at == to):
-                continue
-            yield "", self._with(state, to, rank._replace(credit=exchange))._replace(credits=rest)
+            change = rank._replace(credit=_set(rank.credit, slot, number))
+            yield "", self._with(state, to, change)._replace(credits=rest)
 
     def _with(self, state: State, r: int, rank: Rank) -> State:
         return state._replace(ranks=(rank, state.ranks[1]) if r == 0 else (state.ranks[0], rank))
@@ -203,11 +220,13 @@ def _set(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 class Tiles:
     """The last of several programs signals for all (`signal_peers`): each writes its part, then counts itself in.
 
-    `release`: a program counts itself in after its part is written for all to see.
+    `release`: a program counts itself in after its part is written for all to see. `beyond`: parts of rows for which
+    there is no room, which nobody writes and the last one waits for nevertheless.
     """
 
     programs: int = 3
     release: bool = True
+    beyond: int = 0
 
     def search(self) -> tuple[str, int]:
         """As `Model.search`."""
@@ -226,7 +245,7 @@ class Tiles:
                 steps.append((_put(programs, i, (True, True, counted)), count, signalled))
             if begun and not counted and (written or not self.release):
                 now = _put(programs, i, (begun, written, True))
-                steps.append((now, count + 1, signalled or count + 1 == self.programs))
+                steps.append((now, count + 1, signalled or count + 1 == self.programs + self.beyond))
         return steps if steps or signalled else "waits for ever"
 
 

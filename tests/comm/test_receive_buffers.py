@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.gpu.virtual_heaps import LocalHeap
 from fusedmoe.comm.group import Job
-from fusedmoe.comm.one_sided.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.kernels.one_sided import Network, define_addresses
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
         (buffers.returned_values, 4),
     ):
         addresses, own, table = define_addresses(peer_R, place_R, rows, 1, 9), rows.own, rows.table
-        behind = 12 * size  # exchange 2 has the second slot, of 6 tokens' 2 results
+        behind = 12 * size  # in the second slot, of 6 tokens' 2 results
         store, target = addresses.store_N.tolist(), addresses.target_N
         assert store[:2] == [int(table[1]) + behind + size * at for at in (4, 5)]
         # Here they follow one another, in rows of staging that begin with the ninth.
@@ -67,17 +67,18 @@ def test_staging_has_room_for_all_chunks(buffers: ReceiveBuffers) -> None:
 
 
 def test_far_peers_are_signalled_apart(buffers: ReceiveBuffers) -> None:
-    mark = buffers.result_mark(2, 2)
-    assert mark.signals is buffers.results.signals and mark.place == (1 * 4 + 0) * 3 + 2
+    mark = buffers.result_mark(2, 0)
+    assert mark.signals is buffers.results.signals and mark.place == (0 * 4 + 0) * 3 + 2
     own, near, *far = buffers.result_signals(mark).tolist()
     assert [own, near] == [int(address) + 8 * mark.place for address in mark.table[:2]]
     assert buffers.network is not None and far == [buffers.network.spare.data_ptr()] * 2
 
 
 def test_results_wait_for_credit_of_what_is_staged(buffers: ReceiveBuffers) -> None:
-    assert buffers.results_behind(7) == 6
+    assert buffers.results.slots == 1 and [buffers.begin(buffers.results) for _ in range(3)] == [0, 0, 0]
     plain = ReceiveBuffers(LocalHeap(0, 4, CPU, [], Job()), SIZES)
-    assert plain.network is None and plain.results_behind(7) == 7 - SLOTS
+    assert plain.network is None and [plain.begin(plain.results) for _ in range(3)] == [0, 1, 0]
+    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_mark(2, 1).place == (1 * 4 + 0) * 3 + 2
     assert plain.tokens.staging is None and plain.metadata.staging is None
     peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
     sent = define_addresses(peer_R, place_R, plain.returned, 0, 0)

@@ -11,14 +11,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bench.gpu import returned_rows
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, ReceiveBuffer
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Faults, Mark, Network, Put, ReceiveBuffer
 from fusedmoe.kernels.triton.one_sided import network, put, remote
 from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
 PEERS, CAPACITY, WIDTH, TILE = 8, 4096, 4096, 128
 KERNELS = {
-    put: ("put_rows_kernel", "credit_kernel", "put_values_kernel"),
+    put: ("put_rows_kernel", "credit_kernel", "tell_faults_kernel", "put_values_kernel"),
     returned_rows: ("return_rows_kernel",),
     remote: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
@@ -34,7 +34,8 @@ def window(width: int, capacity: int, dtype: torch.dtype, tile: int, leads: Netw
     rows, table = empty(2, PEERS, capacity, width, dtype=dtype), empty(PEERS, dtype=I64)
     signals = empty(2, PEERS, capacity // tile, dtype=I64)
     staging = None if leads is None else rows
-    return ReceiveBuffer(rows, table, signals, table, tile, empty(PEERS, dtype=I64), table, 3, leads, staging)
+    credits, epochs = empty(2, PEERS, dtype=I64), [empty(PEERS, dtype=I64)] * 2
+    return ReceiveBuffer(rows, table, signals, table, tile, credits, table, epochs, 3, leads, staging)
 
 
 @pytest.fixture
@@ -62,15 +63,17 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     addresses = Addresses(peer_N, empty(500, dtype=I64), target_N, leads)
     mark = Mark(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
     wanted_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
-    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, 3, mark)
+    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, signal_W, mark)
+    faults = Faults(empty(1, dtype=I64), signal_W, signal_W, bounds)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
     for name, run in (
-        ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 3, bounds)),
-        ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 3, bounds)),
-        ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
-        ("credit 1", lambda: put.give_credit(tokens, 3)),
-        ("credit 2", lambda: put.give_credit(tokens, 3, (metadata, 2))),
-        ("credit 3", lambda: put.give_credit(tokens, 3, (metadata, 2), (tokens, 4))),
+        ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 1, bounds)),
+        ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 1, bounds)),
+        ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), signal_W, bounds, leads)),
+        ("credit 1", lambda: put.give_credit(tokens, 1)),
+        ("credit 2 told", lambda: put.give_credit(tokens, 1, (metadata, 0), faults=faults)),
+        ("credit 3", lambda: put.give_credit(tokens, 1, (metadata, 0), (tokens, 1))),
+        ("tell faults", lambda: put.tell_faults(faults, 3, leads)),
         ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
         ("return rows bfloat16 4096", lambda: returned_rows.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):
@@ -86,6 +89,6 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
 def test_a_wait_that_reads_nothing_asks_nobody(launches: list[Launch]) -> None:
     """Credits say what may be written."""
     bounds: Any = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
-    remote.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), 3, bounds)
+    remote.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), empty(PEERS, dtype=I64), bounds)
     (launch,) = launches
     assert launch.arguments["NVSHMEM"] is False and not launch.libraries

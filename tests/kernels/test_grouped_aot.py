@@ -109,14 +109,15 @@ def flight(variant: Variant, columns: int, far: bool) -> Flight:
     i32, i64 = torch.int32, torch.int64
     network = Network(empty(PEERS, dtype=i32), empty(1, dtype=i64), LIBRARIES) if far else None
     bounds = Bounds(empty(1, dtype=i64), empty(4, dtype=i64), 10**9)
-    wait = Wait(empty(2, PEERS, 4, dtype=i64), 128, 3, bounds, network)
+    epoch = empty(PEERS, dtype=i64)
+    wait = Wait(empty(2, PEERS, 4, dtype=i64), 128, epoch, bounds, network)
     target_N = empty(ROWS, dtype=i64) if far else None
     addresses = Addresses(empty(ROWS, dtype=i32), empty(ROWS, dtype=i64), target_N, network)
     weight_N = empty(ROWS, dtype=torch.float32) if variant.operation == "down" else None
     like = empty(1, columns, dtype=getattr(torch, variant.dtype))
     mark = Mark(empty(2, PEERS, 8, dtype=i64), 5, empty(PEERS, dtype=i64))
     wanted_W, counter_W, signal_W = (empty(PEERS, dtype=dtype) for dtype in (i32, i32, i64))
-    return Flight(wait, Put(like, addresses, weight_N, wanted_W, counter_W, signal_W, 3, mark))
+    return Flight(wait, Put(like, addresses, weight_N, wanted_W, counter_W, signal_W, epoch, mark))
 
 
 def run(

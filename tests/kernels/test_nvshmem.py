@@ -40,8 +40,8 @@ def test_every_kernel_that_puts_waits_or_signals_has_both_kinds_of_cases() -> No
     cases = {case.name: case for _, case in aot.cases()}
     linked = {name: case for name, case in cases.items() if name.endswith("nvshmem")}
     kernels = {case.kernel.__name__ for case in linked.values()}
-    moving = ["put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals", "signal_far"]
-    assert kernels == {f"{name}_kernel" for name in (*moving, "up", "dhidden", "product")}
+    moving = ["put_rows", "return_rows", "put_values", "wait_metadata", "wait_signals", "signal_far"]
+    assert kernels == {f"{name}_kernel" for name in (*moving, "credit", "tell_faults", "up", "dhidden", "product")}
     for name, case in linked.items():
         assert case.libraries is libraries.nvshmem_bitcode and not case.quick
         plain = name.removesuffix(" nvshmem")

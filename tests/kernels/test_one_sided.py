@@ -68,6 +68,16 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
                 token = int(sends[sender].token_WC[me, place])
                 found.append((sender, token, float(arrivals.weight_R[r]), int(arrivals.place_R[r])))
             assert found == chunk
+        # With room for fewer: the first of these.
+        for chunk, arrivals in zip(
+            wanted, define_arrivals(metadata, local, degree, capacity, [2] * degree), strict=True
+        ):
+            count = min(2, len(chunk))
+            assert count == int(arrivals.layout.offsets_E1[-1]) == int(arrivals.layout.counts_E.sum())
+            assert arrivals.peer_R[:count].tolist() == [sender for sender, *_ in chunk[:count]]
+            assert arrivals.place_R[:count].tolist() == [place for *_, place in chunk[:count]]
+            sent = [sum(sender == p for sender, *_ in chunk[:count]) for p in range(peers)]
+            assert arrivals.wanted_W.tolist() == sent
         # Each token is sent once, in the order of the first chunk that needs it.
         for sender, send in enumerate(sends):
             used = send.token_WC[me, : int(send.token_used_W[me])].tolist()
@@ -130,6 +140,10 @@ def test_all_shards() -> None:
     assert both.counts == [1, 2] * 3
     assert both.row_SK.tolist() == [[1, 4, 7], [0, 3, 6], [-1, -1, -1], [2, 5, 8]]
     assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
+    padded = for_all_shards(layout.padded(layout.rows + 2), 3)
+    assert padded.counts == both.counts and padded.row_SK.tolist() == both.row_SK.tolist()
+    assert padded.source_N is not None and padded.source_N[:9].tolist() == both.source_N.tolist()
+    assert padded.pair_N[:9].tolist() == both.pair_N.tolist() and padded.rows == 3 * (layout.rows + 2)
     two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
     assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.pair_N.tolist() == [4, 2, 0, 5, 3, 1]
     groups = for_all_shards(order(torch.tensor([[2, 0], [0, -1], [3, 1]]), 4), 2, groups=2)

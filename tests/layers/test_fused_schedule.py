@@ -3,11 +3,14 @@ run."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule
 from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
@@ -110,3 +113,12 @@ def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
             took = by_costs.plans((*parts, kind), workload)
             assert ({task.kind for task in took.forward} == {kind}) == shorter
     assert bool(seen) == (schedule == "fused")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"row_factor": 1.5}, *({"row_factor": factor, "puts": True} for factor in (0.0, -1.0, math.inf, math.nan))],
+)
+def test_bounds_on_rows_that_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Schedule: row_factor = .*; give a positive number"):
+        Schedule("joint", **given)

@@ -27,7 +27,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds, Network
+from fusedmoe.kernels.one_sided import FAULT, RECORD, TIME_IS_UP, Bounds, Network
 from fusedmoe.threads import LOOK_S, Helper
 
 
@@ -163,7 +163,7 @@ class Heap:
         return all_gather_object(self.group, value, f"allocation on the {self.backend} heap")
 
 
-# Why kernels must not wait any longer, beside `TIME_IS_UP`.
+# Why kernels must not wait any longer, beside `TIME_IS_UP` and `FAULT`.
 _VERDICT, _GONE = 2, 3
 #: From the index of a signal to its peer's place in the group, and the rows of the peer that it tells of, in words.
 Name = Callable[[int], tuple[int, str]]
@@ -189,12 +189,18 @@ class Watch:
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         # By the address of the signals, which the record of a kernel has: the host may have issued much more meanwhile.
         self._names: dict[int, tuple[str, Name]] = {}
+        self._faults: dict[str, int] = {}
         self._looker: Helper | None = None
         heap.checks.append(partial(self.check, wait=True))
 
     def name(self, signals: Tensor, operation: str, name: Name) -> None:
         """Names signals for errors. `operation`: the one that waits for them."""
         self._names[signals.data_ptr()] = operation, name
+
+    def number(self, fault: str) -> int:
+        """Returns the number of a fault that kernels may find (`Faults`), by the text behind how many there are. All
+        ranks ask for the same in the same order."""
+        return self._faults.setdefault(fault, len(self._faults) + 1)
 
     @contextmanager
     def over(self) -> Iterator[None]:
@@ -229,7 +235,9 @@ class Watch:
         # The reason is written first. All waits end now, and with them the kernel that writes the rest.
         if later and not _settle(self._device):
             return
-        _, index, expected, seen, address = self.record.tolist()
+        reason, index, expected, seen, address = self.record.tolist()
+        if reason == FAULT:
+            raise self._fault(self._group.ranks[index], *divmod(expected, 2**32))
         operation, name = self._names[address]
         place, part = name(index)
         peer = self._group.ranks[place]
@@ -261,6 +269,15 @@ class Watch:
             if time.monotonic() > deadline:
                 return TIME_IS_UP
         return 0
+
+    def _fault(self, rank: int, number: int, count: int) -> RankError:
+        # Ranks that hear of it otherwise wait for one that has ended.
+        group, me, text = self._group, self._group.job.rank, f"{count} {[*self._faults][number - 1]}"
+        operation = f"kernels over the {group}"
+        if group.job.board is not None:
+            group.job.board.post(rank, operation, text)
+        at_fault = "" if rank == me else f"ended because rank {rank} failed in {operation}: "
+        return RankError(f"rank {me}: {at_fault}{text}")
 
     def _error(self, operation: str, peer: int, missed: str) -> RankError:
         group, me = self._group, self._group.job.rank

@@ -256,21 +256,21 @@ def _activation(launch: _Launch) -> dict[str, Any]:
 
 def _waiting(launch: _Launch) -> dict[str, Any]:
     if not launch.in_flight:
-        nothing = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns"))
+        nothing = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr", "limit_ns"))
         return {**nothing, "AWAITED": 0, "NVSHMEM": False}
-    words = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr"), torch.int64)
-    return {**words, "epoch": "i32", "limit_ns": "i64", "AWAITED": 128, "NVSHMEM": launch.nvshmem}
+    words = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr"), torch.int64)
+    return {**words, "limit_ns": "i64", "AWAITED": 128, "NVSHMEM": launch.nvshmem}
 
 
 def _putting(launch: _Launch) -> dict[str, Any]:
-    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch_ptr", "W")
     far = ("done_ptr", "target_ptr", "pe_ptr")
     if not launch.in_flight:
         return {**dict.fromkeys((*names, *far)), "PUT": False, "WEIGHTED": False, "NVSHMEM": False}
     # Of results, not of gradients, weights are applied on the way.
     weighted = launch.variant.operation == "down"
     i32, i64 = torch.int32, torch.int64
-    values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, "i32", 8)
+    values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, i64, 8)
     more = (i32, i64, i32) if launch.nvshmem else (None,) * 3
     arguments = dict(zip((*names, *far), (*values, *more), strict=True))
     return {**arguments, "PUT": True, "WEIGHTED": weighted, "NVSHMEM": launch.nvshmem}

@@ -24,8 +24,8 @@ def aot_cases() -> list[AotCase]:
 def _of_puts() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    numbers = {name: "i32" for name in ("me", "slot", "epoch")}
-    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch": "i32"}
+    numbers = {"me": "i32", "slot": "i32"}
+    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch_ptr": i64}
     cases = []
 
     def add(
@@ -52,7 +52,7 @@ def _of_puts() -> list[AotCase]:
     ):
         name = f"{str(dtype)[6:]} {tile}x{width}"
         tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
-        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "credit": "i32", "W": 8, "C": 4096, "T": 32}
+        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64, "W": 8, "C": 4096, "T": 32}
         sizes = {"M": width, "TILE": tile, **put.columns(width, tile), "INTERPRET": False}
         arguments = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
         far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
@@ -71,12 +71,19 @@ def _of_puts() -> list[AotCase]:
             add(
                 f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
             )
-    credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
+    credit = {"credits_ptr": i64, "credit_table_ptr": i64, "epoch_ptr": i64, "slot": "i32", "me": "i32"}
+    pointers = {"pe_ptr": i32, "spare_ptr": i64}
     for count in (1, 2, 3):
         for number, name in enumerate(("second", "third"), 2):
             pointer = i64 if number <= count else None
-            credit |= {f"{name}_credits_ptr": pointer, f"{name}_table_ptr": pointer, f"{name}_epoch": "i32"}
-        add(f"credit {count}", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
+            credit |= dict.fromkeys((f"{name}_{of}_ptr" for of in ("credits", "table", "epoch")), pointer)
+            credit |= {f"{name}_slot": "i32"}
+        for told in (None, i64):
+            heard = dict.fromkeys(("told_ptr", "stop_ptr", "record_ptr"), told)
+            name = f"credit {count}" + " told" * (told is not None)
+            add(name, put.credit_kernel, {**credit, **heard}, pointers, put.credit_options)
+    faults = {"fault_ptr": i64, "told_ptr": i64, "told_table_ptr": i64, "me": "i32"}
+    add("tell faults", put.tell_faults_kernel, faults, pointers, put.credit_options)
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
     return cases
@@ -85,9 +92,10 @@ def _of_puts() -> list[AotCase]:
 def _of_waits() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    metadata = {"metadata_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
-    shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
-    some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32", "INTERPRET": False}
+    metadata = {"metadata_ptr": i32, "signals_ptr": i64, "epoch_ptr": i64, **stop, "slot": "i32", "W": 8}
+    shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
+    some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
+    some["INTERPRET"] = False
     kernels: list[tuple[str, Any, dict[str, Any]]] = [
         ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape})
     ]
@@ -108,7 +116,7 @@ def _of_signals() -> list[AotCase]:
     case = AotCase(
         "signal far nvshmem",
         network.signal_far_kernel,
-        {**arguments, "epoch": "i32"},
+        {**arguments, "epoch_ptr": long},
         {"num_warps": 1},
         libraries=nvshmem_bitcode,
     )
@@ -130,7 +138,7 @@ def _of_plans() -> list[AotCase]:
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
             cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
-        cases += [_of_reading(name, experts, peers, far) for far in (False, True)]
+        cases += [_of_reading(name, experts, peers, far, most) for far in (False, True) for most in (False, True)]
     for dtype in (torch.bfloat16, torch.float32):
         rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}
         block, warps = columns(4096)
@@ -141,7 +149,7 @@ def _of_plans() -> list[AotCase]:
     return cases
 
 
-def _of_reading(name: str, experts: int, peers: int, far: bool) -> AotCase:
+def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -> AotCase:
     i32, i64, rows, numbers = torch.int32, torch.int64, torch.bfloat16, torch.float32
     short = ("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr", "counter_ptr", "later_counter_ptr")
     read = {**dict.fromkeys(short, i32), "weight_ptr": numbers}
@@ -149,10 +157,11 @@ def _of_reading(name: str, experts: int, peers: int, far: bool) -> AotCase:
     for way, dtype in (("result", rows), ("value", numbers)):
         read |= {f"{way}_table_ptr": i64, f"{way}_ptr": i64, f"{way}_target_ptr": i64 if far else None}
         read |= dict.fromkeys((f"{way}_own_ptr", f"{way}_staged_ptr"), dtype if far else None)
+    read |= {"fault_ptr": i64 if limited else None, "most": "i32", "number": "i32"}
     read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
-    return AotCase(f"read metadata {name}" + " far" * far, plan.read_metadata_kernel, read)
+    return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)
 
 
 def _held() -> AotCase:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.kernels.backend import INTERPRET
+from tests.kernels.device.capture import NoWaitingMethod, NoWaitingOperation
 from tests.kernels.interpreter import Interpreter
 from tests.poison import poisoned
 
@@ -38,32 +35,6 @@ def poison() -> Iterator[None]:
         yield
 
 
-class _NoWaitingOperation(TorchDispatchMode):
-    """Refuses operations that on CUDA wait for the device, to learn a value or the shape of their result."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "repeat_interleave", "equal")
-
-    def __torch_dispatch__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function.overloadpacket.__name__ in self.NAMES:
-            raise RuntimeError(f"{function} would wait for the device")
-        return function(*args, **(kwargs or {}))
-
-
-class _NoWaitingMethod(TorchFunctionMode):
-    """The same for what reads a CPU tensor without an operation."""
-
-    METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu)
-
-    def __torch_function__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function in self.METHODS:
-            raise RuntimeError(f"{function} would wait for the device")
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """`with no_sync(): ...` fails where the host waits for the device (without a GPU: where it would)."""
@@ -71,7 +42,7 @@ def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def unsynchronised() -> Iterator[None]:
         if device.type == "cpu":
-            with _NoWaitingOperation(), _NoWaitingMethod():
+            with NoWaitingOperation(), NoWaitingMethod():
                 yield
             return
         torch.cuda.set_sync_debug_mode("error")

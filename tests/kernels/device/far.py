@@ -30,7 +30,7 @@ PLACES = {
     "put_nbi": (network,),
     "put_signal_nbi": (put,),
     "signal_pe": (network, put),
-    "fence": (network, put),
+    "fence": (network,),
     "arrived": (remote, up, dhidden),
 }
 

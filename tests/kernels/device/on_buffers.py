@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -52,7 +53,7 @@ class Case:
         if seed % 2:
             expert_SK = expert_SK % (EXPERTS - 1)  # the last expert has nothing; some tokens want one twice
             expert_SK[:, 1][expert_SK[:, 0] == expert_SK[:, 1]] = -1
-        self.layout = order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
+        self.expert_SK, self.layout = expert_SK, order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
         shapes = [(EXPERTS, 2, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)]
         shapes += [(EXPERTS, 2, HIDDEN), (EXPERTS, WIDTH)] if bias else []
         self.parameters = [torch.randn(*shape, generator=common) for shape in shapes]
@@ -98,9 +99,10 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
 _NEEDED = ("dispatch", "expert", "combine")
 
 
-def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree) -> list[Tensor]:
+def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree, rows: int | None = None) -> list[Tensor]:
     x, weight, experts = leaves(case)
-    return results(fused_experts(x, weight, case.layout, buffers, experts, degree), x, weight, experts, case.dy_SM)
+    y = fused_experts(x, weight, case.layout, buffers, experts, degree, rows=rows)
+    return results(y, x, weight, experts, case.dy_SM)
 
 
 def heap_over(group: Group, nodes: Sequence[int], breaks: Sequence[str] = ()) -> Heap:
@@ -185,21 +187,21 @@ class Exchanges:
 
     def put(self, number: int) -> int:
         buffers = self.buffers
-        epoch = buffers.begin(buffers.tokens)
+        slot = buffers.begin(buffers.tokens)
         x = torch.full((buffers.sizes.tokens, buffers.sizes.width), float(number * self.world + self.rank))
         with buffers.watch.over():
-            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, epoch, buffers.bounds)
-        return epoch
+            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, slot, buffers.bounds)
+        return slot
 
-    def take(self, epoch: int) -> list[list[float]]:
+    def take(self, slot: int) -> list[list[float]]:
         """Of each rank the different numbers that are there."""
-        buffers, slot = self.buffers, self.buffers.tokens.slot(epoch)
+        buffers, epoch = self.buffers, self.buffers.tokens.epochs[slot]
         index = self.index + slot * buffers.tokens.signals[0].numel()
         with buffers.watch.over():
             remote.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
         rows = buffers.tokens.rows[slot, :, : buffers.sizes.tokens]
         found = [of.unique().tolist() for of in rows]
-        put.give_credit(buffers.tokens, epoch)
+        put.give_credit(buffers.tokens, slot)
         return found
 
 
@@ -228,8 +230,8 @@ def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequen
             for number in range(count):
                 waiting.append((number, exchanges.put(number)))
                 while len(waiting) > (1 if ahead and number + 1 < count else 0):
-                    first, epoch = waiting.pop(0)
-                    wrong += exchanges.take(epoch) != [[float(first * world + p)] for p in range(world)]
+                    first, slot = waiting.pop(0)
+                    wrong += exchanges.take(slot) != [[float(first * world + p)] for p in range(world)]
     finally:
         for module, name, run in kept:
             setattr(module, name, run)
@@ -263,6 +265,9 @@ def refuse(rank: int, world: int) -> str:
     with open_heap(topology.ep, CPU) as heap:
         buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))
         big, small = Case(rank, world, 9, 0, False), Case(rank, world, 8, 0, False)
+        with contextlib.suppress(ConfigError):
+            by_puts(small, buffers, 1, rows=0)
+            return "taken"
         try:
             by_puts(big, buffers, 1)
         except ConfigError as error:

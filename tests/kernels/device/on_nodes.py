@@ -47,14 +47,14 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
         buffers = ReceiveBuffers(heap, BufferSizes(rows, 1, world, 4, torch.float32, degree=1))
         results = buffers.results
         for number in (1, 2):
-            epoch = buffers.begin(results)
+            slot = buffers.begin(results)
+            epoch = results.epochs[slot]
             with buffers.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
-                remote.wait_signals(results.credits, every, buffers.results_behind(epoch) - sooner, buffers.bounds)
+                remote.wait_signals(results.credits, every, epoch, buffers.bounds, behind=1 + sooner)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
-            mark = buffers.result_mark(0, epoch)
-            slot = results.slot(epoch)
+            mark = buffers.result_mark(0, slot)
             addresses = define_addresses(peer_R, place_R, buffers.returned, slot, 0)
             counter_W, signal_W = torch.zeros_like(wanted_W), buffers.result_signals(mark)
             told = Put(results.rows, addresses, None, wanted_W, counter_W, signal_W, epoch, mark)
@@ -64,8 +64,8 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             if number == 2:
                 early = heap.wire.let_go()
             with buffers.watch.over():
-                index = buffers.awaited_results(1, epoch)
+                index = buffers.awaited_results(1, slot)
                 remote.wait_signals(results.signals, index, epoch, buffers.bounds, buffers.network)
             wrong += int((results.rows[slot, 0] != number).any(1).sum() + (buffers.value_rows[slot] != number).sum())
-            put.give_credit(results, epoch)
+            put.give_credit(results, slot)
     return wrong, early

@@ -15,6 +15,7 @@ from fusedmoe.kernels.one_sided import (
     Arrivals,
     Network,
     ReturnRows,
+    RowLimit,
     Sends,
     define_addresses,
     define_arrivals,
@@ -76,6 +77,17 @@ def assert_equal_sends(found: Sends, right: Sends) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
     """At each rank, of what all ranks send it."""
+    check_arrivals(case, padding, far, device)
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], (3, 2, 9, 2, 2)], ids=str)
+def test_arrivals_without_room(case: tuple[int, int, int, int, int], far: bool, device: torch.device) -> None:
+    """The first of them, and the number of all is told."""
+    check_arrivals(case, -4, far, device)
+
+
+def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
     peers, local, tokens, k, degree = case
     capacity, lines = max(1, tokens), local + tokens * k + 1
     batches = [routed(case, device, 1 + peer) for peer in range(peers)]
@@ -87,8 +99,11 @@ def test_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool,
             metadata[sender, :used] = send.metadata[send.line_WC[me, :used].long()]
         counts = metadata[:, :local, 0].long()
         rows = max(int((counts * (j + 1) // degree - counts * j // degree).sum()) for j in range(degree)) + padding
+        rows, total = max(0, rows), int(counts.sum())
+        limit = RowLimit(total - (padding < 0), torch.zeros(1, dtype=torch.int64, device=device), 3)
         results, values = (returning(peers, me, width, tokens * k, far, device) for width in (6, 1))
-        found = read_metadata(metadata, local, degree, capacity, rows, results, values)
+        found = read_metadata(metadata, local, degree, capacity, rows, results, values, limit)
+        assert limit.own.tolist() == [(3 << 32) + total if padding < 0 else 0]
         bound = -(-rows // 4) * 4
         right = define_arrivals(metadata, local, degree, capacity, [bound] * degree)
         for number, (one, other) in enumerate(zip(found, right, strict=True)):

@@ -19,6 +19,7 @@ from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
+from tests.kernels.device.capture import captured
 from tests.marks import interpreted_slowly, slow_without_gpu
 
 
@@ -88,6 +89,54 @@ def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int,
 def close(found: Tensor | None, wanted: Tensor | None) -> None:
     assert found is not None and wanted is not None
     torch.testing.assert_close(found.double().cpu(), wanted.detach(), atol=2e-6 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("degree", interpreted_slowly(((2, 1),), ((1, 1),), ((3, 3),)), ids=str)
+def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, int]) -> None:
+    """With a bound on rows they are captured, and replayed with other tokens and loads."""
+    peers, experts, slots, width, hidden, count, rows = 2, 4, 2, 16, 8, 7, 24
+    sizes = BufferSizes(count, slots, experts, width, torch.float32)
+    buffers = [ReceiveBuffers(heap, sizes) for heap in local_heaps(peers, device)]
+    draw = torch.Generator().manual_seed(3)
+
+    def fresh() -> list[Tensor]:
+        """Tokens, choices, router weights and gradients of each rank, then the experts' matrices of each."""
+        choice = [torch.rand(count, experts, generator=draw).argsort(1)[:, :slots] for _ in range(peers)]
+        shapes = [(count, width), (count, slots), (count, width), (experts // peers, 2, hidden, width)]
+        shapes += [(experts // peers, width, hidden)]
+        numbers = [torch.randn(*shape, generator=draw) for shape in shapes for _ in range(peers)]
+        return [one.to(device) for one in (*choice, *numbers)]
+
+    def step(given: list[Tensor], bound: int | None) -> list[Tensor]:
+        expert_SK, x, weight, dy, w1, w2 = (given[at : at + peers] for at in range(0, len(given), peers))
+        forwards = []
+        for rank in range(peers):
+            layout = order(expert_SK[rank], experts)
+            route = make_route(x[rank], weight[rank], layout, buffers[rank], degree, bound)
+            own = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu")
+            forwards.append(Forward(x[rank], route, own))
+        in_turn(forwards)
+        found = [run.finish() for run in forwards]
+        backwards = [Backward(run, one) for run, one in zip(forwards, dy, strict=True)]
+        in_turn(backwards)
+        found += [one for run in backwards for one in run.finish()]
+        return found + [one for run in backwards if run.totals is not None for one in run.totals[:2] if one is not None]
+
+    given = fresh()
+    step(given, rows)  # kernels have been compiled
+    with captured(device) as replay:
+        found = step(given, rows)
+    for _ in range(2):
+        other = fresh()
+        with torch.no_grad():
+            for at, value in zip(given, other, strict=True):
+                at.copy_(value)
+        replay()
+        once = [one.clone() for one in found]
+        for one, right in zip(once, step(other, None), strict=True):
+            torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-5)
+    for own in buffers:
+        own.heap.check()
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,14 @@ def described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
 def waiting(wait: Wait | None) -> dict[str, Any]:
     """Arguments of a kernel whose rows may still be on their way."""
     if wait is None:
-        nothing = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns"))
+        nothing = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr", "limit_ns"))
         return {**nothing, "AWAITED": 0, **linked(None)}
     bounds = {"stop_ptr": wait.bounds.stop, "record_ptr": wait.bounds.record, "limit_ns": wait.bounds.limit_ns}
-    awaited = {"signals_ptr": wait.signals, "epoch": wait.epoch, **bounds, "AWAITED": wait.tile}
+    awaited = {"signals_ptr": wait.signals, "epoch_ptr": wait.epoch, **bounds, "AWAITED": wait.tile}
     return {**awaited, **linked(wait.network)}
 
 
-_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch_ptr", "W")
 _FAR = ("done_ptr", "target_ptr", "pe_ptr")
 
 

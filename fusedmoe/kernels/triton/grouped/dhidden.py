@@ -69,7 +69,7 @@ def _finish_parts(
         return ds + _finish_parts(right, s, h_ptr, dh_ptr, a_ptr, row, inside, first, H, ACT, GATED, BM, HALF, PART)
 
 
-@jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
+@jit(do_not_specialize=["n_row_tiles", "rows", "limit_ns"])
 def dhidden_kernel(
     # Gradients of results, which of them each row reads, matrices or a descriptor, router weights, pre-activations.
     dy_ptr, source_ptr, w2, weight_ptr, h_ptr,
@@ -78,7 +78,7 @@ def dhidden_kernel(
     # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, rows, M, H,
     # The wait for rows that are still on their way (`remote.py`).
-    signals_ptr, stop_ptr, record_ptr, epoch, limit_ns,
+    signals_ptr, epoch_ptr, stop_ptr, record_ptr, limit_ns,
     # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
     ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -102,6 +102,7 @@ def dhidden_kernel(
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
     if AWAITED > 0:
+        epoch = tl.load(epoch_ptr)
         wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
         if NVSHMEM:
             arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)

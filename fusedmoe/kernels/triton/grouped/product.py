@@ -36,7 +36,7 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
     tl.store(target[:, None] + column[None, :], out, mask=inside[:, None] & (column < N)[None, :])
 
 
-@jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
+@jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
 def product_kernel(
     # Rows and all experts' matrices, or descriptors of them; the output bias; where results go.
     a, b, bias_ptr, out_ptr,
@@ -45,7 +45,7 @@ def product_kernel(
     # Rows that are put elsewhere: addresses, weights, peers, and how peers learn that all of theirs are there.
     address_ptr, weight_ptr, peer_ptr, counter_ptr, wanted_ptr, signal_ptr,
     # For far peers: finished tiles of each row tile, addresses at the peer, numbers of peers to NVSHMEM.
-    done_ptr, target_ptr, pe_ptr, epoch, W,
+    done_ptr, target_ptr, pe_ptr, epoch_ptr, W,
     # What is computed.
     TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PUT: tl.constexpr, NVSHMEM: tl.constexpr, WEIGHTED: tl.constexpr,
     # In which way, and in which tiles (`configs.py`).
@@ -57,7 +57,7 @@ def product_kernel(
     if PUT:
         # A rank that gets no row from here would wait for ever: one program signals it before the work begins.
         if tl.program_id(0) == 0:
-            signal_those_without(wanted_ptr, signal_ptr, epoch, W)
+            signal_those_without(wanted_ptr, signal_ptr, tl.load(epoch_ptr), W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
     # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
@@ -144,7 +144,8 @@ def product_kernel(
                 size = N * (out_ptr.dtype.element_ty.primitive_bitwidth // 8)
                 put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, start, end - start, size, BM)
         peer = tl.load(peer_ptr + row)
-        signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+        parts, epoch = tl.cdiv(N, BN), tl.load(epoch_ptr)
+        signal_peers(peer, inside, parts, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
     else:
         out_ptrs = out_ptr + row[:, None] * N + n[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])

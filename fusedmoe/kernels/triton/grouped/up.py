@@ -46,14 +46,14 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
     tl.store(a_ptr + offset, act_forward(h, ACT).to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["n_row_tiles", "epoch", "limit_ns"])
+@jit(do_not_specialize=["n_row_tiles", "limit_ns"])
 def up_kernel(
     # Tokens, which of them each row copies, all experts' matrices or a descriptor of them, their bias; results.
     x_ptr, source_ptr, w1, b1_ptr, h_ptr, a_ptr,
     # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, M, H,
     # The wait for rows that are still on their way (`remote.py`).
-    signals_ptr, stop_ptr, record_ptr, epoch, limit_ns,
+    signals_ptr, epoch_ptr, stop_ptr, record_ptr, limit_ns,
     # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
     ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -81,6 +81,7 @@ def up_kernel(
     source = tl.load(source_ptr + row) if GATHER else row
     # Rows that are still on their way: a tile waits for the signals of the buffer's tiles that hold them, no more.
     if AWAITED > 0:
+        epoch = tl.load(epoch_ptr)
         wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
         if NVSHMEM:
             arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)

@@ -21,6 +21,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 from triton.language import core
 
@@ -153,15 +154,15 @@ def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS
 # its own, behind theirs: a fence of NVSHMEM orders whatever this GPU's threads have issued before it is called, and
 # launches of a stream follow one another. So programs that put need no fence of their own. Where a network cannot keep
 # an order, a fence waits until all has arrived, and in every thread that calls it: so one warp a peer does.
-@jit(do_not_specialize=["place", "epoch"])
-def signal_far_kernel(signals_ptr, place, table_ptr, pe_ptr, spare_ptr, epoch):
+@jit(do_not_specialize=["place"])
+def signal_far_kernel(signals_ptr, place, table_ptr, pe_ptr, spare_ptr, epoch_ptr):
     peer = tl.program_id(0)
     if tl.load(table_ptr + peer) == 0:
         fence()
-        signal_pe(signals_ptr + place, epoch, tl.load(pe_ptr + peer), spare_ptr)
+        signal_pe(signals_ptr + place, tl.load(epoch_ptr), tl.load(pe_ptr + peer), spare_ptr)
 
 
-def signal_far(mark: Mark, epoch: int, network: Network) -> None:
+def signal_far(mark: Mark, epoch: Tensor, network: Network) -> None:
     """Sets this rank's signal at far peers, behind everything that earlier launches of the stream have put."""
     signal_far_kernel[(mark.table.numel(),)](
         mark.signals, mark.place, mark.table, network.pe_W, network.spare, epoch, num_warps=1, **network.options

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, Sends
+from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, RowLimit, Sends
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.jit import jit
 
@@ -27,7 +27,7 @@ from fusedmoe.kernels.triton.jit import jit
 TOKENS = 128
 # Comparisons of a program that reads: of each row with all groups.
 _COMPARISONS = 16384
-_UNSPECIAL = ["S", "N", "degree", "tiles", "bound"]
+_UNSPECIAL = ["S", "N", "degree", "tiles", "bound", "most", "number"]
 
 
 @triton.jit
@@ -165,6 +165,8 @@ def read_metadata_kernel(
     # Where results go, and values: all copies, this rank's, staging; and the addresses there, slot behind slot.
     result_table_ptr, result_own_ptr, result_staged_ptr, result_ptr, result_target_ptr,
     value_table_ptr, value_own_ptr, value_staged_ptr, value_ptr, value_target_ptr,
+    # Where it is told that more rows come than `most`, and the number of that fault; None where nobody asks.
+    fault_ptr, most, number,
     L, C, local, W, degree, bound, tiles, places, result_bytes, value_bytes,
     BLOCK: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr, SLOTS: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -197,44 +199,60 @@ def read_metadata_kernel(
     # Padding reads the first place of source 0, which exists, and goes to nobody.
     known_row, stored = row < kept, row < bound
     place = tl.where(known_row, place, 0).to(tl.int64)
-    at = metadata_ptr + 2 * line.to(tl.int64)
-    token = tl.load(at, mask=known_row, other=0)
-    number = chunk.to(tl.int64) * bound + row
-    tl.store(source_ptr + number, peer.to(tl.int64) * C + token, mask=stored)
-    tl.store(weight_ptr + number, tl.load(at + 1, mask=known_row, other=0).to(tl.float32, bitcast=True), mask=stored)
-    tl.store(peer_ptr + number, tl.where(known_row, peer, -1), mask=stored)
-    tl.store(place_ptr + number, place, mask=stored)
+    line_ptr = metadata_ptr + 2 * line.to(tl.int64)
+    token = tl.load(line_ptr, mask=known_row, other=0)
+    at = chunk.to(tl.int64) * bound + row
+    tl.store(source_ptr + at, peer.to(tl.int64) * C + token, mask=stored)
+    weight = tl.load(line_ptr + 1, mask=known_row, other=0).to(tl.float32, bitcast=True)
+    tl.store(weight_ptr + at, weight, mask=stored)
+    tl.store(peer_ptr + at, tl.where(known_row, peer, -1), mask=stored)
+    tl.store(place_ptr + at, place, mask=stored)
     step = (tl.num_programs(0) // tiles).to(tl.int64) * bound
     _store_addresses(
         result_ptr, result_target_ptr, result_table_ptr, result_own_ptr, result_staged_ptr,
-        peer, place, number, known_row, stored, step, places, result_bytes, SLOTS, FAR,
+        peer, place, at, known_row, stored, step, places, result_bytes, SLOTS, FAR,
     )  # fmt: skip
     _store_addresses(
         value_ptr, value_target_ptr, value_table_ptr, value_own_ptr, value_staged_ptr,
-        peer, place, number, known_row, stored, step, places, value_bytes, SLOTS, FAR,
+        peer, place, at, known_row, stored, step, places, value_bytes, SLOTS, FAR,
     )  # fmt: skip
     if chunk == 0:
         tl.store(pair_ptr + row, row.to(tl.int64), mask=stored)
     if block == 0:
         # Each vector begins where 16 bytes align it.
         of_peers, of_experts, of_ends = (W + 3) // 4 * 4, (local + 3) // 4 * 4, (local + 4) // 4 * 4
-        count_e = tl.sum(count_eW, 1)
+        # Without the rows for which there is no room: nobody computes them, or waits for them.
+        inside_G = tl.minimum(end_G, bound) - tl.minimum(end_G - count_G, bound)
+        inside_eW = tl.reshape(inside_G, (LP, WP))
+        count_e = tl.sum(inside_eW, 1)
         tl.store(count_ptr + chunk * of_experts + e, count_e.to(tl.int64), mask=e < local)
         tl.store(offsets_ptr + chunk * of_ends + e + 1, tl.cumsum(count_e, 0), mask=e < local)
         tl.store(offsets_ptr + chunk * of_ends, 0)
-        tl.store(wanted_ptr + chunk * of_peers + w, tl.sum(count_eW, 0), mask=w < W)
+        tl.store(wanted_ptr + chunk * of_peers + w, tl.sum(inside_eW, 0), mask=w < W)
         tl.store(counter_ptr + chunk * of_peers + w, w * 0, mask=w < W)
         tl.store(later_counter_ptr + chunk * of_peers + w, w * 0, mask=w < W)
+        if fault_ptr is not None:
+            rows = tl.sum(tl.reshape(all_eW, (LP * WP,)).to(tl.int64), 0)
+            if rows > most:
+                tl.store(fault_ptr, (number.to(tl.int64) << 32) + rows)
 
 
 def read_metadata(
-    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: int, results: ReturnRows, values: ReturnRows
+    metadata_WC2: Tensor,
+    experts: int,
+    degree: int,
+    capacity: int,
+    rows: int,
+    results: ReturnRows,
+    values: ReturnRows,
+    limit: RowLimit | None = None,
 ) -> list[ArrivedChunk]:
     """Reads what comes, as `define_arrivals` and `define_addresses`; padding is of source 0 and goes to peer -1.
 
     Args:
         rows: a bound on those of each chunk. It is rounded up to a multiple of four.
         results, values: where the rows' results go, and a number with each.
+        limit: on the rows of all chunks, to be told of.
     """
     peers, lines, _ = metadata_WC2.shape
     slots, places, _ = results.own.shape
@@ -258,7 +276,7 @@ def read_metadata(
         ways.append((way.table, own, staged, stores[first][0], target))
     read_metadata_kernel[(tiles * degree,)](
         metadata_WC2, *(of[0] for of in (count, offsets, wanted, counter, later, source, place, weight, peer)), pair_R,
-        *ways[0], *ways[1],
+        *ways[0], *ways[1], *((None, 0, 0) if limit is None else (limit.own, limit.most, limit.number)),
         lines, capacity, experts, peers, degree, bound, tiles, places, results.row_bytes, values.row_bytes,
         BLOCK=block, **blocks, SLOTS=slots, FAR=far, num_warps=4,
     )  # fmt: skip

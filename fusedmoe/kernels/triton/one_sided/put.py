@@ -6,8 +6,8 @@ for their own rows, and put what they make (`triton/grouped`). Nothing here wait
 
 With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
 
-Contract: the caller (`comm/receive_buffers.py`) owns the buffers, counts the exchanges and gives credit once it has
-read.
+Contract: the caller (`comm/one_sided/receive_buffers.py`) owns the buffers, chooses slots and gives credit once it has
+read, which counts the slot's exchanges: a launch has the same arguments each time, as a CUDA graph wants them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Put, ReceiveBuffer, far_pointers, linked
+from fusedmoe.kernels.one_sided import (
+    FAULT,
+    Addresses,
+    Bounds,
+    Faults,
+    Network,
+    Put,
+    ReceiveBuffer,
+    far_pointers,
+    linked,
+)
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
-from fusedmoe.kernels.triton.one_sided.network import fence, put_runs, put_signal_nbi, signal_far, signal_pe
+from fusedmoe.kernels.triton.one_sided.network import put_runs, put_signal_nbi, signal_far, signal_pe
 from fusedmoe.kernels.triton.one_sided.remote import at_peer, signal, wait
 
+_FAULT = tl.constexpr(FAULT)
 # Of programs that move rows.
 _WARPS = 8
-_UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
+_UNSPECIAL = ["me", "slot", "limit_ns"]
 
 
 @jit(do_not_specialize=_UNSPECIAL)
@@ -32,12 +43,11 @@ def put_rows_kernel(
     # Rows, which of them go to each peer, and how many.
     x_ptr, source_ptr, used_ptr,
     # The receive buffer (`ReceiveBuffer`).
-    rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
+    rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr,
     # The network: rows on their way to far peers, numbers of peers to NVSHMEM, a signal that nobody reads.
     staging_ptr, pe_ptr, spare_ptr,
     stop_ptr, record_ptr,
-    # This rank, the slot and the number of the exchange, and the credit that must have come.
-    me, slot, epoch, credit, limit_ns,
+    me, slot, limit_ns,
     W, C, T, M,
     TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +59,9 @@ def put_rows_kernel(
     if tile > 0 and tile * TILE >= used:
         return
     # The slot's last rows must have been read: the peer has given credit for them.
+    epoch = tl.load(epoch_ptr)
     one = tl.arange(0, 1)
-    wait(credits_ptr, peer + one, one == 0, credit, stop_ptr, record_ptr, limit_ns, INTERPRET)
+    wait(credits_ptr, slot * W + peer + one, one == 0, epoch - 1, stop_ptr, record_ptr, limit_ns, INTERPRET)
 
     place = tile * TILE + tl.arange(0, TILE)
     inside = place < used
@@ -85,31 +96,53 @@ def put_rows_kernel(
 
 
 @triton.jit
-def _credit(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, peer, me, epoch, NVSHMEM: tl.constexpr):
+def _set(ptr, table_ptr, place, number, pe_ptr, spare_ptr, NVSHMEM: tl.constexpr):
+    """Sets number `place` of some int64 at the peer that is the program's."""
+    peer = tl.program_id(0)
     if NVSHMEM:
-        if tl.load(credit_table_ptr + peer) == 0:
-            fence()  # or the network might bring it before an earlier credit, which would then be the last
-            signal_pe(credits_ptr + me, epoch, tl.load(pe_ptr + peer), spare_ptr)
+        if tl.load(table_ptr + peer) == 0:
+            signal_pe(ptr + place, number, tl.load(pe_ptr + peer), spare_ptr)
         else:
-            signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+            signal(at_peer(ptr, table_ptr, peer) + place, number)
     else:
-        signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+        signal(at_peer(ptr, table_ptr, peer) + place, number)
 
 
-@jit(do_not_specialize=[*_UNSPECIAL, "second_epoch", "third_epoch"])
+@triton.jit
+def _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
+    peer = tl.program_id(0)
+    epoch, place = tl.load(epoch_ptr + peer), slot * tl.num_programs(0) + me
+    _set(credits_ptr, credit_table_ptr, place, epoch, pe_ptr, spare_ptr, NVSHMEM)
+    # Launches that follow on the stream read the next number, each of the copies: no other program looks at this one.
+    tl.debug_barrier()
+    tl.store(epoch_ptr + peer, epoch + 1)
+
+
+@jit(do_not_specialize=[*_UNSPECIAL, "second_slot", "third_slot"])
 def credit_kernel(
     # Of up to three buffers; None where there are fewer.
-    credits_ptr, credit_table_ptr, epoch,
-    second_credits_ptr, second_table_ptr, second_epoch,
-    third_credits_ptr, third_table_ptr, third_epoch,
+    credits_ptr, credit_table_ptr, epoch_ptr, slot,
+    second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
+    third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
+    # What ranks have found wrong (`Faults`); None where nobody looks.
+    told_ptr, stop_ptr, record_ptr,
     pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    peer = tl.program_id(0)
-    _credit(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, peer, me, epoch, NVSHMEM)
+    if told_ptr is not None:
+        # Peers have told before they put results, and these have come.
+        peer = tl.program_id(0)
+        told = tl.atomic_add(told_ptr + peer, 0, sem="acquire", scope="sys")
+        if told != 0:
+            reason = tl.full((), _FAULT, tl.int64)
+            if tl.atomic_cas(record_ptr, tl.full((), 0, tl.int64), reason, sem="acq_rel", scope="sys") == 0:
+                tl.store(record_ptr + 1, peer.to(tl.int64))
+                tl.store(record_ptr + 2, told)
+            tl.store(stop_ptr, reason)
+    _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM)
     if second_credits_ptr is not None:
-        _credit(second_credits_ptr, second_table_ptr, pe_ptr, spare_ptr, peer, me, second_epoch, NVSHMEM)
+        _credit(second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot, pe_ptr, spare_ptr, me, NVSHMEM)
     if third_credits_ptr is not None:
-        _credit(third_credits_ptr, third_table_ptr, pe_ptr, spare_ptr, peer, me, third_epoch, NVSHMEM)
+        _credit(third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot, pe_ptr, spare_ptr, me, NVSHMEM)
 
 
 @triton.jit
@@ -151,38 +184,60 @@ def put_values_kernel(
         put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, BLOCK)
 
 
-def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer, epoch: int, bounds: Bounds) -> None:
+def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer, slot: int, bounds: Bounds) -> None:
     """Puts x[source_WC[p, i]] to peer p's buffer, row i, for i < used_W[p], and signals each tile.
 
     Args:
         x: [n, M] contiguous, of the buffer's dtype. source_WC: int32. used_W: int32.
-        epoch: of the exchange; waits until the peer has read what was in the slot before.
+        slot: of the exchange; waits until the peer has read what was in it before.
     """
     width, capacity = buffer.rows.shape[-1], buffer.rows.shape[2]
     tiles = capacity // buffer.tile
     put_rows_kernel[(buffer.peers * tiles,)](
         x, source_WC, used_W,
         buffer.rows, buffer.row_table, buffer.signals, buffer.signal_table, buffer.credits,
+        buffer.epochs[slot],
         buffer.staging, *far_pointers(buffer.network),
         bounds.stop, bounds.record,
-        buffer.me, buffer.slot(epoch), epoch, epoch - buffer.slots, bounds.limit_ns,
+        buffer.me, slot, bounds.limit_ns,
         buffer.peers, capacity, tiles, width,
         TILE=buffer.tile, **columns(width, buffer.tile), **linked(buffer.network), INTERPRET=INTERPRET,
         **launch_options(buffer.network is not None),
     )  # fmt: skip
 
 
-def give_credit(buffer: ReceiveBuffer, epoch: int, *others: tuple[ReceiveBuffer, int]) -> None:
-    """Tells all peers that their rows of this exchange have been read, and of up to two other buffers' exchanges."""
-    read = [(one.credits, one.credit_table, number) for one, number in ((buffer, epoch), *others)]
-    none = [(None, None, 0)] * (3 - len(read))
+def give_credit(
+    buffer: ReceiveBuffer, slot: int, *others: tuple[ReceiveBuffer, int], faults: Faults | None = None
+) -> None:
+    """Tells all peers that their rows in this slot have been read, and in a slot of up to two other buffers. The slot's
+    next exchange may begin in launches that follow. With `faults` it also looks at what peers have
+    told of (`tell_faults`): all waits end then, and the record says why."""
+    read = [(one.credits, one.credit_table, one.epochs[at], at) for one, at in ((buffer, slot), *others)]
+    none = [(None, None, None, 0)] * (3 - len(read))
+    words = (None,) * 3 if faults is None else (faults.told, faults.bounds.stop, faults.bounds.record)
     credit_kernel[(buffer.peers,)](
-        *(argument for triple in (*read, *none) for argument in triple),
+        *(argument for each in (*read, *none) for argument in each),
+        *words,
         *far_pointers(buffer.network),
         buffer.me,
         **linked(buffer.network),
         **credit_options(buffer.network is not None),
     )
+
+
+@jit(do_not_specialize=["me"])
+def tell_faults_kernel(fault_ptr, told_ptr, told_table_ptr, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
+    fault = tl.load(fault_ptr)
+    if fault != 0:
+        _set(told_ptr, told_table_ptr, me, fault, pe_ptr, spare_ptr, NVSHMEM)
+
+
+def tell_faults(faults: Faults, me: int, network: Network | None) -> None:
+    """Tells all ranks what this one has found wrong, if anything; the results of its pass must come after it."""
+    tell_faults_kernel[(faults.told.numel(),)](
+        faults.own, faults.told, faults.table, *far_pointers(network), me,
+        **linked(network), **credit_options(network is not None),
+    )  # fmt: skip
 
 
 def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
@@ -207,7 +262,7 @@ def launch_options(nvshmem: bool) -> dict[str, int]:
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:
-    """Options of launches that give credit: every thread fences, so one warp is enough."""
+    """Options of launches that give credit or tell of faults: every thread calls NVSHMEM, so one warp is enough."""
     return {"num_warps": 1} if nvshmem else {}
 
 

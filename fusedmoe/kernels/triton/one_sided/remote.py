@@ -4,13 +4,17 @@ One source for every symmetric heap (`fusedmoe/comm/one_sided/heap.py`): a kerne
 the table of all ranks' addresses, and stores where the table says. The protocol, checked exhaustively in
 tests/comm/test_protocol.py:
 
-* Memory is a ring of slots; exchange number `epoch` (from 1) uses slot (epoch - 1) % slots.
-* A signal is the number of the exchange whose rows are there. It only grows and is never reset by a reader.
-* A producer waits for the reader's credit before it writes to a slot again: the credit of a peer is the last exchange
-  that it has read. A reader gives credit for every exchange, also one in which nothing came.
+* Memory has slots, each with exchanges of its own, one after the other and numbered from 1: `epoch`. All ranks use
+  slots in the same order, whichever that is. The number is counted on the device, by the kernel that gives credit.
+* A signal is the number of the slot's exchange whose rows are there. It only grows and is never reset by a reader.
+* A producer waits for the reader's credit before it writes to a slot again: the credit of a peer is the slot's last
+  exchange that it has read. A reader gives credit for every exchange, also one in which nothing came.
+* A rank begins a slot's next exchange behind its own credit for the one before, on the same stream: the number that
+  its launches read would be an old one before.
 * The signal is a release, the wait an acquire, both for the whole system: rows first, then their signal.
 * Through the network (`network.py`) rows are read where they are staged until they have come, so what
-  was there before must have been read by the peer. A fence is between rows and their signal, and between two credits.
+  was there before must have been read by the peer. A fence is between rows and their signal. Credits need none: a
+  slot's next one is given only when the peer has had the last one, without which it would not have begun.
   A reader asks NVSHMEM between the wait and the rows.
 * A wait ends when `stop` is set or, on a GPU, when its time is up; it then leaves a record, and whoever launched the
   kernel raises (`Watch` in `fusedmoe/comm/one_sided/heap.py`). What such a kernel has computed is never used.
@@ -112,14 +116,14 @@ def wait(ptr, index, wanted, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: t
 # (`triton/grouped`). With NVSHMEM, what a far peer has put is read after NVSHMEM was told (`arrived`).
 
 
-@jit(do_not_specialize=["slot", "epoch", "limit_ns"])
+@jit(do_not_specialize=["slot", "limit_ns"])
 def wait_metadata_kernel(
-    metadata_ptr, signals_ptr, stop_ptr, record_ptr, slot, epoch, limit_ns, W, C, T, E,
+    metadata_ptr, signals_ptr, epoch_ptr, stop_ptr, record_ptr, slot, limit_ns, W, C, T, E,
     TILE: tl.constexpr, TILES: tl.constexpr, EP: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Waits for all routing metadata of one peer, whose first tile tells how much there is."""
     peer = tl.program_id(0)
-    base = (slot * W + peer) * T
+    base, epoch = (slot * W + peer) * T, tl.load(epoch_ptr)
     one = tl.arange(0, 1)
     wait(signals_ptr, base + one, one == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
@@ -133,11 +137,12 @@ def wait_metadata_kernel(
         arrived(signals_ptr + base, epoch)
 
 
-@jit(do_not_specialize=["epoch", "limit_ns", "count"])
+@jit(do_not_specialize=["behind", "limit_ns", "count"])
 def wait_signals_kernel(
-    signals_ptr, index_ptr, stop_ptr, record_ptr, epoch, limit_ns, count,
+    signals_ptr, index_ptr, epoch_ptr, stop_ptr, record_ptr, behind, limit_ns, count,
     BLOCK: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    epoch = tl.load(epoch_ptr) - behind
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(index_ptr + i, mask=i < count, other=0)
     wait(signals_ptr, index, i < count, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
@@ -145,27 +150,29 @@ def wait_signals_kernel(
         arrived(signals_ptr + tl.load(index_ptr + tl.program_id(0) * BLOCK), epoch)
 
 
-def wait_metadata(metadata: ReceiveBuffer, experts: int, epoch: int, bounds: Bounds) -> None:
+def wait_metadata(metadata: ReceiveBuffer, experts: int, slot: int, bounds: Bounds) -> None:
     """Waits for every rank's routing metadata: rows of two int32, of which the first `experts` begin with the number of
     rows that follow for each of them."""
     capacity = metadata.rows.shape[2]
     tiles = capacity // metadata.tile
     wait_metadata_kernel[(metadata.peers,)](
-        metadata.rows, metadata.signals, bounds.stop, bounds.record,
-        metadata.slot(epoch), epoch, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
+        metadata.rows, metadata.signals, metadata.epochs[slot], bounds.stop, bounds.record,
+        slot, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
         TILE=metadata.tile, TILES=triton.next_power_of_2(tiles), EP=triton.next_power_of_2(experts),
         **linked(metadata.network), INTERPRET=INTERPRET,
     )  # fmt: skip
 
 
-def wait_signals(signals: Tensor, index: Tensor, epoch: int, bounds: Bounds, network: Network | None = None) -> None:
-    """Waits until the signals with these (int32) indices have come to `epoch`.
+def wait_signals(
+    signals: Tensor, index: Tensor, epoch: Tensor, bounds: Bounds, network: Network | None = None, behind: int = 0
+) -> None:
+    """Waits until the signals with these (int32) indices have come to a number, so many `behind` the first of `epoch`.
 
     `network`: where one leads to far peers, and what they have put is read afterwards.
     """
     block = min(1024, max(16, triton.next_power_of_2(index.numel())))
     if index.numel():
         wait_signals_kernel[(triton.cdiv(index.numel(), block),)](
-            signals, index, bounds.stop, bounds.record, epoch, bounds.limit_ns, index.numel(),
+            signals, index, epoch, bounds.stop, bounds.record, behind, bounds.limit_ns, index.numel(),
             BLOCK=block, **linked(network), INTERPRET=INTERPRET,
         )  # fmt: skip

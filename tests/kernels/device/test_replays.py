@@ -1,0 +1,67 @@
+"""Both passes over ranks as a CUDA graph holds them: nothing waits on the host, and any step has the same launches."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.kernels.device.replays import replay_layer, replay_passes, tell_late
+from tests.marks import slowly
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("processes share memory of the host")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "degrees", "nodes"),
+    [
+        ([9, 5], (1, 1), ()),
+        *slowly(([7, 0], (2, 3), ()), ([6, 5], (2, 1), (0, 1)), ([5, 0, 9, 1], (3, 2), ()), ([1, 1], (1, 1), ())),
+    ],
+    ids=str,
+)
+def test_replays(cluster: Cluster, tokens: list[int], degrees: tuple[int, int], nodes: tuple[int, ...]) -> None:
+    """With just enough room for the fullest of the ranks and steps."""
+    found = cluster.run(len(tokens), replay_passes, tokens, degrees, 5, 0, False, nodes, timeout_s=110)
+    assert found == [[]] * len(tokens)
+
+
+def test_numbers_of_the_capture_are_old_ones(cluster: Cluster) -> None:
+    """A graph whose launches had them as arguments reads rows before they come."""
+    found = cluster.run(2, replay_passes, [9, 5], (1, 1), 1, 0, True)
+    assert any("step 1" in one for one in found[0])
+
+
+@pytest.mark.parametrize("nodes", [(), pytest.param((0, 1), marks=pytest.mark.slow)], ids=str)
+def test_more_rows_than_there_is_room_for(cluster: Cluster, nodes: tuple[int, ...]) -> None:
+    """By one row, told by the number of the fullest rank and step, on all ranks."""
+    for outcome in cluster.outcomes(2, replay_passes, [9, 5], (1, 2), 3, -1, False, nodes):
+        assert outcome.error is not None and outcome.error[0] == "RankError", outcome
+        told = re.search(r"(\d+) rows came to the experts of fused_experts on .*room for (\d+)", outcome.error[1])
+        assert told is not None and int(told[1]) == int(told[2]) + 1, outcome.error[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps"), [({"ep": 2}, 1), *slowly(({"ep": 2}, 6), ({"esp": 2}, 5), ({"ep": 2, "esp": 2}, 3))], ids=str
+)
+def test_a_layer(cluster: Cluster, sizes: dict[str, int], steps: int) -> None:
+    """Gate, order and losses, too."""
+    world = math.prod(sizes.values())
+    assert cluster.run(world, replay_layer, sizes, steps) == [[]] * world
+
+
+@pytest.mark.parametrize("how", ["rows", "rows, eager", "logits"])
+def test_what_is_told_late(cluster: Cluster, how: str) -> None:
+    text = "4 router logits are NaN or infinite"
+    if how != "logits":
+        text = "36 rows came to the experts of MoELayer 1 on this rank, and there is room for 34"
+    for rank, message in enumerate(cluster.run(2, tell_late, how)):
+        named = "" if rank == 1 else "ended because rank 1 failed in kernels over the ep group .*: "
+        assert re.match(f"rank {rank}: {named}{text}", message), message
