@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,10 +76,23 @@ def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.devic
         assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
 
 
-def test_checks_pass_inside_an_operator(device: torch.device) -> None:
-    """Where autograd is off altogether, as in a layer's backward: the definition takes a derivative nevertheless."""
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        assert small(variant("dhidden"), SMALL, device) == ""
+class _ChecksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            assert small(variant("dhidden"), SMALL, dx.device) == ""
+        return dx
+
+
+@pytest.mark.timeout(60)
+def test_checks_pass_inside_a_backward(device: torch.device) -> None:
+    """In an operator, where autograd is off altogether, and on a GPU in the one thread that takes its derivatives: the
+    definition takes one nevertheless."""
+    _ChecksBackward.apply(torch.ones(1, device=device, requires_grad=True)).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
@@ -546,7 +560,7 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_pat
     torch.use_deterministic_algorithms(False)  # the fixture of this folder asks for them
     monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
-    tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
+    tuner = autotune._tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()), False)
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)

@@ -204,19 +204,21 @@ def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
     assert dh is not None and a is not None  # all is wanted
     factor_N = torch.ones_like(case.source_N) if weight_N is None else weight_N[: case.kept]
     shape = (case.kept, 2, hidden) if activation.gated else (case.kept, hidden)
+    # Its derivative is taken on the host: the one thread in which PyTorch takes those of a GPU's tensors may be the
+    # caller's, in the midst of a layer's backward, and waits for this check.
     right = define_dhidden(
-        dy_SM.double(),
-        case.source_N,
-        case.expert_N,
-        factor_N.double(),
-        h[: case.kept].double().view(shape),
-        w2.double(),
+        dy_SM.cpu().double(),
+        case.source_N.cpu(),
+        case.expert_N.cpu(),
+        factor_N.cpu().double(),
+        h[: case.kept].cpu().double().view(shape),
+        w2.cpu().double(),
         activation.name,
     )
-    yield "dH", dh[: case.kept], right[0].flatten(1)
-    yield "A", a[: case.kept], right[1]
+    yield "dH", dh[: case.kept], right[0].flatten(1).to(dh.device)
+    yield "A", a[: case.kept], right[1].to(a.device)
     if ds_N is not None:
-        yield "the router weights' gradient", ds_N[: case.kept], right[2]
+        yield "the router weights' gradient", ds_N[: case.kept], right[2].to(ds_N.device)
 
 
 def _dweight(case: RandomRows, depth: int, columns: int) -> Results:
