@@ -151,7 +151,7 @@ def dhidden_kernel(
     tiles_ptr, used_ptr, ends_ptr, D, H, n_rows, n_col_tiles,
     # Without WEIGHTED, s is 1. EVEN: BK divides D (it always divides BN).
     ACT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, EVEN: gl.constexpr,
-    # LAG is from 1 to STAGES - 2.
+    # LAG is at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip

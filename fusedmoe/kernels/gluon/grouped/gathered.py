@@ -32,9 +32,16 @@ def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 
 
 @gluon.jit
+def _end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """All copies of this step have been started: the one LAG steps before is shown."""
+    async_copy.commit_group()
+    _show(full, it, STAGES, LAG, it >= LAG)
+
+
+@gluon.jit
 def begin_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """Before this step's copies are started, for which the fence would wait, the step LAG before is shown, from the
-    first on."""
+    """In place of `_end_step`, where rows are looked up beside: the step LAG before is shown, from the first on, before
+    this step's copies are started. For these the fence may wait."""
     gl.static_assert(LAG > 0)
     _show(full, it - 1, STAGES, LAG - 1, it - LAG >= first)
 
@@ -90,14 +97,13 @@ def load_gathered(
                     tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
             else:
                 tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
-            begin_step(full, it, 0, STAGES, BLOCKS.lag)
             if EVEN:
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
             else:
                 mask = (k < D - k0)[None, :]
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
-            async_copy.commit_group()
             x_ptrs += BK
+            _end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
         if BOXES > 0:
             for box in range(0, BOXES):
@@ -107,7 +113,6 @@ def load_gathered(
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
                 tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
-                begin_step(full, it, 0, STAGES, BLOCKS.lag)
-                async_copy.commit_group()
+                _end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
     end_steps(full, it, 0, STAGES, BLOCKS.lag)

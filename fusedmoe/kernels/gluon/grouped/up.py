@@ -92,7 +92,7 @@ def up_kernel(
     tiles_ptr, used_ptr, ends_ptr, D, H, n_col_tiles,
     # EVEN: BK divides D. SLOTS: boxes of results that each group has room for; it divides those of a tile.
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr, SLOTS: gl.constexpr,
-    # LAG is from 1 to STAGES - 2.
+    # LAG is at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
