@@ -40,8 +40,8 @@ def _end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 @gluon.jit
 def begin_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """In place of `_end_step`, where rows are looked up beside: the step LAG before is shown, from the first on, before
-    this step's copies are started. For these the fence may wait."""
+    """Shows the step LAG before, from the first on, before this step's copies are started, as the fence may wait for
+    those: in place of `_end_step`, where rows are looked up beside."""
     gl.static_assert(LAG > 0)
     _show(full, it - 1, STAGES, LAG - 1, it - LAG >= first)
 
