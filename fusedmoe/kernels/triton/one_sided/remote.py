@@ -131,7 +131,7 @@ def wait_metadata_kernel(
     e = tl.arange(0, EP)
     first = metadata_ptr + (slot.to(tl.int64) * W + peer) * C * 2
     used = E + tl.sum(tl.load(first + 2 * e, mask=e < E, other=0, volatile=True), 0)
-    tile = tl.arange(0, TILES)
+    tile, epoch = tl.arange(0, TILES), tl.load(epoch_ptr)  # again: kept over calls of NVSHMEM it would be spilled
     wait(signals_ptr, base + tile, tile * TILE < used, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
         arrived(signals_ptr + base, epoch)
