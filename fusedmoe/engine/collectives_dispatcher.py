@@ -267,8 +267,7 @@ class Collectives(Dispatcher):
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
         """Does what `through_experts` does once the ranks have met. Collective.
 
-        Args:
-            copies: of experts, that travel in turns with rows; then there is a plan.
+        `copies`: of experts, that travel in turns with rows; then there is a plan.
         """
         x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
@@ -283,7 +282,8 @@ class Collectives(Dispatcher):
             if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
-        assigned.plans.require_one_degree(chunk_experts)
+        if not chunk_experts.any_degree:
+            assigned.plans.require_one_degree()
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
         batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)

@@ -67,11 +67,11 @@ class Plans:
         """The largest numbers of chunks of a layer, forward and backward."""
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
 
-    def require_one_degree(self, experts: ChunkExperts) -> None:
-        """Raises `ConfigError` for other degrees backward than forward, where experts cannot follow them: on every rank
+    def require_one_degree(self) -> None:
+        """Raises `ConfigError` for other degrees backward than forward, which not all experts can follow: on every rank
         alike, for plans and experts are the same on all."""
         there, back = self.degrees
-        if there != back and not experts.any_degree:
+        if there != back:
             raise ConfigError(
                 f"experts that are modules of their own need one degree for both passes, not {there} forward and "
                 f"{back} backward: their backward follows the forward's chunks"
