@@ -26,11 +26,10 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -277,7 +276,7 @@ def _with_copies(
         sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
         # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
         for level in LEVELS:
-            balances += _levelled(deepcopy(sharing), tokens_WE, nodes, (level,))
+            balances += _levelled(sharing.copied(), tokens_WE, nodes, (level,))
     if placement == before:
         return balances
     return [replace(one, placement=_filled(one.placement, before, m)) for one in balances]
@@ -368,7 +367,8 @@ class _Sharing:
         held_EV = self.holds_VE.T.astype(np.float32)
         self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
+    def copied(self) -> _Sharing:
+        """Returns one that is changed by itself."""
         made = copy(self)
         for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
             setattr(made, name, getattr(self, name).copy())
