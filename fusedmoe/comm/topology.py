@@ -256,6 +256,12 @@ class Topology:
         assert handle is not None
         return handle
 
+    @cached_property
+    def expert_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that hold a part of one copy of the experts, ep by ep, their shards in order; None: it is not said
+        which they are."""
+        return None if self.expert_grid is None else tuple(self.expert_grid[self.edp.index].flatten().tolist())
+
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """Returns a group of some ranks, this one among them; its members alone make it, on first use."""
         if ranks not in self._subgroups:

@@ -166,21 +166,13 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     return known[group.axis, sizes]
 
 
-# By topology, where there are both axes: every forward asks.
-_groups: WeakKeyDictionary[Topology, Group] = WeakKeyDictionary()
-
-
 def _group(topology: Topology) -> Group | None:
     """The ranks that the experts, and the shards of each, are split over: ep by ep, their shards in order. Collective
     over these where there are both. None: the topology does not say which they are."""
     if topology.ep.size == 1 or topology.esp.size == 1:
         return topology.ep if topology.ep.size > 1 else topology.esp
-    if topology.expert_grid is None:
-        return None
-    if topology not in _groups:
-        ranks = tuple(topology.expert_grid[topology.edp.index].flatten().tolist())
-        _groups[topology] = topology.subgroup("ep·esp", ranks)
-    return _groups[topology]
+    ranks = topology.expert_ranks
+    return None if ranks is None else topology.subgroup("ep·esp", ranks)
 
 
 def rounded_up(tokens: int) -> int:
