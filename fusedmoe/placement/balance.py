@@ -49,9 +49,8 @@ from fusedmoe.placement.traffic import (
 )
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
-LEVELS = (1.0, 1.03, 1.1, 1.25)
-#: The same where no copy is added, which takes less to find. More rows stay near where the levels are higher.
-_LEVELS_AS_IT_IS = (*LEVELS, 1.5, 2.0)
+#: More rows stay near where the levels are higher.
+LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
 # Of the mean: copies that compute fewer rows may give their places to others.
 _USELESS = 1 / 4
 # Copies that come after the gate, and a look for them, must save this share of the layer's time.
@@ -164,7 +163,7 @@ def cheapest_balance(
 
     New copies' ways count where nothing hides them (`exposed_s`). Arguments are those of `auto_balance`.
     """
-    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
     tried += _with_copies(placement, placement, tried[-1], m, costs)
     return _cheapest(placement, costs, tried, hidden_s)[1]
 
@@ -199,7 +198,7 @@ def auto_balance(
     now_s = layer_s(nearest.load(), costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
-    tried = _balances(placement, tokens_WE, nodes, 0, (*_LEVELS_AS_IT_IS, nodes.ranks))
+    tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
     as_it_is_s, as_it_is = _cheapest(placement, costs, tried, hidden_s)
     exact = tried[-1]
     copied = _with_copies(placement, _useful(exact), exact, m, costs) if m else []
@@ -274,8 +273,9 @@ def _with_copies(
     balances = []
     for start in starts:
         sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
+        uneven = int(sharing.work_V.max()) * nodes.ranks / rows
         # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-        for level in LEVELS:
+        for level in (*(level for level in LEVELS if level < uneven), nodes.ranks):
             balances += _levelled(sharing.copied(), tokens_WE, nodes, (level,))
     if placement == before:
         return balances
@@ -440,11 +440,11 @@ class _Sharing:
         work_V = self.work_V
         open_V = (work_V < most) & (self.free_V > 0)
         room = sorted((most - int(work_V[rank]), rank) for rank in np.flatnonzero(open_V).tolist())
-        # By rank: its experts by their rows.
-        rows_of = {
-            rank: sorted(zip(self.computed_VE[rank].tolist(), range(self.before.experts), strict=True))
-            for rank in np.flatnonzero(work_V > most).tolist()
-        }
+        # By rank: the experts that it computes, by their rows.
+        rows_of = {}
+        for rank in np.flatnonzero(work_V > most).tolist():
+            experts_R = np.flatnonzero(self.computed_VE[rank])
+            rows_of[rank] = sorted(zip(self.computed_VE[rank, experts_R].tolist(), experts_R.tolist(), strict=True))
         pieces = [(-min(int(work_V[rank]) - most, of[-1][0]), rank) for rank, of in rows_of.items()]
         heapq.heapify(pieces)  # the largest first
         while pieces and room:

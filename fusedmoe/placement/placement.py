@@ -84,14 +84,16 @@ class Placement:
             raise ConfigError(f"placement: {len(owners)} experts on {self.ranks} ranks; it needs one of each at least")
         if len(replicas) != len(owners):
             raise ConfigError(f"placement: replicas of {len(replicas)} experts, but owners of {len(owners)}")
-        for expert, (owner, others) in enumerate(zip(owners, replicas, strict=True)):
-            for rank in (owner, *others):
+        for expert, (owner, holders) in enumerate(zip(owners, replicas, strict=True)):
+            if not holders and 0 <= owner < self.ranks:
+                continue  # most experts: balances make dozens of placements in each pass of a layer
+            for rank in (owner, *holders):
                 if not 0 <= rank < self.ranks:
                     raise ConfigError(f"placement: expert {expert} is on rank {rank}; ranks are 0 to {self.ranks - 1}")
-            if owner in others:
+            if owner in holders:
                 raise ConfigError(f"placement: rank {owner} owns expert {expert}, so it cannot hold a replica as well")
-            if len(set(others)) < len(others):
-                raise ConfigError(f"placement: a rank holds two replicas of expert {expert} (ranks {list(others)})")
+            if len(set(holders)) < len(holders):
+                raise ConfigError(f"placement: a rank holds two replicas of expert {expert} (ranks {list(holders)})")
 
     @classmethod
     def even(cls, ranks: int, experts: int) -> Placement:

@@ -390,6 +390,7 @@ def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int
     return moved, balance.step_bytes(setting, of.gradient_bytes), balance.compute_s(setting, of)
 
 
+@pytest.mark.slow
 def test_a_rate_by_what_is_sent_and_computed(cluster: Cluster) -> None:
     here, there = cluster.run(2, sent_and_computed, TINY)
     assert here == there and here[0] == here[1] and 0 < here[2] < 10

@@ -171,6 +171,7 @@ def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None
     assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
     for text in cluster.run(2, other_ways):
         assert "ranks [1] captured another graph than rank 0" in text

@@ -129,7 +129,6 @@ def compare(
     ("family", "cases"),
     [
         ("mixtral", ("accumulated",)),
-        ("gpt-oss", ("checkpoints",)),
         *slowly(("mixtral", tuple(CASES)), ("gpt-oss", tuple(CASES))),
     ],
 )

@@ -118,6 +118,7 @@ def over_two(rank: int, world: int) -> None:
     on_ranks(rank, [5, 9], expert_model_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks(cluster: Cluster) -> None:
     cluster.run(2, over_two)
 

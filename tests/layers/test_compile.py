@@ -176,7 +176,7 @@ def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: st
         compare(layer, backend, batches[:sizes], exact=backend == "aot_eager")
 
 
-@pytest.mark.parametrize(("capacity_factor", "sizes"), [(0.7, 2), *slowly((None, 4), (0.7, 4))])
+@pytest.mark.parametrize(("capacity_factor", "sizes"), slowly((0.7, 2), (None, 4), (0.7, 4)))
 def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None, sizes: int) -> None:
     cluster.run(2, over_ranks, capacity_factor, "aot_eager", sizes)
 

@@ -13,13 +13,13 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from bench.placement.baselines import CLUSTER_A
+from bench.placement.exact import fewest_copies, least_busiest, price_gap
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s, outlasts_rows
 from fusedmoe.placement.hecate import gathered_s
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather, layer_s
-from tests.placement.exact import fewest_copies, least_busiest
 from tests.placement.placements import situations
 
 UGLY = ("as drawn", "nothing", "one expert", "one rank", "one row")
@@ -140,6 +140,13 @@ def test_close_to_the_best():
         more[copies_of(found.placement) - fewest_copies(placement, load_E, m, found.busiest)] += 1
     assert max(busier) < 1.2 and np.mean(busier) < 1.005
     assert more[0] >= 95 and max(more) <= 1
+
+
+@pytest.mark.slow
+def test_close_to_the_least_time():
+    gaps = [price_gap(seed) for seed in range(12)]
+    assert min(gaps) > -1e-6, "nothing is faster than the best"
+    assert np.mean(gaps) < 0.12
 
 
 def test_one_copy_is_room_enough_on_many_ranks():

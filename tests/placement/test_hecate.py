@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.placement.baselines import CLUSTER_A, Decision, Move, Situation, expert_parallelism, hecate, moves
+from bench.placement.exact import best_placement
 from bench.placement.made_loads import make_loads
 from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
@@ -20,7 +21,6 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.replica_search import improve, worth
 from fusedmoe.placement.traffic import PlacementCosts, layer_s, load
 from tests.marks import slowly
-from tests.placement.exact import best_placement
 from tests.placement.placements import nodes as any_nodes
 from tests.placement.placements import situations
 

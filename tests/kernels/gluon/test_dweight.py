@@ -33,7 +33,7 @@ def test_rings_and_grids(stages: int, lag: int, programs: int, gather: str) -> N
 
 
 @SIDES
-@pytest.mark.parametrize("added", [torch.float32, torch.bfloat16], ids=["in place", "widened"])
+@pytest.mark.parametrize("added", [torch.float32, *slowly(torch.bfloat16)], ids=["in place", "widened"])
 @pytest.mark.parametrize("routing", ["empty between", *slowly("nothing", "one row", "all odd")])
 def test_added_to_those_of_other_rows(routing: str, added: torch.dtype, gather: str) -> None:
     check_dweight(ROUTINGS[routing], 24, 40, gather, added=added)

@@ -1,0 +1,182 @@
+"""The best replicas there are, by integer and linear programmes: for the time of a layer, and for the work of its
+busiest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations, product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from fusedmoe.placement.balance import cheapest_balance, exposed_s
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, dispatch, gather, layer_s, transfers_s
+from fusedmoe.schedule.policies.lancet_plans import solved
+
+
+def best_placement(
+    sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, t: int, m: int, costs: PlacementCosts
+) -> Placement:
+    """The placement whose layer takes the least time (`layer_s`): at most `t` experts travel, at most `m` to a rank."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    counts = [[[] for _ in range(nodes.ranks)] for _ in range(5)]  # work, and what is sent and received on both links
+    inside = np.arange(nodes.ranks)[:, None] // nodes.per_node == np.arange(nodes.ranks) // nodes.per_node
+    extra: list[list] = [[] for _ in range(nodes.ranks)]
+    travels, patterns = [], {}
+    for expert, owner in enumerate(sharding.owners):
+        others = [rank for rank in range(nodes.ranks) if rank != owner]
+        sets = list(chain.from_iterable(combinations(others, size) for size in range(nodes.ranks)))
+        chosen = [model.new_bool_var("") for _ in sets]
+        model.add_exactly_one(chosen)
+        travels += chosen[1:]  # the first is the empty one
+        for ranks, variable in zip(sets, chosen, strict=True):
+            patterns[expert, ranks] = variable
+            alone = Placement(nodes.ranks, (owner,), (ranks,))
+            flow = dispatch(tokens_WE[:, [expert]], alone, nodes)[:, 0]
+            inter, intra = np.where(inside, 0, flow), np.where(inside, flow, 0)
+            np.fill_diagonal(intra, 0)
+            of = (flow.sum(0), inter.sum(0), inter.sum(1), intra.sum(0), intra.sum(1))
+            for count, tokens_W in zip(counts, of, strict=True):
+                for rank, tokens in enumerate(tokens_W.tolist()):
+                    count[rank].append(tokens * variable)
+            for rank in ranks:
+                extra[rank].append(variable)
+    most = int(tokens_WE.sum())
+    busiest, exchange = model.new_int_var(0, most, ""), model.new_int_var(0, 10**12, "")
+    # In thousandths of the time of a token's computation.
+    link = [1000 * EXCHANGES * costs.token_bytes / speed / costs.token_s for speed in _speeds(costs)]
+    for rank in range(nodes.ranks):
+        model.add(sum(counts[0][rank]) <= busiest)
+        for count, each in zip(counts[1:], link, strict=True):
+            model.add(round(each) * sum(count[rank]) <= exchange)
+        model.add(sum(extra[rank]) <= m)
+    model.add(sum(travels) <= t)
+    model.minimize(1000 * busiest + exchange)
+    solver = solved(model, limit=20.0)
+    assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
+    found = {expert: ranks for (expert, ranks), variable in patterns.items() if solver.boolean_value(variable)}
+    return Placement(nodes.ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
+
+
+def _speeds(costs: PlacementCosts) -> tuple[float, ...]:
+    return costs.inter_bytes_s, costs.inter_bytes_s, costs.intra_bytes_s, costs.intra_bytes_s
+
+
+def least_busiest(sharding: Placement, load_E: NDArray[np.int64], m: int) -> int:
+    """The fewest rows that the busiest rank can compute with at most `m` copies on each rank."""
+    return _shared(sharding, load_E, m, None)
+
+
+def fewest_copies(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int) -> int:
+    """The fewest copies with which no rank computes more than `most` rows."""
+    return _shared(sharding, load_E, m, most)
+
+
+def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | None) -> int:
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    ranks, copies = range(sharding.ranks), []
+    computed = [[model.new_int_var(0, load, "") for _ in ranks] for load in load_E.tolist()]
+    for of, load, owner in zip(computed, load_E.tolist(), sharding.owners, strict=True):
+        model.add(sum(of) == load)
+        held = [model.new_bool_var("") if rank != owner else 0 for rank in ranks]
+        copies.append(held)
+        for rank in set(ranks) - {owner}:
+            model.add(of[rank] <= load * held[rank])
+    busiest = model.new_int_var(0, int(load_E.sum()) if most is None else most, "")
+    for rank in ranks:
+        model.add(sum(held[rank] for held in copies) <= m)
+        model.add(sum(of[rank] for of in computed) <= busiest)
+    model.minimize(busiest if most is None else sum(map(sum, copies)))
+    solver = solved(model, limit=20.0)
+    assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
+    return round(solver.objective_value)
+
+
+def least_layer_s(
+    sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+) -> float:
+    """The least seconds of a layer and of what nothing hides of its copies (`layer_s`, `exposed_s`), with at most `m`
+    copies on each rank: of all placements and ways to share rows over them, parts of rows too, by linear programmes."""
+    placements = [
+        (transfers_s(gather(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
+        for one in _with_room(sharding, m)
+    ]
+    mean_s, least_s = float(tokens_WE.sum()) / nodes.ranks * costs.token_s, np.inf
+    for there_s, placement in sorted(placements, key=lambda one: one[0]):
+        # Gradients' way is not hidden here: with copies that take longer than that nothing is the fastest.
+        if there_s and mean_s + there_s >= least_s:
+            break
+        least_s = min(least_s, _shared_s(placement, tokens_WE, nodes, costs, there_s))
+    return least_s
+
+
+def _with_room(sharding: Placement, m: int) -> Iterator[Placement]:
+    others = [[e for e, owner in enumerate(sharding.owners) if owner != rank] for rank in range(sharding.ranks)]
+    sets = ([of for size in range(m + 1) for of in combinations(one, size)] for one in others)
+    for of_ranks in product(*sets):
+        holds_EW = sharding.holds_EW.copy()
+        for rank, experts in enumerate(of_ranks):
+            holds_EW[list(experts), rank] = True
+        yield Placement.holding(sharding.owners, holds_EW)
+
+
+def _shared_s(
+    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, costs: PlacementCosts, there_s: float
+) -> float:
+    """`least_layer_s` of one placement, whose copies travel for `there_s`."""
+    ranks, experts = tokens_WE.shape
+    ways = [way for way in np.ndindex(ranks, experts, ranks) if placement.holds_EW[way[1], way[2]]]
+    # Variables: rows by way; seconds of the busiest rank, of one all-to-all, and of copies' way beside experts.
+    busiest, exchange, beside = len(ways), len(ways) + 1, len(ways) + 2
+    new_EW = placement.holds_EW & ~placement.sharding.holds_EW
+    compute_WX, links_LX = np.zeros((ranks, beside + 1)), np.zeros((4 * ranks, beside + 1))
+    here_WX, sum_NX = np.zeros((ranks, beside + 1)), np.zeros((ranks * experts, beside + 1))
+    compute_WX[:, busiest], links_LX[:, exchange], here_WX[:, beside] = -1, -1, 1
+    for place, (rank, expert, at) in enumerate(ways):
+        sum_NX[rank * experts + expert, place] = 1
+        compute_WX[at, place] = costs.token_s
+        here_WX[at, place] = 0 if new_EW[expert, at] else -costs.token_s / 3
+        if rank != at:
+            inside = nodes.of(rank) == nodes.of(at)
+            each_s = costs.token_bytes / (costs.intra_bytes_s if inside else costs.inter_bytes_s)
+            for of, end in enumerate((rank, at)):
+                links_LX[(2 * inside + of) * ranks + end, place] = each_s
+    price_X = np.zeros(beside + 1)
+    price_X[[busiest, exchange, beside]] = 1, EXCHANGES, -1
+    outlasts_X = np.zeros(beside + 1)
+    outlasts_X[[exchange, beside]] = 1  # copies travel beside rows, then beside experts: no longer than they take
+    rows_NX, bound_N = np.vstack([compute_WX, links_LX]), np.zeros(5 * ranks)
+
+    def least(rows_NX: NDArray[np.float64], bound_N: NDArray[np.float64], most_s: float | None) -> float:
+        bounds: list[Any] = [(0, None)] * beside + [(0, most_s)]
+        found = linprog(price_X, rows_NX, bound_N, sum_NX, tokens_WE.reshape(-1), bounds, method="highs")
+        return float(found.fun) if found.status == 0 else np.inf
+
+    alone_s = least(rows_NX, bound_N, 0.0) + 2 * there_s
+    if not there_s:
+        return alone_s
+    with_X = np.vstack([rows_NX, here_WX[new_EW.any(axis=0)], outlasts_X])
+    with_N = np.append(np.zeros(len(with_X) - 1), there_s)
+    return min(alone_s, least(with_X, with_N, None) + 2 * there_s)
+
+
+def price_gap(seed: int) -> float:
+    """By what part `cheapest_balance` takes longer than `least_layer_s`: of a made layer of four ranks on two nodes,
+    with room for one copy each, whose links and copies take from far less to far more time than its experts."""
+    rng, nodes, experts = np.random.default_rng(seed), Nodes(4, 2), 4
+    skewed_E = np.exp(rng.uniform(0.3, 2.0) * rng.standard_normal(experts))
+    asked_WE = skewed_E * np.exp(0.3 * rng.standard_normal((4, experts)))
+    tokens_WE = np.stack([rng.multinomial(2000, asked_E / asked_E.sum()) for asked_E in asked_WE])
+    inter_bytes_s, expert_bytes = 1e9 * 10 ** rng.uniform(-0.7, 0.7), int(10 ** rng.uniform(3.5, 6.0))
+    costs = PlacementCosts(1e-6, 1000, expert_bytes, 0, inter_bytes_s, 1e10)
+    even = Placement.even(4, experts)
+    found = cheapest_balance(even, tokens_WE, nodes, 1, costs)
+    found_s = layer_s(found.load(), costs) + exposed_s(even, found, costs)
+    return found_s / least_layer_s(even, tokens_WE, nodes, 1, costs) - 1
