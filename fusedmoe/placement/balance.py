@@ -244,17 +244,15 @@ def _cheapest(
 ) -> tuple[float, Balance]:
     """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
     those of `before` when its gate had chosen."""
-
-    best_s, best = math.inf, None
+    best_s, best = math.inf, balances[0]
     for found in balances:
-        # Where rows go, and copies, is counted only where the rest does not settle it: all ranks wait for the answer.
-        if best is None or found.busiest * costs.token_s < best_s:
+        # All ranks wait for the answer: what takes longer to count is counted where the rest does not settle it.
+        if found.busiest * costs.token_s < best_s:
             found_s = layer_s(found.load(), costs)
-            if best is None or found_s < best_s:
+            if found_s < best_s:
                 found_s += exposed_s(before, found, costs, hidden_s)
-            if best is None or found_s < best_s:
+            if found_s < best_s:
                 best_s, best = found_s, found
-    assert best is not None
     return best_s, best
 
 
