@@ -54,7 +54,11 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             MoELayer(
                 DIM,
-                TopK(options.get("experts", EXPERTS), k=2, capacity_factor=options.get("capacity_factor")),
+                TopK(
+                    options.get("experts", EXPERTS),
+                    k=options.get("k", 2),
+                    capacity_factor=options.get("capacity_factor"),
+                ),
                 experts,
                 topology=topology,
                 placement=placement,

@@ -1,0 +1,123 @@
+"""Any balance of rows over copies, on drawn loads, skews and layouts: losses, gradients and evaluation are those of
+expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement.traffic import PlacementCosts
+from fusedmoe.training import ShardedExperts, sync_gradients
+from tests.cluster import Cluster
+from tests.marks import slowly
+from tests.training.placed import DIM, Model, experts_of, optimizer_of
+
+#: Rows are dear; dearer than looking for a balance; and copies are longer on their way than rows, and still pay.
+COSTS = {
+    "rows": PlacementCosts(1e-3, 8, 100, 200, 1e9, 1e9),
+    "looking": PlacementCosts(10.0, 8, 100, 200, 1e9, 1e9),
+    "late copies": PlacementCosts(10.0, 8, 10**6, 200, 1e6, 1e6),
+    "links": PlacementCosts(1e-3, 10**6, 100, 200, 1e6, 1e9),
+}
+
+
+class Case:
+    """A drawn model, layout and way to train; the same on all ranks."""
+
+    def __init__(self, world: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.seed, self.world = seed, world
+        self.experts = world * int(rng.integers(1, 12 // world + 1))
+        self.shape: dict[str, Any] = {
+            "experts": self.experts,
+            "k": int(rng.integers(1, min(4, self.experts) + 1)),
+            "capacity_factor": (None, 1.0)[rng.random() < 0.2],
+            "recomputes": rng.random() < 0.3,
+            "schedule": ("off", *(Schedule("fsmoe", degrees=of) for of in ((1, 1), (2, 3), (4, 2))))[rng.integers(4)],
+        }
+        self.skew, self.parts = float(rng.uniform(0.0, 4.0)), int(rng.integers(1, 3))
+        self.per_node = int(rng.choice([of for of in (1, 2, 4) if world % of == 0]))
+        self.rows_TW = rng.integers(0, 24, (4, world)) * (rng.random((4, world)) > 0.15)
+        balance = ("predicted", "exact", "auto")[seed % 3]
+        costs = replace(COSTS[tuple(COSTS)[rng.integers(len(COSTS))]])
+        self.options: dict[str, Any] = {"balance": balance, "costs": costs, "memory": int(rng.integers(1, 4))}
+        self.options |= {"overlap": int(rng.integers(0, 5))} if rng.random() < 0.8 else {"policy": "ep"}
+        self.options |= {"rematerialises": rng.random() < 0.3}
+
+    def tokens(self, rank: int, time: int) -> torch.Tensor:
+        """Of a rank, in a forward; what is liked drifts."""
+        drawn = torch.Generator().manual_seed(1000 * self.seed + 10 * time + rank)
+        x_SM = torch.randn(int(self.rows_TW[time % 4, rank]), DIM, generator=drawn, dtype=torch.float64)
+        return x_SM + torch.sin(torch.arange(DIM) + time / 2)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed} on {self.world} ranks, {self.per_node} in a node: {self.shape}, {self.options}"
+
+
+def trained(topology: Topology, placement: str, case: Case) -> tuple[list[torch.Tensor], list[Any]]:
+    """Losses and evaluations of three steps, and what experts have in the end."""
+    rank, found, time = topology.rank, list[torch.Tensor](), 0
+    model = Model(topology, placement, **case.shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".gate." in name:
+                parameter *= case.skew
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **case.options) if placement == "fssdp" else None
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(case.parts):
+            loss = model(case.tokens(rank, time)).square().sum() + sum(layer.aux_loss for layer in model.layers)
+            loss.backward()
+            found, time = [*found, loss.detach()], time + 1
+        sync_gradients(model, topology)
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(model(case.tokens(rank, time)))
+        model.train()
+    owned = experts_of(model)
+    if sharded is not None:
+        sharded.close()
+    return found, owned
+
+
+def both(rank: int, world: int, seeds: range) -> list[tuple[str, Any, Any]]:
+    """Each case under a placement, and with expert parallelism."""
+    results = []
+    for seed in seeds:
+        case = Case(world, seed)
+        with Topology.from_sizes(ep=world, ranks_per_node=case.per_node, timeout_s=30.0) as topology:
+            results.append((str(case), trained(topology, "fssdp", case), trained(topology, "ep", case)))
+    return results
+
+
+def by_number(ranks: list[list[dict[str, Any]]]) -> list[dict[Any, Any]]:
+    """Of each layer, what all ranks own."""
+    return [
+        {(name, number): pair for rank in ranks for name, of in rank[layer].items() for number, pair in of.items()}
+        for layer in range(len(ranks[0]))
+    ]
+
+
+#: 200 cases, in parts that end within a test's time.
+PARTS = [(world, range(first, first + 10)) for world in (2, 4) for first in range(3, 103, 10)]
+
+
+@pytest.mark.parametrize(("world", "seeds"), [(2, range(3)), *slowly(*PARTS)], ids=str)
+def test_as_expert_parallelism(cluster: Cluster, world: int, seeds: range):
+    ranks = cluster.run(world, both, seeds)
+    for of_ranks in zip(*ranks, strict=True):
+        case = of_ranks[0][0]
+        for _, (ours, _), (theirs, _) in of_ranks:
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-10, atol=1e-12, msg=lambda text, case=case: f"{case}: {text}"
+            )
+        found, wanted = (by_number([one[side][1] for one in of_ranks]) for side in (1, 2))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12, msg=lambda text, case=case: f"{case}: {text}")
