@@ -22,8 +22,8 @@ _HEAD = tl.constexpr(HEAD)
 _UNSPECIAL = ["step", "experts", "degree", "first", "bound", "tiles", "count", "number"]
 #: Numbers of pages that a program looks at in one go.
 NUMBERS = 1024 if not INTERPRET else 64
-#: Rows of a program that copies, and its columns in one go.
-ROWS, COLUMNS = 16, 256 if not INTERPRET else 4096
+#: Rows of a program that copies, its columns in one go, and its warps.
+ROWS, COLUMNS, WARPS = 16, 256 if not INTERPRET else 4096, 8
 
 
 @triton.jit
@@ -195,6 +195,7 @@ def _copy(
     copy_pages_kernel[(count * tiles,)](
         x, source, chunks[0].offsets_E1, table, pool, *_ends(chunks), first, bound, tiles, width, pages.rows,
         STORE=store, **_blocks(chunks), ROWS=ROWS, BLOCK=min(COLUMNS, triton.next_power_of_2(width)),
+        num_warps=WARPS,
     )  # fmt: skip
 
 
