@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.autograd.order import order
+from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
@@ -23,7 +24,7 @@ from fusedmoe.kernels.experts import Weights
 from tests.kernels.device.capture import Recording
 from tests.kernels.device.fused_layers import WIDTH as MODEL_DIM
 from tests.kernels.device.fused_layers import layer_of
-from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, heap_over
+from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
 from tests.memory import PeakMemory
 
 PAGE = 4
@@ -85,8 +86,8 @@ def pages_needed(world: int, tokens: Sequence[int], seeds: Sequence[int]) -> lis
 
 
 @contextmanager
-def _buffers(topology: Topology, tokens: Sequence[int], nodes: Sequence[int] = ()) -> Iterator[ReceiveBuffers]:
-    with heap_over(topology.ep, nodes) as heap:
+def _buffers(topology: Topology, tokens: Sequence[int]) -> Iterator[ReceiveBuffers]:
+    with open_heap(topology.ep, CPU) as heap:
         yield ReceiveBuffers(heap, BufferSizes(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
 
 
@@ -220,40 +221,25 @@ def too_few_pages(rank: int, world: int, how: str) -> str:
     return "nothing"
 
 
-def kept_bytes(rank: int, world: int, stash_factor: float | None, layers: int) -> tuple[int, list[int]]:
-    """Bytes that the memory for all layers takes, and that live after each layer's forward more than before it, where
-    there is room for all rows that can come."""
+def kept_bytes(rank: int, world: int, stash_factor: float | None) -> tuple[int, int]:
+    """Bytes of a stash, and those that live after a layer's forward more than before it, where there is room for all
+    rows that can come."""
     topology = Topology.from_sizes(ep=world, timeout_s=60)
-    tokens, width, hidden = 128, 256, 128
     schedule = fusedmoe.Schedule("fused", degrees=(1, 1), row_factor=float(world), stash_factor=stash_factor)
     torch.manual_seed(5)
-    gate = {"experts": 2 * world, "k": 2, "capacity_factor": 1.0}
-    model = [
-        fusedmoe.MoELayer(
-            width,
-            fusedmoe.gates.TopK(**gate),  # type: ignore[arg-type]
-            fusedmoe.experts.SwiGLU(hidden),
-            topology=topology,
-            schedule=schedule,
-        )
-        for _ in range(layers)
-    ]
-    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    for layer in model:  # buffers, and the stash
-        layer(x)
-    gc.collect()
+    gate, experts = fusedmoe.gates.TopK(2 * world, k=2), fusedmoe.experts.SwiGLU(128)
+    layer = fusedmoe.MoELayer(256, gate, experts, topology=topology, schedule=schedule)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    layer(x)  # makes buffers, and the stash
     shared = 0
     for stash in _shared[topology].values():
         if isinstance(stash, Stash) and stash._memory is not None:
             shared = sum(one.nbytes for one in (stash._memory.x, stash._memory.h, *stash._memory.pages[1:]))
-    found, outputs = [], []
+    gc.collect()
     with PeakMemory() as memory:
-        for layer in model:
-            before = memory.now
-            outputs.append(layer(x))
-            gc.collect()
-            found.append(memory.now - before)
-    sum(outputs).sum().backward()  # type: ignore[union-attr]
-    for layer in model:
-        layer.check()
-    return shared, found
+        before, y = memory.now, layer(x)
+        gc.collect()
+        kept = memory.now - before
+    layer.check()
+    assert y.requires_grad
+    return shared, kept

@@ -79,10 +79,10 @@ def test_pages_come_back(cluster: Cluster) -> None:
 def test_what_is_kept(cluster: Cluster) -> None:
     """With a bound of all rows that can come, a layer keeps tables of these beside its output, and nothing as wide as a
     row. docs/guides/one-sided.md has the numbers."""
-    rows, row_bytes, output = 4 * 256, 4 * (256 + 2 * 128), 4 * 128 * 256
-    shared, with_stash = cluster.run(4, kept_bytes, 6.0, 2)[0]
-    nothing, without = cluster.run(4, kept_bytes, None, 2)[0]
-    assert with_stash == [output + 103_416] * 2 and without == [output + 2_216_864] * 2 and nothing == 0
-    assert 0.98 < rows * row_bytes / (without[0] - with_stash[0]) <= 1
-    # Beside the rows of the pages there are three numbers of each, and two of all.
-    assert shared == 12 * (128 * row_bytes + 16) + 16
+    mean, row_bytes, output = 128, 4 * (256 + 2 * 128), 4 * 64 * 256
+    shared, with_stash = cluster.run(4, kept_bytes, 6.0)[0]
+    nothing, without = cluster.run(4, kept_bytes, None)[0]
+    assert (with_stash - output, without - output, nothing) == (60_376, 1_125_280, 0)
+    assert 0.98 < 4 * mean * row_bytes / (without - with_stash) <= 1
+    # Beside the rows of the pages there are two numbers of each, and two of all.
+    assert shared == 6 * (128 * row_bytes + 16) + 16
