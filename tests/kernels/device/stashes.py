@@ -127,6 +127,8 @@ def replay_stash(
             for place, (one, other) in enumerate(zip(found, right, strict=True)):
                 if not torch.equal(one, other):
                     wrong.append(f"step {step}, result {place}: {float((one - other).abs().max())}")
+        if frozen and stash._memory is not None and len(stash._memory.x):
+            wrong.append("memory for rows that no backward reads")
         if free_pages(stash) != pages:
             wrong.append(f"{free_pages(stash)} of {pages} pages are free")
     return wrong
