@@ -114,7 +114,7 @@ def replay_stash(
     passes, wrong = Passes(rank, world, tokens[rank], len(back), frozen), []
     with _buffers(topology, tokens) as buffers:
         stash = Stash(pages * PAGE, PAGE)
-        Passes(rank, world, tokens[rank], 1).run(buffers, (1, 1), rows, stash, (0,))  # makes the memory
+        Passes(rank, world, tokens[rank], 1, frozen).run(buffers, (1, 1), rows, stash, (0,))  # makes the memory
         passes.load(rank, world, tokens[rank], 0)
         with Recording() as graph:
             found = passes.run(buffers, degrees, rows, stash, back)
