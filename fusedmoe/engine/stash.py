@@ -65,14 +65,14 @@ class Stash:
             pages = make_pages(self._rows, self._page_rows, x_SM.device)
             h = x_SM.new_empty(len(pages.free_P) * pages.rows, hidden)
             self._memory = _Memory(pages, h.new_empty(0, x_SM.shape[1]), h)
-        if experts.keeps_rows and not len(self._memory.x):
-            self._memory.x = x_SM.new_empty(len(self._memory.h), x_SM.shape[1])
         x, h = self._memory.x, self._memory.h
         if (x.shape[1], h.shape[1], x.dtype, x.device) != (x_SM.shape[1], hidden, x_SM.dtype, x_SM.device):
             raise ConfigError(
                 f"{name}: rows of {x_SM.shape[1]} and {hidden} × {x_SM.dtype} on {x_SM.device} do not fit a stash of "
                 f"{x.shape[1]} and {h.shape[1]} × {x.dtype} on {x.device}; give layers of another shape their own"
             )
+        if experts.keeps_rows and not len(x):
+            self._memory.x = x.new_empty(len(h), x.shape[1])
         few, lost = (
             PageFault(buffers.faults.own, buffers.watch.number(text))
             for text in (

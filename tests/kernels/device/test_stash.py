@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from fusedmoe.engine.stash import Stash
+from fusedmoe.errors import ConfigError
 from tests.cluster import Cluster
 from tests.kernels.device.stashes import give_and_take, kept_bytes, lose_pages, replay_stash, too_few_pages
 from tests.marks import slowly
@@ -65,6 +67,12 @@ def test_a_page_that_is_used_again_too_early(cluster: Cluster) -> None:
     text = "1 pages of the stash on this rank were given to others before the backward of layer 0 had read them"
     for rank, message in enumerate(cluster.run(2, lose_pages)):
         assert named(rank, text, message), message
+
+
+@pytest.mark.parametrize("sizes", [(0,), (-1,), (5, 0)], ids=str)
+def test_sizes_that_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="Stash: rows=.*, page_rows=.*; give numbers of at least 1"):
+        Stash(*sizes)
 
 
 def test_pages_come_back(cluster: Cluster) -> None:
