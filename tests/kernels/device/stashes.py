@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.experts import Weights
 from tests.kernels.device.capture import Recording
 from tests.kernels.device.fused_layers import WIDTH as MODEL_DIM
-from tests.kernels.device.fused_layers import layer_of
+from tests.kernels.device.fused_layers import layer_of, train
 from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
 from tests.memory import PeakMemory
 
@@ -221,6 +222,19 @@ def too_few_pages(rank: int, world: int, how: str) -> str:
     except RankError as error:
         return str(error)
     return "nothing"
+
+
+def layers_alike(rank: int, world: int, sizes: dict[str, int]) -> list[int]:
+    """Numbers of results and gradients of some steps in which a layer with a stash differs from one without."""
+    topology = Topology.from_sizes(**sizes, timeout_s=30)
+    schedule = fusedmoe.Schedule("fused", degrees=(2, 2), row_factor=2.0)
+    found = []
+    for one in (schedule, replace(schedule, stash_factor=12.0)):
+        layer = layer_of(topology, one, fusedmoe.experts.SwiGLU(24))
+        found.append(train(layer, rank, 2))
+        layer.check()
+    assert sum(isinstance(one, Stash) for one in _shared[topology].values()) == 1
+    return [place for place, (one, other) in enumerate(zip(*found, strict=True)) if not torch.equal(one, other)]
 
 
 def kept_bytes(rank: int, world: int, stash_factor: float | None) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import ConfigError
 from tests.cluster import Cluster
-from tests.kernels.device.stashes import give_and_take, kept_bytes, lose_pages, replay_stash, too_few_pages
+from tests.kernels.device.stashes import (
+    give_and_take,
+    kept_bytes,
+    layers_alike,
+    lose_pages,
+    replay_stash,
+    too_few_pages,
+)
 from tests.marks import slowly
 
 
@@ -67,6 +75,13 @@ def test_a_page_that_is_used_again_too_early(cluster: Cluster) -> None:
     text = "1 pages of the stash on this rank were given to others before the backward of layer 0 had read them"
     for rank, message in enumerate(cluster.run(2, lose_pages)):
         assert named(rank, text, message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"esp": 2}, {"ep": 2, "esp": 2}], ids=str)
+def test_layers_are_alike(cluster: Cluster, sizes: dict[str, int]) -> None:
+    world = math.prod(sizes.values())
+    assert cluster.run(world, layers_alike, sizes) == [[]] * world
 
 
 @pytest.mark.parametrize("sizes", [(0,), (-1,), (5, 0)], ids=str)
