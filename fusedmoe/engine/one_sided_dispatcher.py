@@ -33,12 +33,14 @@ class KernelTransport(NamedTuple):
     Attributes:
         kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
         rows: a bound on a rank's rows for each choice of a token; None: there is none.
+        stash: rows of a stash for each choice of a token; None: there is none.
     """
 
     kind: str
     degrees: tuple[int, int]
     tokens: int
     rows: int | None = None
+    stash: int | None = None
 
 
 class OneSided(Collectives):
@@ -84,13 +86,18 @@ def has_heap(topology: Topology, device: torch.device) -> bool:
 
 
 def choose_transport(
-    topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans], row_factor: float | None = None
+    topology: Topology,
+    kind: str,
+    x_SM: Tensor,
+    plans_for: Callable[[int], Plans],
+    row_factor: float | None = None,
+    stash_factor: float | None = None,
 ) -> KernelTransport | None:
     """Chooses a fused operation, where plans take it; None: collectives. Collective over the ranks with the experts.
 
     Args:
         plans_for: the plans for so many tokens on a rank.
-        row_factor: see `Schedule`.
+        row_factor, stash_factor: see `Schedule`.
     """
     group = _group(topology)
     assert group is not None
@@ -101,8 +108,10 @@ def choose_transport(
     plans = plans_for(most)
     if any(task.kind != kind for task in plans.forward):
         return None
-    rows = None if row_factor is None else max(1, math.ceil(row_factor * largest))
-    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows)
+    rows, stash = (
+        None if factor is None else max(1, math.ceil(factor * largest)) for factor in (row_factor, stash_factor)
+    )
+    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows, stash)
 
 
 def fused_experts(
@@ -140,7 +149,7 @@ def fused_experts(
             buffers.note(*bad)
         rows = None if transport.rows is None else transport.rows * layout.k
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        more = (transport.degrees, measured, rows, name)
+        more = (transport.degrees, measured, rows, name, _stash(topology, layout, x_SM, experts, transport))
         return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, *more)
     except BaseException:
         # Peers may still write into these buffers: no later batch may meet their rows.
@@ -164,6 +173,19 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     if (group.axis, sizes) not in known:
         known[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)
     return known[group.axis, sizes]
+
+
+def _stash(topology: Topology, layout: Layout, x_SM: Tensor, experts: GroupedExperts, transport: KernelTransport):  # type: ignore[no-untyped-def]
+    """Layers of one shape share a stash, as long as they share receive buffers."""
+    from fusedmoe.engine.stash import Stash
+
+    if transport.stash is None:
+        return None
+    rows, known = transport.stash * layout.k, _shared[topology]
+    shape = ("stash", rows, x_SM.shape[1], experts.weights.w1.shape[1:-1], x_SM.dtype)
+    if shape not in known:
+        known[shape] = Stash(rows)
+    return known[shape]
 
 
 def _group(topology: Topology) -> Group | None:

@@ -14,7 +14,7 @@ receive buffer, and keeps them by the backward's chunks; pre-activations are cop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import concatenated, taken
+from fusedmoe.engine.stash import Stash, StashedRows, TakePages
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
@@ -61,6 +62,11 @@ class RouteChunks:
 
     def __len__(self) -> int:
         return len(self.arrivals)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The rows of each chunk, sorted by expert, which are to be looked up in a slot's rows."""
+        return [arrivals.layout for arrivals in self.arrivals]
 
     def arriving(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
         """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
@@ -112,6 +118,9 @@ class Route:
         dtype, width: of rows.
         rows: a bound on the rows that come to this rank's experts, of all ranks' the same; None: there is none.
         name: of who sends, for errors; the same on all ranks.
+        take: gives what the forward keeps pages of a stash (`Stash.claim`); None: it keeps tensors.
+    Attributes:
+        stashed: what the forward keeps in pages of a stash, once it is known what comes; None: nothing.
     Raises:
         ConfigError: no room for so many tokens, slots or chunks; nothing has been sent then.
     """
@@ -126,6 +135,7 @@ class Route:
         width: int,
         rows: int | None = None,
         name: str = "fused_experts",
+        take: TakePages | None = None,
     ) -> None:
         if rows is not None and rows < 1:
             raise ConfigError(
@@ -140,6 +150,8 @@ class Route:
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
+        self._take_pages = take
+        self.stashed: StashedRows | None = None
         # Buffers and slots that have been read, and no peer has been told of.
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
@@ -181,9 +193,15 @@ class Route:
         forward = read(there)
         found = forward, forward if back == there else read(back)
         self._read.append((metadata, self._metadata_slot))
+        if self._take_pages is not None:
+            self.stashed = self._take_pages(found[1].layouts)
         if self._limit is not None:
-            tell_faults(buffers.faults, buffers.results.me, buffers.network)
+            self.tell_faults()
         return found
+
+    def tell_faults(self) -> None:
+        """Tells all ranks what this one has found wrong, if anything, before it puts results."""
+        tell_faults(self.buffers.faults, self.buffers.results.me, self.buffers.network)
 
     def put_tokens(self, x_SM: Tensor) -> int:
         """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot."""
@@ -277,6 +295,7 @@ def make_route(
     degree: int | tuple[int, int] = 1,
     rows: int | None = None,
     name: str = "fused_experts",
+    take: TakePages | None = None,
 ) -> Route:
     """Makes the way of a batch's tokens. Nothing is sent yet.
 
@@ -284,12 +303,12 @@ def make_route(
         x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
         layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
         degree: chunks in which results are computed and come back; two numbers: forward and backward.
-        rows, name: as for `fused_experts`.
+        rows, name: as for `fused_experts`.   take: as for `Route`.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
     degrees = (degree, degree) if isinstance(degree, int) else degree
-    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1], rows, name)
+    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1], rows, name, take)
 
 
 class Forward:
@@ -298,6 +317,7 @@ class Forward:
     Attributes:
         x: received rows [R, M] of each chunk of the backward pass; None where that does not read them.
         h: pre-activations [R, (2,) H] of each chunk of the forward pass.
+        Both are empty where a stash has them.
     """
 
     def __init__(self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: Measured | None = None) -> None:
@@ -321,7 +341,13 @@ class Forward:
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
         keeps, there = self.experts.keeps_rows, route.backward
-        self.x = [*there.take(self._tokens)] if keeps else [None] * len(there)
+        if route.stashed is not None:
+            if keeps:
+                route.stashed.store_x(route.buffers.token_rows[self._tokens], there.layouts)
+            route.stashed.store_h(self.h, chunks.layouts)
+            self.h.clear()
+        else:
+            self.x = [*there.take(self._tokens)] if keeps else [None] * len(there)
         route.read(self._tokens)
 
     def finish(self) -> Tensor:
@@ -348,6 +374,9 @@ class Backward:
     def compute(self) -> None:
         route, chunks, experts = self._route, self._route.backward, self._experts
         self._results = route.begin_results()
+        if route.stashed is not None:
+            route.stashed.check(chunks.layouts)
+            route.tell_faults()
         left = []
         for chunk, (arrivals, h_RH) in enumerate(zip(chunks.arrivals, self._pre_activations(), strict=True)):
             dy_CM, layout, wait = chunks.arriving(chunk, self._tokens)
@@ -360,20 +389,29 @@ class Backward:
             left.append((dy_RM, hidden))
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
-        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._x, chunks.arrivals, strict=True):
+        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._received(), chunks.arrivals, strict=True):
             if experts.wanted.parameters:
                 assert dy_RM is not None
                 given = (dy_RM, x_RM, hidden, contiguous(arrivals), arrivals.weight_R)
                 self.totals = experts.weight_gradients(*given, self.totals)
+        if route.stashed is not None:
+            route.stashed.give()
 
     def _pre_activations(self) -> Iterator[Tensor]:
         """Yields the pre-activations of each chunk, from those that the forward's chunks have kept."""
-        there, here = self._route.forward, self._route.backward
+        there, here, stashed = self._route.forward, self._route.backward, self._route.stashed
         if here is there:
-            yield from self._h
+            yield from self._h if stashed is None else stashed.h(there.layouts)
             return
-        h_RH = concatenated(self._h)
+        h_RH = concatenated(self._h if stashed is None else [*stashed.h(there.layouts)])
         yield from (taken(h_RH, index_R) for index_R in here.find(there))
+
+    def _received(self) -> Iterable[Tensor | None]:
+        """Returns the received rows of each chunk, [R, M]; None where the backward reads none."""
+        chunks, stashed = self._route.backward, self._route.stashed
+        if stashed is None:
+            return self._x
+        return stashed.x(chunks.layouts) if self._experts.keeps_rows else [None] * len(chunks)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns gradients of tokens, [S, M], and of router weights, [S, K] float32."""
@@ -421,6 +459,7 @@ def fused_experts(
     measured: Measured | None = None,
     rows: int | None = None,
     name: str = "fused_experts",
+    stash: Stash | None = None,
 ) -> Tensor:
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
@@ -432,18 +471,24 @@ def fused_experts(
             size; None: on a GPU as many as all ranks can send, else as many as come. With it nothing waits on the host
             and every launch has the same arguments each time, so that a CUDA graph may hold both passes.
         name: of who calls, for errors; the same on all ranks.
+        stash: keeps what is saved for backward, together with other calls; on all ranks or none, and only with `rows`.
     Returns:
         [S, M]
     Saves for backward:
         received rows, R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H), where R is the bound if there is
-        one; where the passes have different numbers of chunks, the backward copies the latter once.
+        one; with a stash the rows that came, in its pages. Where the passes have different numbers of chunks, the
+        backward copies pre-activations once. Tables of about 64 bytes for each of R.
     Raises:
-        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for, or `rows` below
-            1. Nothing has been sent then.
+        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for, `rows` below 1,
+            or a stash without a bound or for layers of another shape. Nothing has been sent then.
         RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal. Or
-            in a call before more rows came to a rank than `rows`; it names rank, `name` and both numbers.
+            in a call before more rows came to a rank than `rows`, or than the stash had pages for; it names rank,
+            `name` and both numbers.
     """
-    route = make_route(x_SM, weight_SK, layout, buffers, degree, rows, name)
+    if stash is not None and rows is None:
+        raise ConfigError(f"{name}: a stash is for what has a bound; give rows, too")
+    take = None if stash is None else stash.claim(x_SM, weight_SK, experts, buffers, name)
+    route = make_route(x_SM, weight_SK, layout, buffers, degree, rows, name, take)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 

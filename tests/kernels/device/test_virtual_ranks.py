@@ -17,6 +17,7 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
+from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
 from tests.kernels.device.capture import captured
@@ -91,12 +92,18 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
     torch.testing.assert_close(found.double().cpu(), wanted.detach(), atol=2e-6 * float(wanted.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("degree", interpreted_slowly(((2, 1),), ((1, 1),), ((3, 3),)), ids=str)
-def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, int]) -> None:
-    """With a bound on rows they are captured, and replayed with other tokens and loads."""
+@pytest.mark.parametrize(
+    ("degree", "stashed"),
+    interpreted_slowly(((2, 1), False), ((2, 1), True), ((1, 1), False), ((3, 3), False), ((1, 1), True)),
+    ids=str,
+)
+def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, int], stashed: bool) -> None:
+    """With a bound on rows they are captured, and replayed with other tokens and loads; also where what the backward
+    needs is kept in a stash."""
     peers, experts, slots, width, hidden, count, rows = 2, 4, 2, 16, 8, 7, 24
     sizes = BufferSizes(count, slots, experts, width, torch.float32)
     buffers = [ReceiveBuffers(heap, sizes) for heap in local_heaps(peers, device)]
+    stashes = [Stash(rows, page_rows=3) for _ in buffers]
     draw = torch.Generator().manual_seed(3)
 
     def fresh() -> list[Tensor]:
@@ -112,8 +119,10 @@ def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, i
         forwards = []
         for rank in range(peers):
             layout = order(expert_SK[rank], experts)
-            route = make_route(x[rank], weight[rank], layout, buffers[rank], degree, bound)
-            own = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu")
+            own, take = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu"), None
+            if stashed and bound is not None:
+                take = stashes[rank].claim(x[rank], weight[rank], own, buffers[rank], "experts")
+            route = make_route(x[rank], weight[rank], layout, buffers[rank], degree, bound, take=take)
             forwards.append(Forward(x[rank], route, own))
         in_turn(forwards)
         found = [run.finish() for run in forwards]
