@@ -175,7 +175,9 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     return known[group.axis, sizes]
 
 
-def _stash(topology: Topology, layout: Layout, x_SM: Tensor, experts: GroupedExperts, transport: KernelTransport):  # type: ignore[no-untyped-def]
+def _stash(
+    topology: Topology, layout: Layout, x_SM: Tensor, experts: GroupedExperts, transport: KernelTransport
+) -> Any:
     """Layers of one shape share a stash, as long as they share receive buffers."""
     from fusedmoe.engine.stash import Stash
 
