@@ -419,7 +419,9 @@ def measured_again(rank: int, world: int, balance: str) -> tuple[list[Tensor], l
         losses: tuple[list[Tensor], list[Tensor]] = [], []
 
         def steps(first: int, last: int) -> None:
-            for step, (model, optimizer, of) in product(range(first, last), zip(models, optimizers, losses, strict=True)):
+            for step, (model, optimizer, of) in product(
+                range(first, last), zip(models, optimizers, losses, strict=True)
+            ):
                 of.append(train_step(model, optimizer, topology, step))
 
         steps(0, WINDOW)
