@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, way_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, start_of, way_of
 from fusedmoe.graph.chunk_rows import check_places, operation_of, whole_of
 from fusedmoe.graph.instructions import (
     Instructions,
@@ -57,7 +57,7 @@ class InstructionRange(NamedTuple):
     start: int
     stop: int
     chunks: int
-    axes: tuple[tuple[int, Sequence[Any], bool], ...]
+    axes: tuple[tuple[int, Sequence[Any], int], ...]
     before: tuple[int, ...]
 
     def split(self, instructions: Instructions) -> RangeSplit:
@@ -135,6 +135,8 @@ def run_chunk(
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
     if name == "aten::expand":
         return call(target, (args[0], chunk_shape(shape, axis, chunks)), kwargs)
+    if name in ("aten::slice", "aten::split") and (sized := _own_part(node, way, args, shape[axis.dim] // chunks)):
+        args = sized
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
@@ -149,12 +151,32 @@ def run_chunk(
     return call(_aten.add.Tensor, (found, so_far), {})
 
 
+def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
+    """Returns the arguments of a slice or a split along the axis of its chunks; None where it goes along another.
+
+    `size`: of a part of a chunk.
+    """
+    (given,) = way.inputs.values()
+    if given == way.axis:
+        return None
+    if node.target._schema.name == "aten::split":  # type: ignore[union-attr]
+        return (args[0], size, *args[2:])
+    assert isinstance(way.axis, Axis)
+    start = start_of(node) * size // (shape_of(node) or ())[way.axis.dim]
+    return (args[0], way.axis.dim, start, start + size)
+
+
 def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
     """Returns the split instruction of whose result that of `node` is a view; None: it is joined from its chunks."""
     sources = [one for one in node.all_input_nodes if one in split]
     if len(sources) != 1 or not is_view(node):
         return None
     return None if node.target is operator.getitem and not is_view(sources[0]) else sources[0]
+
+
+def plain_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator on tensors."""
+    return target(*args, **kwargs)
 
 
 def fake_call(mode: Any) -> Call:
@@ -271,8 +293,9 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
         else:
             new = run_chunk(call, node, way, chunks, partial(value, chunk), chunks_of[node][-1] if chunk else None)
         chunks_of[node].append(new)
-        if way.crosses and isinstance(way.axis, Rows) and chunk == chunks - 1:
-            graph.call_function(check_places(node), tuple(chunks_of[node]))
+        # Before the first trip, where rows of all choices have come together.
+        if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.trips == 1:  # type: ignore[union-attr]
+            graph.call_function(check_places(node), tuple(chunks_of[node.all_input_nodes[0]]))
 
     def whole(node: fx.Node) -> fx.Node:
         """Returns a split instruction's whole result: of its chunks, or as a view."""
