@@ -149,6 +149,29 @@ def wait_once(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+_BY_SHAPE = {
+    "empty_like": torch.ops.aten.empty.memory_format,
+    "new_empty": torch.ops.aten.empty.memory_format,
+    "rand_like": torch.ops.aten.rand.default,
+    "randn_like": torch.ops.aten.randn.default,
+}
+
+
+def draw_by_shape(graph: fx.Graph) -> None:
+    """Has random numbers that are drawn in the shape of a tensor, as a gate's noise is, not wait for its values.
+
+    The numbers are the same. A range in micro-batches may then begin before the tensor: the noise is drawn first.
+    """
+    for node in graph.nodes:
+        if _space(node) != "aten" or name_of(node) not in _BY_SHAPE:
+            continue
+        value = node.meta["val"]
+        # Others lie in memory, and are drawn, in the order of the tensor.
+        if value.is_contiguous() and all(isinstance(size, int) for size in value.shape):
+            node.target = _BY_SHAPE[name_of(node)]
+            node.args, node.kwargs = ([*value.shape],), {"dtype": value.dtype, "device": value.device}
+
+
 def _has_come(node: fx.Node) -> bool:
     """Returns whether a tensor is complete: no collective that writes it may still be on the way."""
     while is_view(node) and node.all_input_nodes:

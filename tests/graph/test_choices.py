@@ -107,15 +107,18 @@ def as_joined(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor
 class Layer(nn.Module):
     """Experts over all ranks between a layer in front and one behind, with k choices; also returns how many it kept."""
 
-    def __init__(self, count: Count, through: Through, k: int) -> None:
+    def __init__(self, count: Count, through: Through, k: int, noisy: bool = False) -> None:
         super().__init__()
-        self.count, self.through, self.k = count, through, k
+        self.count, self.through, self.k, self.noisy = count, through, k, noisy
         self.front, self.gate, self.behind = nn.Linear(M, M), nn.Linear(M, E), nn.Linear(M, M)
         self.w_eMM = nn.Parameter(torch.randn(E // dist.get_world_size(), M, M))
 
     def forward(self, x_SM: Tensor) -> tuple[Tensor, Tensor]:
         x_SM = self.front(x_SM).tanh()
-        score_SE = self.gate(x_SM).softmax(-1)
+        logit_SE = self.gate(x_SM)
+        if self.noisy:
+            logit_SE = logit_SE * torch.empty_like(logit_SE).uniform_(0.9, 1.1) + torch.randn_like(logit_SE)
+        score_SE = logit_SE.softmax(-1)
         chosen_SK = score_SE.topk(self.k, -1).indices
         masks = [F.one_hot(chosen_SK[:, k], E).to(score_SE.dtype) for k in range(self.k)]
         weights, kept = [], []
@@ -136,20 +139,21 @@ class Layer(nn.Module):
         return all_to_all_single(rows_PM, None, None, dist.group.WORLD).reshape(E * C, M)
 
 
-def split(rank: int, world: int, count: Count, through: Through, k: int) -> tuple[bool, bool]:
+def split(rank: int, world: int, count: Count, through: Through, k: int, noisy: bool = False) -> tuple[bool, bool]:
     """Three steps equal those of the model as it is; returns whether what is before the layer was split, and behind."""
     torch._dynamo.reset()
     torch.manual_seed(torch.seed() if world == 1 else 3)
-    layer = Layer(count, through, k).double()
+    layer = Layer(count, through, k, noisy).double()
     backend = GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True, timeout_s=60)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     torch.manual_seed(torch.seed() + rank)
     for _ in range(3):
         x_SM = torch.randn(S, M, dtype=torch.float64, requires_grad=True)
-        results = []
+        results, seed = [], torch.seed()
         for run in (compiled, layer):
             layer.zero_grad()
             x_SM.grad = None
+            torch.manual_seed(seed)
             y_SM, kept_KS = run(x_SM)
             y_SM.square().sum().backward()
             assert kept_KS.sum() < k * S
@@ -182,6 +186,12 @@ CASES = [
 )
 def test_what_can_be_split_is(world: None, count: Count, through: Through, k: int, before: bool) -> None:
     assert split(0, 1, count, through, k) == (before, True)
+
+
+@pytest.mark.slow
+def test_noise_is_drawn_before_it_is_needed(world: None) -> None:
+    """For all tokens, as in the whole batch; it is no reason to wait for their scores."""
+    assert split(0, 1, token_by_token, in_one_product, 2, noisy=True) == (True, True)
 
 
 @pytest.mark.slow
