@@ -11,7 +11,8 @@
     softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
       gather, scatter, split, slice, cat, stack
     cat, repeat, split, slice along their own      the same of all parts, where these are equally large
-    cumsum along its own axis                      the same, one chunk after the other
+    cumsum along its own axis, constant_pad_nd     the same, one chunk after the other
+      that moves rows on by one
     native_layer_norm                              the same, if it is not normalised; weights stay whole
     embedding, index_select, index (the first)     the indices, or the table's other axes
     batch or heads of attention (CPU)              the same of queries, keys and values
@@ -252,7 +253,8 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -
         given = [one for one in value if one is not None]
         if not all(isinstance(one, torch.Tensor) and fits(one.shape, axis, chunks) for one in given):
             return None
-    carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
+    carried = {"cumsum": lambda: _dim(node.args[1], len(shape)), "constant_pad_nd": lambda: _shifted(node)}
+    carries = isinstance(axis, Axis) and axis.dim == carried.get(name_of(node), lambda: None)()
     return OperatorSplit(axis, inputs, crosses, carries)
 
 
@@ -295,6 +297,9 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
             return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
+    if name == "constant_pad_nd":
+        shifted = _shifted(node)
+        return None if shifted is None or axis == Axis(shifted, axis.outer) != Axis(shifted) else [(first, axis)]
     if name == "repeat":
         return _repeated(node, first, axis)
     if name in _REDUCES:
@@ -431,6 +436,14 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     # A stack has one dimension more than what is stacked.
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
     return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
+
+
+def _shifted(node: fx.Node) -> int | None:
+    """Returns the dimension along which a `constant_pad_nd` moves all rows on by one, zeros first, and nothing else."""
+    pads: Any = node.args[1]
+    if len(node.args) > 2 or pads[-2:] != [1, -1] or any(pads[:-2]):
+        return None
+    return len(_shape(node)) - len(pads) // 2
 
 
 def _repeated(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | None:

@@ -122,7 +122,7 @@ def run_chunk(
 
     Args:
         value: of an input the chunk along an axis, or the whole.
-        before: the chunk of the result that comes before; None for the first one.
+        before: the chunk before, of `carried_from`; None for the first one.
     """
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
@@ -142,13 +142,21 @@ def run_chunk(
         if not rows.is_contiguous():
             # Collectives send memory as it lies.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
-    found = call(target, args, kwargs)
+    chunk = call(target, args, kwargs)
     if not way.carries or before is None:
-        return found
-    # A running sum goes on from the last sum of the chunk before.
+        return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
-    return call(_aten.add.Tensor, (found, so_far), {})
+    if name == "aten::constant_pad_nd":  # the first row is the last one of the chunk before, in place of zeros
+        rest = call(_aten.slice.Tensor, (chunk, axis.dim, 1, last + 1), {})
+        return call(_aten.cat.default, ([so_far, rest], axis.dim), {})
+    # A running sum goes on from the last sum of the chunk before.
+    return call(_aten.add.Tensor, (chunk, so_far), {})
+
+
+def carried_from(node: fx.Node) -> fx.Node:
+    """Returns of what a chunk needs the chunk before: of the result of a running sum, else of what is moved."""
+    return node if node.target._schema.name == "aten::cumsum" else node.all_input_nodes[0]  # type: ignore[union-attr]
 
 
 def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
@@ -291,7 +299,8 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
             given = [value(chunk, source, way.inputs[source]) for source in node.all_input_nodes]
             new = made(operation_of(node, way), given, chunk_like(node, way.axis, chunks))
         else:
-            new = run_chunk(call, node, way, chunks, partial(value, chunk), chunks_of[node][-1] if chunk else None)
+            before = value(chunk - 1, carried_from(node), way.axis) if chunk and way.carries else None
+            new = run_chunk(call, node, way, chunks, partial(value, chunk), before)
         chunks_of[node].append(new)
         # Before the first trip, where rows of all choices have come together.
         if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.trips == 1:  # type: ignore[union-attr]
