@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
@@ -56,7 +57,8 @@ def measure_layer(
 
     Args:
         all_to_all: how the layer's tokens travel; None: directly.
-        again_s: measure in any case, for about so many seconds; the same on every rank.
+        again_s: measure in any case, for about so many seconds; the same on every rank. Of a layer whose parameters
+            are sharded now (FSDP2) the machine alone.
     Raises:
         ConfigError: experts that do not say how much they compute.
     """
@@ -105,7 +107,9 @@ def measure_layer(
         return of_parts | Observed(seconds)
 
     facts["tokens"] = len(like)
-    seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=again_s is not None)
+    # FSDP has a layer's parameters whole in a forward alone: elsewhere what its parts took stays.
+    whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
+    seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
     return replace(costs, observed={workload.shapes: seen})
 
 
