@@ -60,7 +60,7 @@ from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fi
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
-from fusedmoe.measuring import cached_profile, make_display
+from fusedmoe.measuring import cached_profile, make_display, measured_costs
 from fusedmoe.metrics import Metrics
 from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
 from fusedmoe.ranks import all_gather_object
@@ -262,10 +262,18 @@ class TrainingJob:
 
         # The fastest product that was measured here stands for the device's peak in mfu.
         self._peak_flops = costs.line("gemm").per_s
-        plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
+        plan, _ = trainer.set_plan(costs, self.folder.choice, tell, self._measured)
         if self.topology.is_first:
             write_kept(self.folder.costs, costs.to_json())
             write_text(self.folder.plan, str(plan))
+
+    def _measured(self, again_s: float) -> CostModel:
+        """Measures this machine and the model's steps again, for about so many seconds, as steps have drifted."""
+        costs = measured_costs(self.topology, self.device, compute_dtype(self.settings), again_s / 2)
+        costs = self.trainer.measured(costs, again_s / 2, again=True)
+        if self.topology.is_first:
+            write_kept(self.folder.costs, costs.to_json())  # a resumed job goes on by them
+        return costs
 
     def _train(self, done: int, last: int) -> tuple[int, bool]:
         """Does steps `done` to `last`; returns how many are done, all saved, and whether a rank was asked to stop."""

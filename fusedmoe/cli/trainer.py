@@ -102,12 +102,16 @@ class Trainer:
         self.tuning: PlanTuning | None = None
 
     def set_plan(
-        self, costs: CostModel, resumed: Path | None = None, tell: Callable[[str], None] = print
+        self,
+        costs: CostModel,
+        resumed: Path | None = None,
+        tell: Callable[[str], None] = print,
+        measure: Callable[[float], CostModel] | None = None,
     ) -> tuple[Plan, StepCosts]:
         """Has steps follow the plan that the settings' policy makes of these costs; collective.
 
-        Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found, and `resumed` and
-        `tell` are as for `PlanTuning`. Returns the plan, and the costs by which it was made.
+        Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found, and `resumed`, `tell`
+        and `measure` are as for `PlanTuning`. Returns the plan, and the costs by which it was made.
         """
         settings, blocks = self._settings, self._blocks
         more: dict[str, Any] = {}
@@ -117,7 +121,8 @@ class Trainer:
         made = (costs, self._workload)
         if settings.schedule in TUNED:
             model, topology, policy = self.model, self._topology, settings.schedule
-            self.tuning = PlanTuning(model, topology, policy, *made, resumed=resumed, tell=tell, **more)
+            more |= {"measure": measure, "resumed": resumed, "tell": tell}
+            self.tuning = PlanTuning(model, topology, policy, *made, **more)
             self._buckets, self._followed = self.tuning.buckets, (self.tuning.plan, self.tuning.costs)
         else:
             step = PlannedStep(self.model, self._topology, *made, **more)
@@ -153,12 +158,13 @@ class Trainer:
             return "off"
         return self._settings.schedule if self.tuning is None else self.tuning.now.name
 
-    def measured(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S) -> CostModel:
+    def measured(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S, again: bool = False) -> CostModel:
         """Adds to costs what the tasks of this model's own steps take, all ranks at once, from disk or measured now;
         collective.
 
         A few steps run in one chunk and in several, of blocks also with W tasks, and are undone: model and optimizer
         are afterwards as before. After the first step that counts, none begins that would not end in `budget_s`.
+        `again`: measure in any case.
         """
         # Where experts move from step to step, no two steps take the same.
         if self.sharded_experts is not None:
@@ -166,9 +172,12 @@ class Trainer:
 
         def measure(facts: dict[str, Any], whole: bool) -> Observed:
             blocks = self._blocks if whole else None
-            return cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))
+            return cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks), again)
 
-        return with_observed(costs, self._settings, self._topology, self._device, measure)
+        found = with_observed(costs, self._settings, self._topology, self._device, measure)
+        if self.tuning is not None:
+            self._buckets = self.tuning.buckets  # the probes had their own
+        return found
 
     def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
         topology, workload = self._topology, self._workload

@@ -10,7 +10,9 @@
       all, var, prod
     softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
       gather, scatter, split, slice, cat, stack
-    cumsum along its own axis                      the same, one chunk after the other
+    cat, repeat, split, slice along their own      the same of all parts, where these are equally large
+    cumsum along its own axis, constant_pad_nd     the same, one chunk after the other
+      that moves rows on by one
     native_layer_norm                              the same, if it is not normalised; weights stay whole
     embedding, index_select, index (the first)     the indices, or the table's other axes
     batch or heads of attention (CPU)              the same of queries, keys and values
@@ -29,6 +31,8 @@ and the product that reads them back gives that chunk of the tokens again:
     split, slice, chunk of what rows hold          the same rows
     and in chunks along the tokens:
     mm, bmm over the places                        rows of the second factor, tokens of the first in chunks
+
+Where tokens stand once for each choice, one choice after the other, a chunk has some tokens of each choice.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ _ALONG = {
     **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
 }
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
+# Operators that put equal parts together along a dimension, or take them apart.
+_PARTS = frozenset({"cat", "repeat", "slice", "split"})
 PERMUTES = frozenset({"permute", "transpose", "t"})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 # Of the ways to see a dimension as joined: the more there are, the longer the search.
@@ -83,13 +89,14 @@ class Rows(NamedTuple):
 class OperatorSplit(NamedTuple):
     """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
 
-    `crosses`: it is a product that makes rows of a chunk of the tokens, or a chunk of the tokens of its rows.
+    `crosses`: not 0 of a product that makes rows of a chunk of the tokens, or a chunk of the tokens of its rows: the
+    `outer` of the tokens' axis.
     `carries`: a chunk needs the chunk before it, as in a running sum.
     """
 
     axis: Axis | Rows
     inputs: dict[fx.Node, Axis | Rows | None]
-    crosses: bool = False
+    crosses: int = 0
     carries: bool = False
 
     @property
@@ -172,33 +179,53 @@ def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Ro
     return found
 
 
+def copies_of(node: fx.Node) -> int:
+    """Returns how many times the tokens of a product stand in it, one time after the other: once for each choice."""
+    name, args, shape = name_of(node), node.args, shape_of(node)
+    many: Any = args[0 if name == "cat" else 1] if name in ("cat", "repeat", "expand") and shape else ()
+    if name == "cat" and _dim(args[1] if len(args) > 1 else 0, len(shape or ())) == 0:
+        return len(many)
+    if name == "repeat" or (name == "expand" and math.prod(shape or ()) > math.prod(shape_of(args[0]) or ())):  # type: ignore[arg-type]
+        return int(many[0])
+    alike = (name in RESHAPES or name in PERMUTES or name in _LIKE) and len(node.all_input_nodes) == 1
+    return copies_of(node.all_input_nodes[0]) if alike else 1
+
+
 def outputs_from(
-    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, rows: bool = False
+    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, crossings: Sequence[int] = ()
 ) -> list[OperatorSplit]:
-    """Returns the ways to split `node` whose input `given` is in chunks along `axis`; with `rows` also into rows."""
+    """Returns the ways to split `node` whose input `given` is in chunks along `axis`.
+
+    `crossings`: numbers that `OperatorSplit.crosses` may be, for ways into rows and out of them.
+    """
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
     name = name_of(node)
-    candidates: list[tuple[Axis | Rows, bool]] = []
+    candidates: list[tuple[Axis | Rows, int]] = []
     if name in RESHAPES:
         found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, chunks)
-        candidates = [] if found is None else [(found, False)]
+        candidates = [] if found is None else [(found, 0)]
     elif isinstance(axis, Rows):
         moved = permuted(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
         dims = tuple(dim for dim, of in enumerate(moved) if of in axis.dims)
-        candidates = [(Rows(dims, axis.trips + is_all_to_all(node)), False)]
+        candidates = [(Rows(dims, axis.trips + is_all_to_all(node)), 0)]
         if name in PRODUCTS:
-            candidates += [(Rows(_leading(shape), axis.trips), False), (Axis(len(shape) - 2), True)]
+            candidates.append((Rows(_leading(shape), axis.trips), 0))
+            candidates += [(Axis(len(shape) - 2, outer), outer) for outer in crossings]
     else:
-        candidates = [(Axis(dim, axis.outer), False) for dim in range(len(shape))]
-        if rows and name in PRODUCTS:
-            candidates.append((Rows(_leading(shape), 0), True))
+        # Parts that are joined, or taken apart, have fewer blocks of their own.
+        outers = {axis.outer}
+        if name in _PARTS and source and all(source):
+            outers |= {axis.outer * size // old for size, old in zip(shape[-len(source) :], source, strict=True)} - {0}
+        candidates = [(Axis(dim, outer), 0) for dim in range(len(shape)) for outer in sorted(outers)]
+        if name in PRODUCTS and axis.outer in crossings:
+            candidates.append((Rows(_leading(shape), 0), axis.outer))
     ways = [way for way in (way_of(node, *one, chunks=chunks) for one in candidates) if way is not None]
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: int) -> OperatorSplit | None:
+def way_of(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -> OperatorSplit | None:
     """Returns the way to split `node` that gives its (first) result in chunks along `axis`; None where none does."""
     shape = shape_of(node)
     if shape is None or not fits(shape, axis, chunks) or is_random(node) or mutates(node):
@@ -208,7 +235,7 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: i
     if not isinstance(node.target, torch._ops.OpOverload) or None in map(shape_of, node.all_input_nodes):
         return None
     if crosses:
-        found = _crossed(node, axis, shape)
+        found = _crossed(node, axis, shape, crosses)
     else:
         found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
     if not found or all(wanted is None for _, wanted in found):
@@ -226,7 +253,8 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, chunks: i
         given = [one for one in value if one is not None]
         if not all(isinstance(one, torch.Tensor) and fits(one.shape, axis, chunks) for one in given):
             return None
-    carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
+    carried = {"cumsum": lambda: _dim(node.args[1], len(shape)), "constant_pad_nd": lambda: _shifted(node)}
+    carries = isinstance(axis, Axis) and axis.dim == carried.get(name_of(node), lambda: None)()
     return OperatorSplit(axis, inputs, crosses, carries)
 
 
@@ -264,7 +292,16 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
     if name in _ALONG:
         place = _ALONG[name]
         dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
+        if axis.dim == dim and name in ("slice", "split"):
+            unit = _unit(node, dim)
+            blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
+            return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
+    if name == "constant_pad_nd":
+        shifted = _shifted(node)
+        return None if shifted is None or axis == Axis(shifted, axis.outer) != Axis(shifted) else [(first, axis)]
+    if name == "repeat":
+        return _repeated(node, first, axis)
     if name in _REDUCES:
         return _reduced(node, first, source, axis)
     if name == "native_layer_norm":
@@ -327,7 +364,7 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
     return None
 
 
-def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs | None:
+def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], outer: int) -> Inputs | None:
     """Returns the inputs of a product over the tokens, which makes rows, or over the places that rows have."""
     last = len(shape) - 1
     if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
@@ -336,8 +373,9 @@ def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     # No trip made yet: the rows set out here. After two trips, there and back, they are read.
     if isinstance(axis, Rows):
-        return [(left, Axis(last)), (right, Axis(last - 1))] if axis == Rows((last - 1,), 0) else None
-    return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1) else None
+        tokens: Inputs = [(left, Axis(last, outer)), (right, Axis(last - 1, outer))]
+        return tokens if axis == Rows((last - 1,), 0) else None
+    return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1, outer) else None
 
 
 def _leading(shape: Sequence[int]) -> tuple[int, ...]:
@@ -388,11 +426,51 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     tensors = node.args[0]
     assert isinstance(tensors, (list, tuple))
     dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(_shape(node)))
-    if axis.dim == dim or not all(isinstance(tensor, fx.Node) for tensor in tensors):
+    if not all(isinstance(tensor, fx.Node) for tensor in tensors):
         return None
+    if axis.dim == dim:
+        equal = len({_shape(tensor) for tensor in tensors if isinstance(tensor, fx.Node)}) == 1
+        if name_of(node) != "cat" or not equal or axis.outer % len(tensors):
+            return None
+        return [(tensor, Axis(dim, axis.outer // len(tensors))) for tensor in tensors if isinstance(tensor, fx.Node)]
     # A stack has one dimension more than what is stacked.
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
     return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
+
+
+def _shifted(node: fx.Node) -> int | None:
+    """Returns the dimension along which a `constant_pad_nd` moves all rows on by one, zeros first, and nothing else."""
+    pads: Any = node.args[1]
+    if len(node.args) > 2 or pads[-2:] != [1, -1] or any(pads[:-2]):
+        return None
+    return len(_shape(node)) - len(pads) // 2
+
+
+def _repeated(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | None:
+    repeats: Any = node.args[1]
+    dim = axis.dim - (len(repeats) - len(_shape(first)))
+    if dim < 0 or axis.outer % repeats[axis.dim]:
+        return None
+    return [(first, Axis(dim, axis.outer // repeats[axis.dim]))]
+
+
+def _unit(node: fx.Node, dim: int) -> int:
+    """Returns the size of equal parts along a dimension of which a slice has some, or a split gives one each; 0 where
+    there are none."""
+    args, first = node.args, node.args[0]
+    assert isinstance(first, fx.Node)
+    whole, size = _shape(first)[dim], _shape(node)[dim]
+    if name_of(node) == "split":
+        return 0 if whole % size else size
+    return math.gcd(whole, start_of(node), size) if len(args) < 5 or args[4] == 1 else 0
+
+
+def start_of(node: fx.Node) -> int:
+    """Returns where a slice begins."""
+    given: Any = node.args
+    dim, start = (0, None) if len(given) < 2 else (given[1], given[2] if len(given) > 2 else None)
+    source = _shape(given[0])
+    return range(source[_dim(dim, len(source))])[slice(start, None)].start
 
 
 def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:

@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.chunk_rows import IrregularAllToAlls
-from fusedmoe.graph.instructions import is_all_to_all, is_assertion, wait_once
+from fusedmoe.graph.instructions import draw_by_shape, is_all_to_all, is_assertion, shift_in_one, wait_once
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
@@ -131,6 +131,8 @@ class GraphBackend:
                     module.graph.erase_node(node)
         # Authors wait where they like; plans need one wait for each collective.
         wait_once(module.graph)
+        draw_by_shape(module.graph)
+        shift_in_one(module.graph)
         module.graph.eliminate_dead_code()
         if not any(map(is_all_to_all, module.graph.nodes)):
             return _boxed(_runnable(module)), None

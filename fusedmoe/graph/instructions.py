@@ -149,6 +149,56 @@ def wait_once(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+_BY_SHAPE = {
+    "empty_like": torch.ops.aten.empty.memory_format,
+    "new_empty": torch.ops.aten.empty.memory_format,
+    "rand_like": torch.ops.aten.rand.default,
+    "randn_like": torch.ops.aten.randn.default,
+}
+
+
+def draw_by_shape(graph: fx.Graph) -> None:
+    """Has random numbers that are drawn in the shape of a tensor, as a gate's noise is, not wait for its values.
+
+    The numbers are the same. A range in micro-batches may then begin before the tensor: the noise is drawn first.
+    """
+    for node in graph.nodes:
+        if _space(node) != "aten" or name_of(node) not in _BY_SHAPE:
+            continue
+        value = node.meta["val"]
+        # Others lie in memory, and are drawn, in the order of the tensor.
+        if value.is_contiguous() and all(isinstance(size, int) for size in value.shape):
+            node.target = _BY_SHAPE[name_of(node)]
+            node.args, node.kwargs = ([*value.shape],), {"dtype": value.dtype, "device": value.device}
+
+
+def shift_in_one(graph: fx.Graph) -> None:
+    """Has zeros before all rows but the last, as `torch.cat` puts them where a count leaves out its own row, be one
+    operator of all rows, `constant_pad_nd`: of it a chunk needs but one row of the chunk before."""
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        if node.target is not aten.cat.default or len(node.args[0]) != 2:
+            continue
+        zeros, kept = node.args[0]
+        dim, source = node.args[1] if len(node.args) > 1 else 0, kept.args[0] if name_of(kept) == "slice" else None
+        if source is None or name_of(zeros) not in ("zeros", "new_zeros", "zeros_like"):
+            continue
+        values = [one.meta["val"] for one in (node, zeros, kept, source)]
+        shapes = [tuple(value.shape) for value in values]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
+            continue
+        dim %= max(1, len(shapes[0]))
+        alike = (
+            shapes[0] == shapes[3]
+            and values[0].dtype == values[3].dtype
+            and all(v.is_contiguous() for v in values[::3])
+        )
+        sliced = [argument_of(kept, name) for name in ("dim", "start", "step")]
+        if alike and shapes[1][dim] == 1 and sliced[0] % len(shapes[0]) == dim and sliced[1:] in ([None, 1], [0, 1]):
+            pads = [0, 0] * (len(shapes[0]) - 1 - dim) + [1, -1]
+            node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (source, pads), {}
+
+
 def _has_come(node: fx.Node) -> bool:
     """Returns whether a tensor is complete: no collective that writes it may still be on the way."""
     while is_view(node) and node.all_input_nodes:

@@ -20,8 +20,8 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
-from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_random, is_start, is_wait, mutates
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, copies_of, first_axes, outputs_from, way_of
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_random, is_start, is_wait, mutates, name_of
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
 from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
@@ -206,7 +206,7 @@ class SplitKey(NamedTuple):
     """One of the ways of an instruction: see `OperatorSplit`."""
 
     axis: Axis | Rows
-    crosses: bool
+    crosses: int
 
 
 Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
@@ -223,6 +223,9 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
     """Returns all ways to split each instruction that lead to or from a split all-to-all. `rows`: also by rows."""
     inside = set(nodes)
     ways: Ways = {}
+    # In a product that makes rows tokens may stand once for each choice.
+    tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
+    crossings = tuple(sorted({1, *(copies_of(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
     def note(node: fx.Node, way: OperatorSplit | None) -> None:
@@ -236,19 +239,19 @@ def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays)
     for node in nodes:
         if is_all_to_all(node):
             for axis in first_axes(node, chunks, rows):
-                note(node, known.way_of(node, axis, False, chunks=chunks))
+                note(node, known.way_of(node, axis, 0, chunks=chunks))
     # From the all-to-alls outwards: a way that leads to none of them is of no use.
     while ends:
         node, way = ends.pop()
         for source, wanted in way.inputs.items():
             if wanted is not None:
-                for crosses in (False, True)[: 1 + rows]:
+                for crosses in (0, *crossings):
                     note(source, known.way_of(source, wanted, crosses, chunks=chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, known.way_of(user, way.axis, False, chunks=chunks))
+                note(user, known.way_of(user, way.axis, 0, chunks=chunks))
             elif user in inside:
-                for found in known.outputs_from(user, node, way.axis, chunks, rows):
+                for found in known.outputs_from(user, node, way.axis, chunks, crossings):
                     note(user, found)
     return ways
 

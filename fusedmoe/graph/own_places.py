@@ -25,8 +25,8 @@ from torch import Tensor, fx
 from fusedmoe.graph.axes import Axis, Rows, shape_of
 from fusedmoe.graph.chunk_rows import ChunkRows, Operation, check_places, operation_of, whole_of
 from fusedmoe.graph.graph_ranks import GraphRanks
-from fusedmoe.graph.instructions import describe, is_view, name_of
-from fusedmoe.graph.rewriting import RangeSplit, cut, node_call
+from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
+from fusedmoe.graph.rewriting import RangeSplit, cut, join, node_call, plain_call
 
 _OPERATION = "the first run with own_places=True"
 _CURE = (
@@ -144,8 +144,9 @@ class OwnPlacesCheck:
                 beside.call_function(operation, tuple(given(source, axis, number) for source, axis in inputs))
                 for number in range(count)
             ]
-            if way.crosses and isinstance(way.axis, Rows):
-                beside.call_function(check_places(node, self._findings.append), tuple(chunks[node]))
+            if is_all_to_all(node) and isinstance(way.axis, Rows) and way.axis.trips == 1:
+                (source,) = node.all_input_nodes
+                beside.call_function(check_places(node, self._findings.append), tuple(chunks[source]))
         return chunks
 
     def _same_rows(self, node: fx.Node, axis: Axis) -> Operation:
@@ -154,7 +155,7 @@ class OwnPlacesCheck:
 
         def same_rows(captured: Tensor, *chunks: Tensor) -> None:
             rows_SM = captured.flatten(0, -2).double()
-            away_S = (rows_SM - torch.cat(chunks, axis.dim).flatten(0, -2).double()).norm(dim=1)
+            away_S = (rows_SM - join(plain_call, chunks, captured, axis).flatten(0, -2).double()).norm(dim=1)
             size_S = rows_SM.norm(dim=1)
             finite_S = size_S.isfinite()  # of rows that are not, nothing can be said
             usual = size_S[finite_S].square().mean().sqrt() if finite_S.any() else 0.0

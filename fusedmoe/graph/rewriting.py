@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, way_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, start_of, way_of
 from fusedmoe.graph.chunk_rows import check_places, operation_of, whole_of
 from fusedmoe.graph.instructions import (
     Instructions,
@@ -57,7 +57,7 @@ class InstructionRange(NamedTuple):
     start: int
     stop: int
     chunks: int
-    axes: tuple[tuple[int, Sequence[Any], bool], ...]
+    axes: tuple[tuple[int, Sequence[Any], int], ...]
     before: tuple[int, ...]
 
     def split(self, instructions: Instructions) -> RangeSplit:
@@ -122,7 +122,7 @@ def run_chunk(
 
     Args:
         value: of an input the chunk along an axis, or the whole.
-        before: the chunk of the result that comes before; None for the first one.
+        before: the chunk before, of `carried_from`; None for the first one.
     """
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
@@ -135,18 +135,43 @@ def run_chunk(
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
     if name == "aten::expand":
         return call(target, (args[0], chunk_shape(shape, axis, chunks)), kwargs)
+    if name in ("aten::slice", "aten::split") and (sized := _own_part(node, way, args, shape[axis.dim] // chunks)):
+        args = sized
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
             # Collectives send memory as it lies.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
-    found = call(target, args, kwargs)
+    chunk = call(target, args, kwargs)
     if not way.carries or before is None:
-        return found
-    # A running sum goes on from the last sum of the chunk before.
+        return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
-    return call(_aten.add.Tensor, (found, so_far), {})
+    if name == "aten::constant_pad_nd":  # the first row is the last one of the chunk before, in place of zeros
+        rest = call(_aten.slice.Tensor, (chunk, axis.dim, 1, last + 1), {})
+        return call(_aten.cat.default, ([so_far, rest], axis.dim), {})
+    # A running sum goes on from the last sum of the chunk before.
+    return call(_aten.add.Tensor, (chunk, so_far), {})
+
+
+def carried_from(node: fx.Node) -> fx.Node:
+    """Returns of what a chunk needs the chunk before: of the result of a running sum, else of what is moved."""
+    return node if node.target._schema.name == "aten::cumsum" else node.all_input_nodes[0]  # type: ignore[union-attr]
+
+
+def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
+    """Returns the arguments of a slice or a split along the axis of its chunks; None where it goes along another.
+
+    `size`: of a part of a chunk.
+    """
+    (given,) = way.inputs.values()
+    if given == way.axis:
+        return None
+    if node.target._schema.name == "aten::split":  # type: ignore[union-attr]
+        return (args[0], size, *args[2:])
+    assert isinstance(way.axis, Axis)
+    start = start_of(node) * size // (shape_of(node) or ())[way.axis.dim]
+    return (args[0], way.axis.dim, start, start + size)
 
 
 def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
@@ -155,6 +180,11 @@ def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | 
     if len(sources) != 1 or not is_view(node):
         return None
     return None if node.target is operator.getitem and not is_view(sources[0]) else sources[0]
+
+
+def plain_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator on tensors."""
+    return target(*args, **kwargs)
 
 
 def fake_call(mode: Any) -> Call:
@@ -269,10 +299,12 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
             given = [value(chunk, source, way.inputs[source]) for source in node.all_input_nodes]
             new = made(operation_of(node, way), given, chunk_like(node, way.axis, chunks))
         else:
-            new = run_chunk(call, node, way, chunks, partial(value, chunk), chunks_of[node][-1] if chunk else None)
+            before = value(chunk - 1, carried_from(node), way.axis) if chunk and way.carries else None
+            new = run_chunk(call, node, way, chunks, partial(value, chunk), before)
         chunks_of[node].append(new)
-        if way.crosses and isinstance(way.axis, Rows) and chunk == chunks - 1:
-            graph.call_function(check_places(node), tuple(chunks_of[node]))
+        # Before the first trip, where rows of all choices have come together.
+        if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.trips == 1:  # type: ignore[union-attr]
+            graph.call_function(check_places(node), tuple(chunks_of[node.all_input_nodes[0]]))
 
     def whole(node: fx.Node) -> fx.Node:
         """Returns a split instruction's whole result: of its chunks, or as a view."""

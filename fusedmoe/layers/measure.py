@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
@@ -28,7 +29,7 @@ from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
 from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.runtime.profiler import observe_steps
+from fusedmoe.runtime.profiler import BUDGET_S, STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
@@ -46,7 +47,9 @@ FUSED_DEGREES = (1, 2, 4)
 _ROUNDS, _FEW = 5, 64
 
 
-def measure_layer(plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
+def measure_layer(
+    plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None, *, again_s: float | None = None
+) -> CostModel:
     """Measures this machine, and the parts of a layer for as many tokens as in `like`, [S, M]. Collective over all
     ranks; kept for layers like this one.
 
@@ -54,11 +57,14 @@ def measure_layer(plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None =
 
     Args:
         all_to_all: how the layer's tokens travel; None: directly.
+        again_s: measure in any case, for about so many seconds; the same on every rank. Of a layer whose parameters
+            are sharded now (FSDP2) the machine alone.
     Raises:
         ConfigError: experts that do not say how much they compute.
     """
     topology, gate, order, experts = plans.parts
-    costs = measured_costs(topology, like.device, like.dtype)
+    half_s = None if again_s is None else again_s / 2
+    costs = measured_costs(topology, like.device, like.dtype, half_s)
     if plans.moves:
         return costs
     # Ranks may have different numbers of tokens; all measure by those of the largest.
@@ -83,7 +89,8 @@ def measure_layer(plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None =
 
     def observed() -> Observed:
         step = workload.step_costs(costs, [0], plans.kinds)
-        of_parts = observe_layer(topology, gate, order, experts, like, step, all_to_all)
+        budget_s = STEPS_BUDGET_S if half_s is None else half_s
+        of_parts = observe_layer(topology, gate, order, experts, like, step, all_to_all, budget_s)
         if fused_kind is None:
             return of_parts
         # By collectives all of it takes no longer than this.
@@ -99,7 +106,10 @@ def measure_layer(plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None =
         seconds = observe_fused(topology, gate, order, experts, like, fused_kind, through, degrees, enough_s)
         return of_parts | Observed(seconds)
 
-    seen = measured_parts(topology, like.device, like.dtype, {**facts, "tokens": len(like)}, observed)
+    facts["tokens"] = len(like)
+    # FSDP has a layer's parameters whole in a forward alone: elsewhere what its parts took stays.
+    whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
+    seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
     return replace(costs, observed={workload.shapes: seen})
 
 
@@ -114,12 +124,23 @@ def rounded(rows: int) -> int:
 _measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
 
 
-def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype) -> CostModel:
-    """Returns what this machine takes, from this process, from disk, or measured now. Collective over all ranks."""
+def measured_costs(
+    topology: Topology, device: torch.device, dtype: torch.dtype, again_s: float | None = None
+) -> CostModel:
+    """Returns what this machine takes, from this process, from disk, or measured now. Collective over all ranks.
+
+    `again_s`: measure in any case, for about so many seconds; the same on every rank.
+    """
     known = _measured.setdefault(topology, {})
     key = (device.type, dtype)
-    if key not in known:
-        known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
+    if key not in known or again_s is not None:
+        budget_s = BUDGET_S if again_s is None else again_s
+        again = again_s is not None
+        known[key] = cached_profile(topology, device, dtype=dtype, budget_s=budget_s, again=again)[0].costs
+        # Links take as long whatever the products are of.
+        links = {name: line for name, line in known[key].lines.items() if again and name not in ("gemm", "copy")}
+        for other, costs in known.items():
+            known[other] = replace(costs, lines={**costs.lines, **links})
     return known[key]
 
 
@@ -133,15 +154,19 @@ def measured_parts(
     dtype: torch.dtype,
     facts: dict[str, Any],
     measure: Callable[[], Observed],
+    *,
+    again: bool = False,
 ) -> Observed:
     """Returns what the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
 
     Args:
         facts: all that tells the layer from others, in plain types.
+        again: measure in any case.
     """
     known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
-    if key not in known:
-        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": facts}, measure)
+    if key not in known or again:
+        machine = machine_facts(topology, device, dtype)
+        known[key] = cached_observed(topology, {**machine, "layer": facts}, measure, again)
     return known[key]
 
 
@@ -153,6 +178,7 @@ def observe_layer(
     like: Tensor,
     costs: StepCosts,
     all_to_all: AllToAll | None = None,
+    budget_s: float = STEPS_BUDGET_S,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
@@ -165,6 +191,7 @@ def observe_layer(
         like: [S, M]; its values do not matter.
         costs: of one such layer, before.
         all_to_all: how its tokens travel; None: directly.
+        budget_s: see `observe_steps`.
         clock: what is measured with on a CPU.
     """
     plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
@@ -201,7 +228,7 @@ def observe_layer(
     # Gates draw from the global generators, which must stand as before.
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-        found = observe_steps(topology, plans, costs, run, clock=clock)
+        found = observe_steps(topology, plans, costs, run, budget_s, clock)
     of_layer = {
         sample: s for sample, s in found.seconds.items() if sample.kind not in (TaskKind.LOSS, TaskKind.OPTIMIZER)
     }

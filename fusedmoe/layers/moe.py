@@ -274,17 +274,20 @@ class MoELayer(nn.Module):
         """
         self._plans.assign(plans, gradients, beside)
 
-    def measured_costs(self, tokens: int) -> CostModel:
+    def measured_costs(self, tokens: int, *, again_s: float | None = None) -> CostModel:
         """Returns the costs of this machine, and of this layer for so many tokens of each rank, for plans by cost;
         measured now, or before (`fusedmoe.runtime.cache`). Collective over all ranks.
 
+        Args:
+            again_s: measure in any case, for about so many seconds; the same on every rank.
         Raises:
             ConfigError: experts that do not say how much they compute.
         """
         from fusedmoe.layers.measure import measure_layer
 
         with self.topology.guard("MoELayer.measured_costs"):
-            return measure_layer(self._plans, next(self.parameters()).new_empty(tokens, self.model_dim))
+            like = next(self.parameters()).new_empty(tokens, self.model_dim)
+            return measure_layer(self._plans, like, again_s=again_s)
 
     def update_gate(self) -> None:
         """Tells a gate that balances without a loss (DeepSeek-V3) the load of all ranks since the last call; call it

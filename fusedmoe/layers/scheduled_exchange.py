@@ -83,12 +83,14 @@ class TriedPlans:
     Attributes:
         plans: of the schedule, and assigned ones.
         tries: somebody tries plans; the next forward then measures for them.
+        again_s: None, or the next forward measures again, for about so many seconds.
         workload, costs: what was measured.
         any_degree: the experts take other numbers of chunks backward than forward; as far as was measured.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
         self.plans, self.tries = plans, False
+        self.again_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
         self.any_degree = False
@@ -97,7 +99,7 @@ class TriedPlans:
         """Finds the plans for these tokens, as `LayerPlans.find`."""
         if not self.tries:
             return self.plans.find(x_SM, exchange, experts)
-        if self.workload is None:
+        if self.workload is None or self.again_s is not None:
             self._measure(x_SM, exchange)
         return self.plans.to_follow()
 
@@ -109,7 +111,8 @@ class TriedPlans:
         topology, experts = self.plans.topology, self.plans.parts.experts
         self.any_degree = experts.in_chunks(x_SM).any_degree
         with undisturbed():
-            self.costs = measure_layer(self.plans, x_SM)
+            self.costs = measure_layer(self.plans, x_SM, again_s=self.again_s)
+        self.again_s = None
         itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
         self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
 

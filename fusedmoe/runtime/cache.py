@@ -40,10 +40,10 @@ from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans, sequential
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.tuning import PlanCandidate
+from fusedmoe.schedule.tuning import PlanCandidate, predicted_s
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
@@ -119,15 +119,18 @@ def cached_profile(
     return measured, path
 
 
-def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed]) -> Observed:
+def cached_observed(
+    topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed], again: bool = False
+) -> Observed:
     """Returns what the parts of steps take; measured where it is not kept. Collective over all ranks.
 
     Args:
         facts: all that it depends on, in plain types, the same on every rank: those of the machine (`machine_facts`),
             and the model's shapes.
         measure: collective, too; returns the same on every rank.
+        again: measure in any case.
     """
-    observed = kept_observed(topology, facts)
+    observed = None if again else kept_observed(topology, facts)
     if observed is None:
         observed = measure()
         if topology.is_first:
@@ -348,9 +351,7 @@ def read_choice(
         candidates = []
         for kept in data["plans"]:
             plan, whole = _from_dict(kept), bool(kept["whole"])
-            costs = costs_of(whole)
-            predicted_s = makespan(plan, costs) if len(plan) else makespan(sequential(costs), costs)
-            candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s))
+            candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s(plan, costs_of(whole))))
         if not candidates:
             raise ConfigError("it has no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:

@@ -126,6 +126,24 @@ def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCa
     return PlanCandidate(one.family, plan, one.whole, makespan(plan, costs))
 
 
+def degrees_beside(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+    """Returns the plans that differ from one of FlowMoE's in nothing but the number of micro-batches, which both
+    passes have."""
+    split = StepSplit.from_plan(base.plan)
+    degrees = split.degrees(len(costs.layers))
+    plans = []
+    for change in _degrees_beside(limit, samples):
+        changed = {phase: tuple(Degrees(*map(change, of)) for of in degrees[phase]) for phase in PHASES}
+        plans.append(micro_schedule(costs, split.with_degrees(changed)).plan())
+    found = distinct(PlanCandidate(base.family, plan, base.whole, makespan(plan, costs)) for plan in plans)
+    return [other for other in found if other.plan != base.plan]
+
+
+def predicted_s(plan: Plan, costs: StepCosts) -> float:
+    """Returns the seconds of a step by a plan; without tasks, of one with nothing in chunks."""
+    return makespan(plan if len(plan) else POLICIES["sequential"].plan(costs), costs)
+
+
 def _splits_beside(plan: Plan, costs: StepCosts, limit: int, samples: int | None) -> Iterator[Plan]:
     split, largest = StepSplit.from_plan(plan), max(costs.gradient_bytes)
     changed = [split._replace(weights=not split.weights)]
@@ -216,6 +234,9 @@ class Entry:
 
 Propose = Callable[[Sequence[Entry]], Sequence[PlanCandidate]]
 
+#: Measures costs again; see `Contest`.
+Renew = Callable[[float], "float | None"]
+
 
 class Contest:
     """Finds the fastest candidate while steps are done. The same seconds lead to the same choices on every rank.
@@ -230,6 +251,9 @@ class Contest:
             nothing else is tried.
         steps: of each candidate in a round.
         drift: by which share steps must get longer or shorter for all to begin anew; None: never.
+        renew: measures the costs again that candidates are made by, when steps have drifted. It is told how many
+            seconds it may take, and returns those that it took; None: it is asked once more after another step by the
+            best plan.
     Attributes:
         now: to follow in the next step.
         best: the fastest so far; once `settled`, what was chosen.
@@ -246,13 +270,14 @@ class Contest:
         kept: tuple[float, Sequence[PlanCandidate]] | None = None,
         steps: int = 2,
         drift: float | None = 0.1,
+        renew: Renew = lambda seconds: 0.0,
     ) -> None:
         if steps < 1 or (drift is not None and drift <= 0):
             raise ConfigError(
                 f"measuring plans needs steps = {steps} of at least 1, and drift = {drift} above 0 or None"
             )
         self._make, self._propose, self._kept = candidates, propose, kept
-        self._steps, self._drift = steps, drift
+        self._steps, self._drift, self._renew = steps, drift, renew
         self.settled = False
         self.entries: list[Entry] = []
         self._done = self._tried_before = 0
@@ -307,9 +332,19 @@ class Contest:
             yield from self._rounds(self.entries)
             if not self._drifted(self.entries[0].median_s, kept_s):
                 yield from self._watch()
+            yield from self._renewal()
         while True:
             yield from self._choose()
             yield from self._watch()
+            yield from self._renewal()
+
+    def _renewal(self) -> Generator[Entry, float, None]:
+        """Has costs measured again, for half of the seconds that are left."""
+        self.settled, usual_s = False, self.best.median_s
+        while (took_s := self._renew(max(0.0, self._left_s() / 2))) is None:
+            # What is measured in the midst of a step makes that longer.
+            self._spent_before_s += max(0.0, (yield self.best) - usual_s)
+        self._spent_before_s += took_s
 
     def _choose(self) -> Generator[Entry, float, None]:
         """Tries candidates until there are no more, or they cost too much."""

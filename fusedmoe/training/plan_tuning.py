@@ -10,12 +10,14 @@
         …
         tuning.note(time.perf_counter() - began)
 
-FlowMoE's tuning of S_p (§4.3) is a case of it, in which the candidates are sizes of buckets (`BucketSearch`).
+FlowMoE's tuning (§4.3) is a case of it, in which the candidates are numbers of micro-batches R, and with the best of
+them sizes S_p of buckets (`BucketSearch`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,22 +34,34 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import choice_text, write
+from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import TaskKind
-from fusedmoe.schedule.tuning import OFF, WINDOW, Contest, Entry, PlanCandidate, candidates_beside, with_bucket_bytes
+from fusedmoe.schedule.tuning import (
+    OFF,
+    WINDOW,
+    Contest,
+    Entry,
+    PlanCandidate,
+    candidates_beside,
+    degrees_beside,
+    with_bucket_bytes,
+)
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
-#: The policies that measure: all families, and FlowMoE's with S_p.
+#: The policies that measure: all families, and FlowMoE's with R and S_p.
 TUNED = (AUTO, "flowmoe")
 
 # So often plans beside the best one are tried, and steps with each size of buckets in a round: as many again are done
 # with the best size so far, ten in all, as in the paper.
 _CLIMBS, _SIZE_STEPS = 3, 5
+# In less time costs are not measured again: it would not tell much.
+_LEAST_S = 1.0
 # A line says how much steps differ, where it is more than this.
 _UNSURE = 0.1
 
@@ -72,12 +86,17 @@ class PlanTuning:
 
     All ranks follow the same plan at all times, and the slowest rank's seconds count. The steps tried cost 2% of 500
     steps, or of all where they are more, at most. What was found is kept on disk, and the next job begins with it.
-    Steps that get longer or shorter by more than `drift` begin it anew. Nothing of this belongs into a checkpoint.
+    Steps that get longer or shorter by more than `drift` begin it anew: first costs that were measured are measured
+    again, for half of the time that may still be spent, and then all that was chosen is chosen again. Nothing of this
+    belongs into a checkpoint.
 
     Args:
-        model, topology, costs, workload, limit, mp_loss, blocks, samples: as for `plan_step`.
-        policy: "auto", or "flowmoe", whose plan then has the best size of gradient buckets.
+        model, topology, costs, workload, limit, mp_loss, blocks, samples: as for `plan_step`. Given costs stay.
+        policy: "auto", or "flowmoe", whose plan then has the best number of micro-batches and size of gradient buckets.
         drift: None: never.
+        measure: measures the costs again after a drift, for about so many seconds as it is told, in place of what
+            `costs=None` does; costs that are given were then measured so. Collective over all ranks, and the same on
+            all of them. None: not now, it is asked again after the next step.
         resumed: the file of a choice (`choice_text`) that this job made before it was stopped: where it is there, its
             plan is followed without any other, unless steps drift.
         tell: is told on rank 0 what was chosen, in a line.
@@ -100,6 +119,7 @@ class PlanTuning:
         blocks: PipelinedBlocks | None = None,
         samples: int | None = None,
         drift: float | None = 0.1,
+        measure: Callable[[float], CostModel | StepCosts | None] | None = None,
         resumed: Path | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
@@ -114,15 +134,17 @@ class PlanTuning:
         kept = None if resumed is None else step.kept(policy, resumed)
         # The job's own choice stands without a rival, so that it goes on by the plan that it was stopped with.
         kept = step.kept(policy, self._path) if kept is None else (kept[0], kept[1][:1])
+        self._measure = step.measured if measure is None and costs is None else measure
         self._search: BucketSearch | None = None
-        self._climbs, self._climbed = 0, set[str]()
+        self._climbs, self._climbed, self._sizes = 0, set[str](), False
         if policy == AUTO:
-            self.contest = Contest(self._families, self._beside, kept=kept, drift=drift)
+            self.contest = Contest(self._families, self._beside, kept=kept, drift=drift, renew=self._renew)
         else:
             # Where no gradient travels, sizes of buckets are nothing to search.
             if largest := max(step.costs.gradient_bytes):
                 self._search = BucketSearch(largest)
-            self.contest = Contest(self._first_size, self._next_size, kept=kept, steps=_SIZE_STEPS, drift=drift)
+            given = self._first_split, self._next_split
+            self.contest = Contest(*given, kept=kept, steps=_SIZE_STEPS, drift=drift, renew=self._renew)
         self._own: list[float] = []
         self._said = self._skips = False
         self.now: PlanCandidate
@@ -220,6 +242,23 @@ class PlanTuning:
             self._step.follow(candidate)
             self._followed = self.now = candidate
 
+    def _renew(self, left_s: float) -> float | None:
+        """Measures the costs again, as `Contest` asks. Collective over all ranks."""
+        if self._measure is None or left_s < _LEAST_S:
+            return 0.0
+        began_s = time.perf_counter()
+        costs = self._measure(min(left_s, BUDGET_S))
+        if costs is None:
+            return None
+        self._step.set_costs(costs)
+        # What was predicted by the costs before says nothing beside what is predicted now. New objects are also
+        # followed anew: measuring may have had the layers follow plans of its own.
+        for entry in self.contest.entries:
+            entry.candidate = self._step.predicted(entry.candidate)
+        world = self._step.topology.world
+        took_s = torch.tensor(time.perf_counter() - began_s, dtype=torch.float64, device=device_of(world))
+        return float(all_reduce(world, took_s, "max", "the time to measure costs in"))
+
     def _families(self) -> list[PlanCandidate]:
         self._climbs, self._climbed = 0, set()
         return self._step.candidates()
@@ -234,27 +273,34 @@ class PlanTuning:
         self._climbed.add(best.name)
         tried = {(one.candidate.plan.fingerprint, one.candidate.whole) for one in entries}
         costs = self._step.costs_of(best.whole)
-        found = candidates_beside(best, costs, self._step.limit, self._step.samples)
+        beside = candidates_beside if self._policy == AUTO else degrees_beside
+        found = beside(best, costs, self._step.limit, self._step.samples)
         return [one for one in found if (one.plan.fingerprint, one.whole) not in tried and self._step.runs(one)]
 
-    def _first_size(self) -> list[PlanCandidate]:
-        found = self._step.candidate(self._policy)
-        if self._search is None:
-            return [found]
-        self._search.tried = []
-        return [with_bucket_bytes(found, self._step.costs, self._search.next() or 1)]
+    def _first_split(self) -> list[PlanCandidate]:
+        self._climbs, self._climbed, self._sizes = 0, set(), False
+        return [self._step.candidate(self._policy)]
+
+    def _next_split(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
+        """Lists other numbers of micro-batches, and once there are none to try, the next size of buckets."""
+        if not self._sizes and (found := self._beside(entries)):
+            return found
+        return self._next_size(entries)
 
     def _next_size(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
         if self._search is None:
             return []
         best = self.contest.best
         measured = best.median_s / best.candidate.predicted_s  # of what was too far off to be tried, by prediction
+        # Points of the search are steps with as many micro-batches; its first one is drawn, as in the paper.
+        alike = [one for one in entries if one.candidate.plan.degrees == best.candidate.plan.degrees]
         self._search.tried = [
             (_bucket_bytes(one.candidate), one.median_s if one.seconds else measured * one.candidate.predicted_s)
-            for one in entries
+            for one in (alike if self._sizes else ())
         ]
+        self._sizes = True
         size = self._search.next()
-        found = [] if size is None else [with_bucket_bytes(entries[0].candidate, self._step.costs, size)]
+        found = [] if size is None else [with_bucket_bytes(best.candidate, self._step.costs, size)]
         return [one for one in found if self._step.runs(one) and one.plan not in [e.candidate.plan for e in entries]]
 
 

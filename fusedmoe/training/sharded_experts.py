@@ -128,7 +128,8 @@ class ShardedExperts:
             spread evenly over them.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
-        costs: what a token and an expert take. None: measured where a policy asks for them.
+        costs: what a token and an expert take. None: measured where a policy asks for them; what `PlanTuning` measures
+            again, as steps have drifted, counts from the next step on, and `overlap` is then found anew.
         heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
             Experts then travel by puts that kernels start, instead of by collectives.
         averaged: models whose experts change owners with this one's, though they were not made by `copy.deepcopy` of
@@ -209,6 +210,7 @@ class ShardedExperts:
             self._hooks: list[Any] = []
             return
         asks = self._measures or calibrates or callable(policy) or balance != "predicted"
+        self._renews, self._finds_overlap = costs is None and bool(asks), self._measures
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
         facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
@@ -341,6 +343,8 @@ class ShardedExperts:
             load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
             load_LE = load_LE.to(device_of(self._topology.world))
             self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
+            if self._renews and (costs := _measured(self._recorded[0], self._topology)) != self._costs:
+                self._set_costs(costs)
             if self._measures:
                 self._measure()
             self._decide()
@@ -419,6 +423,20 @@ class ShardedExperts:
         self._idle_s.append(float(idle_s))
         if len(self._idle_s) == WINDOW:
             self.hide_in(float(np.median(self._idle_s)))
+
+    def _set_costs(self, costs: PlacementCosts) -> None:
+        """Has placements follow from other costs. Collective over all ranks."""
+        self._costs = costs
+        if self._look_s is not None:
+            self._look_s = _look_s(self._layers[0], self._memory, costs, self._topology)
+        for one in self._layers:
+            if one.outlasts is not None:
+                one.outlasts = partial(outlasts_rows, costs)
+        if self._finds_overlap:
+            self._idle_s.clear()
+            self._measures = True
+            for one in self._layers:
+                one.clocked = True
 
     def _set_overlap(self, overlap: int) -> None:
         self.overlap, self._measures = overlap, False

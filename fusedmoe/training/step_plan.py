@@ -28,7 +28,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import PlanCandidate, distinct, family_candidates
+from fusedmoe.schedule.tuning import PlanCandidate, distinct, family_candidates, predicted_s
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
@@ -121,12 +121,7 @@ class PlannedStep:
         self._model, self.topology, self._workload = model, topology, workload
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if costs is None:
-            if not ours:
-                raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.StepTuning")
-            costs = ours[0].measured_costs(max(1, workload.tokens // workload.esp))
-            # As they are for so many tokens, however many rows of these there may be by the workload.
-            seen = next(iter(costs.observed.values()), None)
-            costs = replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
+            costs = self.measured()
         dense = None if blocks is None else blocks.dense_parameters
         on = topology if blocks is None else blocks.topology
         if ours:
@@ -135,13 +130,33 @@ class PlannedStep:
             self.buckets = GradientBuckets(nn.Module(), on, dense=[() for _ in exchanges])
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
+        self.set_costs(costs)
+
+    def measured(self, again_s: float | None = None) -> CostModel:
+        """Returns what this machine and the model's first layer take; measured now, or before. Collective.
+
+        `again_s`: measure in any case, for about so many seconds.
+        """
+        first, workload = self._layers[0], self._workload
+        if not isinstance(first, MoELayer):
+            raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.StepTuning")
+        costs = first.measured_costs(max(1, workload.tokens // workload.esp), again_s=again_s)
+        return of_tokens(costs, workload)
+
+    def set_costs(self, costs: CostModel | StepCosts) -> None:
+        """Has plans be made by these costs from now on, the same on every rank."""
+        workload, blocks = self._workload, self.blocks
         #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
         if isinstance(costs, StepCosts):
             self.costs = self.layer_costs = replace(costs, workload=costs.workload or workload)
         else:
-            given = here, costs, workload, self.buckets
+            given = self._layers[0].topology, costs, workload, self.buckets
             self.costs = model_costs(blocks, *given)
             self.layer_costs = self.costs if blocks is None else model_costs(None, *given)
+
+    def predicted(self, candidate: PlanCandidate) -> PlanCandidate:
+        """Returns a plan with the seconds that it takes by the costs that there are now."""
+        return candidate._replace(predicted_s=predicted_s(candidate.plan, self.costs_of(candidate.whole)))
 
     def costs_of(self, whole: bool) -> StepCosts:
         """Returns the costs of a step by a plan of whole layers, or by one of their pipelines."""
@@ -263,6 +278,13 @@ class PlannedStep:
         # A second best that runs must not pass for the fastest: its seconds were not kept.
         runnable = list(filter(self.runs, candidates))
         return (seconds, runnable) if runnable[:1] == candidates[:1] else None
+
+
+def of_tokens(costs: CostModel, workload: Workload) -> CostModel:
+    """Returns costs that were measured of one layer as they are for so many tokens, however many rows of these there
+    may be by the workload."""
+    seen = next(iter(costs.observed.values()), None)
+    return replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
 
 
 def _passes(plan: Plan) -> Plans:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.step_costs import MAX_DEGREE
 from fusedmoe.training.plan_tuning import PlanTuning
-from fusedmoe.training.step_plan import AUTO
+from fusedmoe.training.step_plan import AUTO, of_tokens
 
 
 class StepTuning:
@@ -27,7 +27,8 @@ class StepTuning:
     trains, and keeps to the fastest. Results do not depend on plans.
 
     The first step goes without a plan, and measures for them, once for a machine. Then steps tried cost 2% of 500
-    steps at most, as `PlanTuning` has it; what was found is kept on disk for the next job. The ranks that share the
+    steps at most, as `PlanTuning` has it; what was found is kept on disk for the next job. Steps that get longer or
+    shorter begin it anew, and a step then measures again. The ranks that share the
     experts choose together; where a job has several such groups, each chooses by its own seconds.
 
     Args:
@@ -63,7 +64,7 @@ class StepTuning:
             exchange.set_plan(None)
             exchange.plans.tries = True
         self.tuning: PlanTuning | None = None
-        self._began_s, self._said = 0.0, False
+        self._began_s, self._said, self._asked = 0.0, False, False
 
     def __enter__(self) -> StepTuning:
         self._began_s = self._now()
@@ -95,8 +96,15 @@ class StepTuning:
                 )
             self._said = True
             return
-        # As they are for so many tokens, however many rows of these there may be by the workload.
-        seen = next(iter(costs.observed.values()), None)
-        costs = replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
-        given = self._model, first.topology, AUTO, costs, workload
-        self.tuning = PlanTuning(*given, limit=self._limit, drift=self._drift, tell=self._tell)
+        given = self._model, first.topology, AUTO, of_tokens(costs, workload), workload
+        self.tuning = PlanTuning(*given, limit=self._limit, drift=self._drift, measure=self._measured, tell=self._tell)
+
+    def _measured(self, again_s: float) -> CostModel | None:
+        """Returns what the step since the last call has measured; None: the next step is to measure."""
+        plans = self._exchanges[0].plans
+        # Between steps the modules' parameters need not be whole.
+        plans.again_s, self._asked = None if self._asked else again_s, not self._asked
+        if self._asked:
+            return None
+        assert plans.workload is not None and plans.costs is not None
+        return of_tokens(plans.costs, plans.workload)

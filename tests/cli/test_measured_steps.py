@@ -19,6 +19,7 @@ from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Sample
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.tuning import WINDOW
 from fusedmoe.schedule.workload import IN_LAYERS
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -77,3 +78,43 @@ def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedul
     of_layers = layers[0] if whole else seen
     assert of_layers.get("count-exchange", "forward").keys() == {1}  # and is no part of what the gate takes
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)
+
+
+def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
+    """Made-up seconds drift, so that real steps are measured in the midst of training: the losses are those without."""
+    settings = Settings(model=SHAPE, schedule="auto", ep=2, steps=6)
+    topology = Topology.from_sizes(2)
+    made = [Trainer(settings, topology, torch.device("cpu"), random_corpus(4096), StopRequest()) for _ in range(2)]
+    trainer, plain = made
+    asked: list[float] = []
+
+    def measure(again_s: float) -> CostModel:
+        asked.append(again_s)
+        return trainer.measured(COSTS, 1.0, again=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        trainer.set_plan(COSTS, measure=measure, tell=lambda line: None)
+        tuning = trainer.tuning
+        assert tuning is not None
+        losses: list[list[float]] = [[trainer.step(number).loss for number in range(2)], []]
+        before = tuning.costs
+        for times in (1.0, 2.0):
+            factor = times / tuning.now.predicted_s
+            tuning.skip()
+            for number in range(400):
+                if tuning.settled and number > 2 * WINDOW:
+                    break
+                tuning.note(factor * tuning.now.predicted_s)
+        names = [tuning.now.name]
+        assert before not in (tuning._step.costs, tuning._step.layer_costs)
+        losses[0] += [trainer.step(number).loss for number in range(2, 6)]
+        losses[1] = [plain.step(number).loss for number in range(6)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    return len(asked), names
+
+
+@pytest.mark.slow
+def test_steps_are_measured_again_in_the_midst_of_training(cluster: Cluster, tmp_path: Path) -> None:
+    (asked, names), other = cluster.run(2, measured_amid, str(tmp_path))
+    assert (asked, names) == other and asked >= 1

@@ -18,7 +18,16 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
 from fusedmoe.graph.micro_batches import PlanSettings, chosen_ranges, grouped, in_order, infer
-from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, cut, join, rewrite, run_chunk, stage_plan
+from fusedmoe.graph.rewriting import (
+    InstructionRange,
+    RangeSplit,
+    carried_from,
+    cut,
+    join,
+    rewrite,
+    run_chunk,
+    stage_plan,
+)
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
@@ -56,6 +65,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], set[int]]] = {
     "softmax": (lambda a: a.softmax(-1), [floats(4, 6, 5)], {0, 1}),
     "log_softmax": (lambda a: a.log_softmax(0), [floats(4, 6)], {1}),
     "cumsum": (lambda a: a.cumsum(1), [floats(4, 6)], {0, 1}),
+    "moved on by one": (lambda a: aten.constant_pad_nd.default(a, [0, 0, 1, -1]), [floats(4, 6, 2)], {0, 1, 2}),
+    "padded": (lambda a: aten.constant_pad_nd.default(a, [0, 0, 2, -2]), [floats(4, 6, 2)], set()),
     "sum": (lambda a: a.sum(1), [floats(4, 6, 2)], {0, 1}),
     "sum, kept": (lambda a: a.sum((0, 2), keepdim=True), [floats(4, 6, 2)], {1}),
     "amax": (lambda a: a.amax(-1), [floats(4, 6)], {0}),
@@ -64,9 +75,17 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], set[int]]] = {
     "topk": (lambda a: a.topk(2, -1), [floats(4, 6)], {0}),
     "sort": (lambda a: a.sort(0), [floats(4, 6)], {1}),
     "cat": (lambda a, b: torch.cat([a, b], 1), [floats(4, 6), floats(4, 3)], {0}),
+    "cat of equal parts": (lambda a, b: torch.cat([a, b, b]), [floats(4, 6), floats(4, 6)], {0, 1}),
+    "repeat": (lambda a: a.repeat(3, 2, 1), [floats(4, 6)], {1, 2}),
     "stack": (lambda a, b: torch.stack([a, b], 1), [floats(4, 6), floats(4, 6)], {0, 2}),
-    "split": (lambda a: a.split(2, -1), [floats(4, 6)], {0}),
+    "split": (lambda a: a.split(4, -1), [floats(4, 6)], {0}),
+    "split into equal parts": (lambda a: a.split(4, -1), [floats(4, 12)], {0, 1}),
     "slice": (lambda a: a[:, 1:3], [floats(4, 6)], {0}),
+    "slice of equal parts": (lambda a: a[:, 4:8], [floats(4, 12)], {0, 1}),
+    "slice of some equal parts": (lambda a: a[:, 4:12], [floats(4, 12)], {0, 1}),
+    "slice of the last": (lambda a: a[-8:], [floats(12, 4)], {0, 1}),
+    "slice from before the first": (lambda a: a[-20:8], [floats(12, 4)], {0, 1}),
+    "slice of every second": (lambda a: a[:, 0:8:2], [floats(4, 8)], {0}),
     "select": (lambda a: a.select(1, 2), [floats(4, 6, 2)], {0, 1}),
     "embedding": (lambda w, i: F.embedding(i, w), [floats(7, 6), indices(7, 4, 2)], {0, 1, 2}),
     "index_select": (lambda a, i: a.index_select(1, i), [floats(4, 6), indices(6, 2)], {0, 1}),
@@ -126,7 +145,11 @@ def test_chunks_give_the_whole(name: str) -> None:
 
                     if isinstance(values[node.all_input_nodes[0]], (tuple, list)):
                         continue  # one of several results: nothing is cut off them at once
-                    computed.append(run_chunk(called, node, way, chunks, value, computed[-1] if computed else None))
+                    before = None
+                    if chunk and way.carries:
+                        of = carried_from(node)
+                        before = computed[-1] if of is node else value(of, axis, chunk - 1)
+                    computed.append(run_chunk(called, node, way, chunks, value, before))
                 if not computed:
                     continue
                 if chunks == 2 and node is main:

@@ -12,7 +12,16 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait
+from fusedmoe.graph.instructions import (
+    Instructions,
+    bits,
+    computes,
+    draw_by_shape,
+    is_all_to_all,
+    is_start,
+    is_wait,
+    shift_in_one,
+)
 from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton, units_of
 from fusedmoe.schedule.policies.lancet_plans import Gap
 
@@ -47,6 +56,41 @@ def random_graph(rng: random.Random) -> fx.Graph:
         nodes.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
     graph.output(tuple(rng.sample(nodes, rng.randint(1, min(4, len(nodes))))))
     return graph
+
+
+def test_noise_by_shape_is_the_noise_of_a_tensor() -> None:
+    """Of all dtypes and orders in memory; what lies in another order still waits for its tensor."""
+
+    def noisy(x: Tensor) -> list[Tensor]:
+        drawn = [torch.rand_like(x), torch.randn_like(x), torch.randn_like(x, dtype=torch.bfloat16)]
+        return [*drawn, torch.empty_like(x).uniform_(-1, 2), x.new_empty(3, 2).normal_()]
+
+    for x, waits in ((torch.randn(4, 6), False), (torch.randn(4, 6).double().t(), True), (torch.randn(0, 6), False)):
+        module = make_fx(noisy, tracing_mode="fake")(x)
+        draw_by_shape(module.graph)
+        module.recompile()
+        (given,) = (node for node in module.graph.nodes if node.op == "placeholder")
+        assert bool(given.users) == waits
+        seed = torch.seed()
+        right = noisy(x)
+        torch.manual_seed(seed)
+        for ours, theirs in zip(module(x), right, strict=True):
+            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+
+
+def test_rows_that_move_on_by_one_are_one_operator() -> None:
+    def moved(x: Tensor) -> list[Tensor]:
+        ones = [torch.cat([x.new_zeros(1, 6), x[:-1]]), torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], -1)]
+        others = [torch.cat([x.new_ones(1, 6), x[:-1]]), torch.cat([x.new_zeros(1, 6), x[1:]])]
+        return [*ones, *others, torch.cat([x.new_zeros(2, 6), x[:-2]]), torch.cat([x[:-1], x.new_zeros(1, 6)])]
+
+    for x in (torch.randn(4, 6), torch.randint(9, (4, 6)), torch.randn(1, 6)):
+        module = make_fx(moved, tracing_mode="fake")(x)
+        shift_in_one(module.graph)
+        module.recompile()
+        assert [node.target for node in module.graph.nodes].count(aten.constant_pad_nd.default) == 2
+        for ours, theirs in zip(module(x), moved(x), strict=True):
+            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
 
 
 def there_is_a_path(one: fx.Node, other: fx.Node, draws: list[fx.Node]) -> bool:

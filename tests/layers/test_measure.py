@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
@@ -136,6 +139,34 @@ def test_fused_operations_are_measured_by_chunks(enough_s: float, tokens: int) -
         forward_s = GATE_S + chunks * START_S + ROW_S * of_all
         assert seconds == pytest.approx(forward_s * (1 if phase == "forward" else 2))
     assert {degree for rows, degree in tried if rows == 100} == ({1, 2, 4} if more else set())
+
+
+def measured_again(rank: int, world: int, folder: str) -> list[float]:
+    """The machine's line, and what was seen of the experts, at first, again, and where FSDP has parameters in parts."""
+    topology, found = Topology.from_sizes(2), []
+    layer = layer_of(topology, Clock())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        for number, again_s in enumerate((None, 1.0, 1.0), 1):
+            costs = CostModel({name: Line(1e-4, number * 1e-9) for name in MODEL.lines})
+            seen = Observed({Sample("expert", "forward", 1): float(number)})
+            patch.setattr(
+                "fusedmoe.layers.measure.cached_profile", lambda *_, of=costs, **__: (SimpleNamespace(costs=of),)
+            )
+            patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_, of=seen: of)
+            if number == 3:
+                mesh = init_device_mesh("cpu", (world,))
+                for module in layer.experts.modules():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+            measured = layer.measured_costs(TOKENS, again_s=again_s)
+            found += [measured.line("gemm").beta_s, *next(iter(measured.observed.values())).seconds.values()]
+    return found
+
+
+def test_costs_are_measured_again_as_far_as_parameters_are_whole(cluster: Cluster, tmp_path: Path) -> None:
+    for found in cluster.run(2, measured_again, str(tmp_path)):
+        assert found == pytest.approx([1e-9, 1.0, 2e-9, 2.0, 3e-9, 2.0], rel=1e-12)
 
 
 def planned(rank: int, world: int, folder: str) -> list[Any]:

@@ -157,6 +157,35 @@ def test_steps_that_change_begin_it_anew() -> None:
     assert not contest.settled  # shorter ones, too: another plan may now be even faster
 
 
+def test_steps_that_change_have_costs_measured_again_before_plans_are_made_anew() -> None:
+    """What measuring takes is spent, and what it adds to a step that it is a part of, too."""
+    machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.05}, 0.0)
+    happened: list[object] = []
+
+    def make() -> list[PlanCandidate]:
+        happened.append("made")
+        return candidates_of([1.0, 1.1])
+
+    def renew(left_s: float) -> float | None:
+        happened.append(left_s)
+        return None if len(happened) == 2 else 0.75
+
+    contest = Contest(make, renew=renew)
+    settle(contest, machine)
+    spent_s = contest.spent_s
+    watch(contest, machine, 1.09, 3)
+    assert happened == ["made"]
+    watch(contest, machine, 1.2)
+    # After one more step, by the best plan, it is asked again.
+    assert len(happened) == 2 and not contest.settled and contest.now is contest.best
+    contest.note(1.5)
+    _, first_s, second_s, made = happened
+    assert made == "made" and first_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s) / 2)
+    assert second_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s - 0.5) / 2)
+    settle(contest, machine)
+    assert contest.spent_s >= spent_s + 0.5 + 0.75
+
+
 def test_steps_that_change_all_the_time_cost_no_more() -> None:
     machine = Machine(random.Random(), {f"p{n}": 1.0 + 0.2 * (n > 0) for n in range(8)}, 0.0)
     contest, steps = Contest(lambda: candidates_of([1.0] * 8)), 3000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import warnings
 from dataclasses import replace
@@ -18,17 +19,19 @@ import fusedmoe
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import OFF, WINDOW, PlanCandidate, candidates_beside, family_candidates
+from fusedmoe.schedule.tuning import OFF, WINDOW, PlanCandidate, candidates_beside, family_candidates, predicted_s
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
 from fusedmoe.training import PlanTuning, plan_step, sync_gradients
-from fusedmoe.training.step_plan import PlannedStep
+from fusedmoe.training.step_plan import PlannedStep, model_costs
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS, workload
@@ -122,7 +125,8 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool, jobs: int) 
     if policy == "auto":
         assert second[-1] == first[-1] and len(set(second)) == 2
     else:
-        assert len(tuning.contest.entries) == 8
+        assert len({one.candidate.plan.degrees["forward", 0] for one in tuning.contest.entries}) > 1
+        assert len(tuning.contest.entries) > 8
     assert len(second) < len(first) and set(second) <= set(first)
     if topology.rank == 0:
         assert len(lines) == 2
@@ -159,11 +163,13 @@ def test_a_model_learns_the_same_and_all_ranks_choose_the_same(
     assert re.fullmatch(line, one[2]), one[2]
 
 
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> PlanTuning:
+def alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str = "auto", costs: CostModel = COSTS, **more: Any
+) -> PlanTuning:
     """Of a world of one, where everything is planned as if rows travelled."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     topology = Topology()
-    return PlanTuning(Model(topology, True), topology, "auto", COSTS, workload(topology, 2), limit=4, **more)
+    return PlanTuning(Model(topology, True), topology, policy, costs, workload(topology, 2), limit=4, **more)
 
 
 def settle(tuning: PlanTuning, factor: float = 1.0) -> None:
@@ -211,6 +217,133 @@ def test_steps_that_change_are_told_and_kept_anew(tmp_path: Path, monkeypatch: p
     assert len(lines) == 2 and tuning.now == before
     (path,) = tmp_path.glob("choice-*.json")
     assert json.loads(path.read_text())["seconds"] == pytest.approx(1.2 * before.predicted_s)
+
+
+# Of a machine on which it takes long to send anything at all: there is no gain in chunks.
+STARTS = replace(
+    COSTS, lines={name: line if name == "gemm" else Line(1e-3, line.beta_s) for name, line in COSTS.lines.items()}
+)
+
+
+def drifted(tuning: PlanTuning, factor: float) -> None:
+    """Steps that take longer, until that is seen."""
+    before_s = tuning.now.predicted_s
+    for _ in range(WINDOW):
+        tuning.note(factor * before_s)
+
+
+@pytest.mark.parametrize("why", ["costs were given", "steps are short"])
+def test_costs_that_nobody_measured_and_steps_too_short_to_pay_for_it_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def measure(seconds: float) -> CostModel:
+        pytest.fail("measured")
+
+    monkeypatch.setattr(PlannedStep, "measured", measure)
+    more = {} if why == "costs were given" else {"measure": measure}
+    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, **more)
+    costs, factor = tuning._step.costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s
+    settle(tuning, factor)
+    drifted(tuning, 2 * factor)
+    assert not tuning.settled
+    settle(tuning, 2 * factor)
+    assert tuning._step.costs is costs
+
+
+def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list[str], list[float | None], list[bool]]:
+    """Steps take what their plans do by costs that change, about a second: names of plans, and what was measured.
+
+    `given`: by a function that a job gives; else the model's first layer.
+    """
+    asked: list[float | None] = []
+
+    def measure(again_s: float | None) -> CostModel:
+        asked.append(again_s)
+        return STARTS if again_s is None else COSTS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, cache)
+        patch.setattr(MoELayer, "measured_costs", lambda self, tokens, again_s=None: measure(again_s))
+        topology = Topology.from_sizes(ep=world, timeout_s=30)
+        shape, model = workload(topology, 2), Model(topology, False)
+        costs, more = (STARTS, {"measure": measure}) if given else (None, {})
+        tuning = PlanTuning(model, topology, "auto", costs, shape, limit=4, tell=lambda line: None, **more)
+        names, best = [], []
+        for true in (STARTS, COSTS):
+            of_step = model_costs(None, topology, true, shape, tuning.buckets)
+            least_s = family_candidates(of_step, 4, None, lambda done, total: None)[0].predicted_s
+            for number in range(300):
+                if tuning.settled and number > WINDOW:
+                    break
+                # The other rank is faster: all follow the slowest.
+                slower = 1.0 if true is STARTS else 1.5
+                tuning.note(slower * predicted_s(tuning.plan, of_step) / least_s / (1 + rank))
+            names.append(tuning.now.name)
+            best.append(predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9) and tuning.costs == of_step)
+        return names, asked, best
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_costs_are_measured_again_and_plans_chosen_by_them_when_steps_drift(
+    cluster: Cluster, tmp_path: Path, given: bool
+) -> None:
+    one, other = cluster.run(2, measured_again, str(tmp_path), given)
+    assert one == other
+    names, asked, best = one
+    assert all(best) and "1+1 chunks" in names[0] and "1+1 chunks" not in names[1]
+    first, again = ([], asked) if given else (asked[:1], asked[1:])
+    assert first == [None] * (not given) and len(again) == 1 and again[0] is not None and 1 <= again[0] <= 30
+
+
+def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
+    """Before and after a drift: R and S_p, and all that were tried; the fastest ones are made up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, cache)
+        topology = Topology.from_sizes(ep=world, timeout_s=30)
+        made = Model(topology, True), topology, "flowmoe", COSTS, workload(topology, 2)
+        tuning = PlanTuning(*made, limit=4, samples=4, tell=lambda line: None)
+        found = []
+        for best_degree, best_bytes, rest_s in ((1, 4000, 1.0), (4, 300, 2.0)):
+            tried: set[tuple[int, int | None]] = set()
+            while True:
+                split = StepSplit.from_plan(tuning.plan)
+                assert isinstance(split.forward, int) and split.forward == split.backward and split.bucket_bytes
+                if tuning.settled and len(tried) > 1:
+                    break
+                tried.add((split.forward, split.bucket_bytes))
+                away = 0.03 * abs(split.forward - best_degree) + 0.01 * abs(math.log2(split.bucket_bytes / best_bytes))
+                tuning.note(rest_s + away)
+            found.append((split.forward, split.bucket_bytes, tried))
+        return found
+
+
+def test_flowmoe_by_name_tunes_micro_batches_again_after_a_drift(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, where no gradient travels, and by prediction all numbers are as good."""
+    free = CostModel({name: Line(0.0, line.beta_s) for name, line in COSTS.lines.items()})
+    tuning = alone(tmp_path, monkeypatch, "flowmoe", free, samples=4, tell=lambda line: None)
+    for best, rest_s in ((4, 1.0), (1, 2.0)):
+        tried = set()
+        for number in range(300):
+            if tuning.settled and number > WINDOW:
+                break
+            tried.add(degree := tuning.plan.degrees["forward", 0])
+            tuning.note(rest_s + 0.03 * abs(degree - best))
+        assert set(tuning.plan.degrees.values()) == {best} and tried == {1, 2, 4}
+
+
+@pytest.mark.slow
+def test_flowmoe_by_name_tunes_micro_batches_and_buckets_and_both_again_after_a_drift(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    pytest.importorskip("sklearn")
+    one, other = cluster.run(2, flowmoe_drifts, str(tmp_path))
+    assert one == other
+    for (degree, size, tried), (best_degree, best_bytes) in zip(one, ((1, 4000), (4, 300)), strict=True):
+        sizes = [of for r, of in tried if r == best_degree]
+        assert degree == best_degree and len({r for r, _ in tried}) == 3 and 3 < len(sizes) <= 8
+        assert size == min(sizes, key=lambda of: abs(math.log2(of / best_bytes)))
 
 
 def test_a_step_after_something_else_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

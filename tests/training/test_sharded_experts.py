@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.placement.baselines import replicate, shadow, swap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers import measure
 from fusedmoe.layers.expert_networks import Custom, FeedForward
 from fusedmoe.layers.gates import SoftMoE, TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
+from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
 from tests.training.placed import (
@@ -398,6 +404,47 @@ def test_one_rank_has_nothing_to_move():
         train_step(model, optimizer, Topology(), step)
     assert sharded.placements == () and sharded.memory().total == 0 and sharded.sent_bytes == 0
     sharded.close()
+
+
+def measured_again(rank: int, world: int, balance: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Links on which no expert could travel are measured again, as ones that carry all: losses, and those without."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    lines = [{"gemm": Line(0.0, 1e-12), "all-to-all/ep": Line(0.0, 1.0 / per_s)} for per_s in (1e-3, 1e12)]
+    profiles = iter([SimpleNamespace(costs=CostModel(of)) for of in lines])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "cached_profile", lambda *_, **__: (next(profiles), None))
+        models = [Model(topology, placement) for placement in ("fssdp", "ep")]
+        optimizers = [optimizer_of(model) for model in models]
+        sharded = ShardedExperts(models[0], optimizers[0], topology, balance=balance)
+        losses: tuple[list[Tensor], list[Tensor]] = [], []
+
+        def steps(first: int, last: int) -> None:
+            for step, (model, optimizer, of) in product(
+                range(first, last), zip(models, optimizers, losses, strict=True)
+            ):
+                of.append(train_step(model, optimizer, topology, step))
+
+        steps(0, WINDOW)
+        assert sharded.overlap == 0 and sharded.state_dict()["overlap"] == 0
+        slow_bytes_s = sharded._costs.inter_bytes_s
+        # As `PlanTuning` does it once steps have drifted; links are the same for products of any dtype.
+        measure.measured_costs(topology, torch.device("cpu"), torch.bfloat16, 1.0)
+        assert sharded._costs.inter_bytes_s == slow_bytes_s < 1
+        steps(WINDOW, WINDOW + 1)
+        assert sharded._costs.inter_bytes_s == pytest.approx(1e12) and sharded.state_dict()["overlap"] is None
+        steps(WINDOW + 1, 2 * WINDOW)
+        assert sharded.overlap > EXPERTS
+        if balance != "predicted":
+            assert all(layer.placed.outlasts.args == (sharded._costs,) for layer in models[0].layers)
+        steps(2 * WINDOW, 2 * WINDOW + 2)
+        sharded.close()
+    return losses
+
+
+@pytest.mark.parametrize("balance", ["predicted", "auto"])
+def test_costs_that_are_measured_again_count_from_the_next_step_on(cluster: Cluster, balance: str):
+    for ours, theirs in cluster.run(2, measured_again, balance):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def asked_differently(rank: int, world: int) -> str:

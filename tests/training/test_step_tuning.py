@@ -16,6 +16,7 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Observed
+from fusedmoe.schedule.tuning import WINDOW
 from fusedmoe.training import StepTuning, step_tuning
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
@@ -133,6 +134,62 @@ def test_a_loop_follows_plans_and_keeps_the_fastest(cluster: Cluster, tmp_path: 
     assert "4" in first and first == again and plans > 2, chosen
     # The next job begins with it, and tries less.
     assert fewer < steps and all(line.startswith(f"schedule: {first}: ") for line in told), told
+
+
+class Slower(Clock):
+    """Steps that take so many times as long; plans differ by little, so that much is left to spend."""
+
+    times = 1.0
+
+    def perf_counter(self) -> float:
+        there, back = self.ran[-1] if self.ran else (1, 1)
+        self.now_s += self.times * (1.0 + abs(there - 4) / 100 + abs(back - 4) / 100)
+        return self.now_s
+
+
+def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list[int]]:
+    """For how long it was measured again, whether plans are made by that, and the steps after which it was asked to."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    asked: list[float] = []
+    faster = CostModel({name: Line(line.alpha_s, line.beta_s / 2) for name, line in COSTS.lines.items()})
+
+    def measured(*given: Any) -> CostModel:
+        if given[3] is None:
+            return COSTS
+        asked.append(given[3])
+        return faster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", measured)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        clock = Slower()
+        patch.setattr(step_tuning, "time", clock)
+        model = model_of(topology, True)
+        tuning = StepTuning(model, limit=4, tell=lambda line: None)
+        again, ahead = [], 0
+        for step in range(200):
+            with tuning, plans_run() as ran:
+                model(torch.randn(TOKENS, M, dtype=torch.float64)).square().mean().backward()
+                clock.ran = list(ran)
+            if len(asked) > len(again):
+                again.append(step - ahead)
+            if tuning.tuning is not None and tuning.tuning.settled and clock.times == 1.0:
+                clock.times, ahead = 2.0, step
+            elif again and tuning.tuning is not None and tuning.tuning.settled:
+                break
+        assert tuning.tuning is not None
+        made = tuning.tuning.costs.layers[0].chunks["forward"]["dispatch"].moved_s
+        plain = tuning.tuning._step
+        plain.set_costs(faster)
+        return asked, made == plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s, again
+
+
+def test_the_step_after_a_drift_measures_again(cluster: Cluster, tmp_path: Path) -> None:
+    (asked, new, again), other = cluster.run(2, drifted, str(tmp_path))
+    # Half of what is left goes to the machine's lines, the other half to the layer's parts.
+    assert (asked, new, again) == other and new and len(asked) == 1 and 0.5 <= asked[0] <= 15
+    assert again == [WINDOW + 1]
 
 
 def a_step_that_failed(rank: int, world: int) -> None:
