@@ -40,8 +40,8 @@ def make_call(layout: Layout, like: Tensor, in_flight: bool = False, shared: boo
         return GroupedCall(layout, like, untuned(None), True)
     gpu = torch.cuda.get_device_properties(like.device)
     bulk = has_bulk_copies((gpu.major, gpu.minor))
-    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device, shared).choose
-    return GroupedCall(layout, like, choose, bulk)
+    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
+    return GroupedCall(layout, like, choose, bulk, shared)
 
 
 def experts_forward(

@@ -41,11 +41,12 @@ class GroupedCall:
     Args:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
+        shared: communication holds some multiprocessors meanwhile.
     Attributes:
         choose: chooses the configuration of each launch.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool) -> None:
+    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool, shared: bool = False) -> None:
         self.layout = layout
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
@@ -54,7 +55,7 @@ class GroupedCall:
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
         self.choose = choose
-        self._bulk = bulk
+        self._bulk, self._shared = bulk, shared
         self._tiles: dict[int, Tiles] = {}
 
     def tiles(self, block_rows: int) -> Tiles:
@@ -76,7 +77,8 @@ class GroupedCall:
         """The configuration for a launch. `launch` may be repeated: where the launch adds to what is there, it writes
         elsewhere."""
         experts = self.layout.experts
-        return self.choose(Key(variant, depth, columns, experts, bucket(self.layout.rows, experts)), launch)
+        key = Key(variant, depth, columns, experts, bucket(self.layout.rows, experts), self._shared)
+        return self.choose(key, launch)
 
 
 def solid(tensor: Tensor) -> Tensor:
