@@ -3,9 +3,9 @@
     python -m bench.host_counts          # prints them
     python -m bench.host_counts --keep   # and adds them to bench/results/host.json
 
-Kernels run in Triton's interpreter, whose own operations are left out. Counted are a rank's passes in two chunks, in the
-forward the order of its tokens included, in the backward what joins the two ranks' gradients. Sizes that the host reads
-on a CPU it bounds on a GPU: some counts are lower there.
+Kernels run in Triton's interpreter, whose own operations are left out. Counted are a rank's passes in two chunks: with
+the order of its tokens forward, and backward with what joins the two ranks' gradients. Sizes that the host reads on a
+CPU it bounds on a GPU: some counts are lower there.
 """
 
 from __future__ import annotations

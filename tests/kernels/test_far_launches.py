@@ -69,6 +69,7 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     for name, run in (
         ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 1, bounds)),
         ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 1, bounds)),
+        ("wait metadata and credits", lambda: remote.wait_metadata(metadata, 32, 1, bounds, (tokens, 0))),
         ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), signal_W, bounds, leads)),
         ("credit 1", lambda: put.give_credit(tokens, 1)),
         ("credit 2 told", lambda: put.give_credit(tokens, 1, (metadata, 0), faults=faults)),

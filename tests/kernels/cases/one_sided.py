@@ -93,11 +93,14 @@ def _of_waits() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
     metadata = {"metadata_ptr": i32, "signals_ptr": i64, "epoch_ptr": i64, **stop, "slot": "i32", "W": 8}
+    credits = {"credits_ptr": i64, "credit_epoch_ptr": i64}
+    metadata |= {**dict.fromkeys(credits), "credit_slot": "i32"}
     shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
     some["INTERPRET"] = False
     kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape})
+        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape}),
+        ("wait metadata and credits", remote.wait_metadata_kernel, {**metadata, **shape, **credits}),
     ]
     kernels += [(f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
     return [
