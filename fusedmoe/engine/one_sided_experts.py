@@ -44,7 +44,7 @@ from fusedmoe.kernels.one_sided import (
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
 from fusedmoe.kernels.triton.grouped.call import ChunkTiles, Tiles
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
-from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows, tell_faults
+from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -143,7 +143,8 @@ class Route:
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
-        self._metadata_slot, self._metadata_awaited, self._limit = 0, False, None
+        self._metadata_slot: int | None = None
+        self._metadata_awaited, self._limit = False, None
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
@@ -151,11 +152,15 @@ class Route:
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
-        """Tells each rank what comes; the first thing to do."""
+        """Tells each rank what comes, before tokens do."""
+        lines = self._begin_metadata()
+        with self.buffers.watch.over():
+            put_rows(self.buffers.bounds, lines)
+
+    def _begin_metadata(self) -> SentRows:
         buffers, sends = self.buffers, self._sends
-        slot = self._metadata_slot = buffers.begin(buffers.metadata)
-        with buffers.watch.over():
-            put_rows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, slot, buffers.bounds)
+        self._metadata_slot = buffers.begin(buffers.metadata)
+        return SentRows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_slot)
 
     @property
     def forward(self) -> RouteChunks:
@@ -198,11 +203,14 @@ class Route:
             wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
 
     def put_tokens(self, x_SM: Tensor) -> int:
-        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot."""
+        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same
+        launch tells what comes, where nothing has told it yet."""
         buffers, sends = self.buffers, self._sends
+        lines = self._begin_metadata() if self._metadata_slot is None else None
         slot = buffers.begin(buffers.tokens)
+        tokens = SentRows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot)
         with buffers.watch.over():
-            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot, buffers.bounds)
+            put_rows(buffers.bounds, *((tokens,) if lines is None else (lines, tokens)))
         return slot
 
     def read(self, slot: int) -> None:
@@ -322,7 +330,6 @@ class Forward:
         self._tokens = self._results = 0
 
     def send(self) -> None:
-        self.route.put_metadata()
         self._tokens = self.route.put_tokens(self._x_SM)
 
     def compute(self) -> None:
@@ -371,9 +378,9 @@ class Backward:
             put, values = chunks.put(chunk, self._results), chunks.value_addresses(chunk, self._results)
             with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
                 dy_RM, hidden = backward_rows_in_flight(
-                    *(dy_CM, h_RH, layout, chunks.tiles(chunk), arrivals.weight_R),
-                    *(experts.weights, experts.activation, wait, put, values, experts.wanted),
-                )
+                    dy_CM, h_RH, layout, chunks.tiles(chunk), arrivals.weight_R, experts.weights, experts.activation,
+                    wait, put, values, experts.wanted,
+                )  # fmt: skip
             left.append((dy_RM, hidden))
         if experts.wanted.parameters and experts.weights.b2 is None:
             left = [(dy_RM, hidden) for dy_RM, (_, hidden) in zip(chunks.take(self._tokens), left, strict=True)]

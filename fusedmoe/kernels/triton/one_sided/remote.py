@@ -127,8 +127,8 @@ def wait_metadata_kernel(
     """Waits for all routing metadata of one peer, whose first tile tells how much there is, and for its credit."""
     peer = tl.program_id(0)
     base, epoch = (slot * W + peer) * T, tl.load(epoch_ptr)
-    one = tl.arange(0, 1)
-    wait(signals_ptr, base + one, one == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+    zero_1 = tl.arange(0, 1)
+    wait(signals_ptr, base + zero_1, zero_1 == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
         arrived(signals_ptr + base, epoch)
     e = tl.arange(0, EP)
@@ -140,7 +140,9 @@ def wait_metadata_kernel(
         arrived(signals_ptr + base, epoch)
     if credits_ptr is not None:
         before = tl.load(credit_epoch_ptr) - 1
-        wait(credits_ptr, credit_slot * W + peer + one, one == 0, before, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        wait(
+            credits_ptr, credit_slot * W + peer + zero_1, zero_1 == 0, before, stop_ptr, record_ptr, limit_ns, INTERPRET
+        )
 
 
 @jit(do_not_specialize=["behind", "limit_ns", "count"])
