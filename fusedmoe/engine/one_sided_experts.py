@@ -143,8 +143,8 @@ class Route:
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
-        self._metadata_slot: int | None = None
-        self._metadata_awaited, self._limit = False, None
+        self._metadata_slot, self._limit = 0, None
+        self._metadata_put = self._metadata_awaited = False
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
@@ -159,7 +159,7 @@ class Route:
 
     def _begin_metadata(self) -> SentRows:
         buffers, sends = self.buffers, self._sends
-        self._metadata_slot = buffers.begin(buffers.metadata)
+        self._metadata_slot, self._metadata_put = buffers.begin(buffers.metadata), True
         return SentRows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_slot)
 
     @property
@@ -206,7 +206,7 @@ class Route:
         """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same
         launch tells what comes, where nothing has told it yet."""
         buffers, sends = self.buffers, self._sends
-        lines = self._begin_metadata() if self._metadata_slot is None else None
+        lines = None if self._metadata_put else self._begin_metadata()
         slot = buffers.begin(buffers.tokens)
         tokens = SentRows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot)
         with buffers.watch.over():

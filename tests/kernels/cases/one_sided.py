@@ -13,6 +13,7 @@ from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.grouped import holder
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
 
@@ -73,7 +74,13 @@ def _of_puts() -> list[AotCase]:
         if tile == 128:
             arguments = {**sent(i32, 1024, 2), "C": 65536, "T": 64, **sent(dtype, tile, width, second=True), **common}
             far_too = {**far, "staging_ptr": i32, "second_staging_ptr": dtype}
-            add(f"put metadata and rows {name}", put.put_rows_kernel, arguments, far_too, put.launch_options)
+            add(
+                f"put metadata and rows {name}",
+                put.put_rows_kernel,
+                arguments,
+                far_too,
+                lambda _: put.launch_options(True),
+            )
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
             back |= {"TILE": returned_rows.TILE, **put.columns(width, returned_rows.TILE)}
@@ -108,17 +115,20 @@ def _of_waits() -> list[AotCase]:
     shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
     some["INTERPRET"] = False
-    kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape}),
-        ("wait metadata and credits", remote.wait_metadata_kernel, {**metadata, **shape, **credits}),
+    wide = {"maxnreg": MOST_REGISTERS}
+    kernels: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
+        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape}, wide),
+        ("wait metadata and credits", remote.wait_metadata_kernel, {**metadata, **shape, **credits}, wide),
     ]
-    kernels += [(f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
+    kernels += [
+        (f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}, {}) for block in (16, 256, 1024)
+    ]
     return [
         case
-        for name, kernel, arguments in kernels
+        for name, kernel, arguments, options in kernels
         for case in (
-            AotCase(name, kernel, {**arguments, "NVSHMEM": False}),
-            AotCase(f"{name} nvshmem", kernel, {**arguments, "NVSHMEM": True}, libraries=nvshmem_bitcode),
+            AotCase(name, kernel, {**arguments, "NVSHMEM": False}, options),
+            AotCase(f"{name} nvshmem", kernel, {**arguments, "NVSHMEM": True}, options, libraries=nvshmem_bitcode),
         )
     ]
 

@@ -25,7 +25,7 @@ from fusedmoe.kernels.grouped import tile_bound
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Put, Wait, far_pointers, linked
 from fusedmoe.kernels.triton.grouped.configs import Config, Key, Variant, bucket, is_even
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 
 Result = TypeVar("Result")
 
@@ -224,7 +224,7 @@ def make_tiles(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Ti
     padded, block = block_sizes(experts)
     tiles_kernel[(triton.cdiv(n_tiles, block), len(offsets))](
         first, tiles[0].table, tiles[0].used, n_tiles, apart, length, experts,
-        BM=block_rows, BT=block, EP=padded, num_warps=4,
+        BM=block_rows, BT=block, EP=padded, num_warps=4, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return tiles
 

@@ -242,7 +242,8 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
         *_arguments(first), *(nothing if second is None else _arguments(second)),
         *far_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.peers,
         TILE=buffer.tile, **shape, SECOND_TILE=second_shape[0], SECOND_BLOCK=second_shape[1],
-        **linked(buffer.network), INTERPRET=INTERPRET, **launch_options(buffer.network is not None),
+        **linked(buffer.network), INTERPRET=INTERPRET,
+        **launch_options(buffer.network is not None or second is not None),
     )  # fmt: skip
 
 
@@ -307,9 +308,11 @@ def finish(put: Put) -> None:
         signal_far(put.mark, put.epoch, put.addresses.network)
 
 
-def launch_options(nvshmem: bool) -> dict[str, int]:
-    """Options of launches that move rows. With calls of NVSHMEM the assembler would spill to fit one more program."""
-    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if nvshmem else {"num_warps": _WARPS}
+def launch_options(long: bool) -> dict[str, int]:
+    """Options of launches that move rows. In long code, NVSHMEM's or for rows of two kinds, the assembler would spill
+    to fit one more program.
+    """
+    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if long else {"num_warps": _WARPS}
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:

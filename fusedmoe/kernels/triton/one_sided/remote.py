@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.one_sided import Bounds, Network, ReceiveBuffer, linked
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 
 
@@ -173,7 +173,7 @@ def wait_metadata(
         metadata.rows, metadata.signals, metadata.epochs[slot], slot, *credit,
         bounds.stop, bounds.record, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
         TILE=metadata.tile, TILES=triton.next_power_of_2(tiles), EP=triton.next_power_of_2(experts),
-        **linked(metadata.network), INTERPRET=INTERPRET,
+        **linked(metadata.network), INTERPRET=INTERPRET, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 
