@@ -14,7 +14,7 @@ receive buffer, and keeps them by the backward's chunks; pre-activations are cop
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class RouteChunks:
         wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def tiles(self, chunk: int) -> Callable[[int], Tiles]:
+    def tiles(self, chunk: int) -> partial[Tiles]:
         """Returns what gives a chunk's row tiles by their height; those of all chunks are made at once."""
         return partial(self._tiles.of, chunk)
 
@@ -197,11 +197,6 @@ class Route:
             tell_faults(buffers.faults, buffers.results.me, buffers.network)
         return found
 
-    def _await_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> None:
-        buffers, self._metadata_awaited = self.buffers, True
-        with buffers.watch.over():
-            wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
-
     def put_tokens(self, x_SM: Tensor) -> int:
         """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same
         launch tells what comes, where nothing has told it yet."""
@@ -234,6 +229,11 @@ class Route:
         with buffers.watch.over():
             wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
         return slot
+
+    def _await_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> None:
+        buffers, self._metadata_awaited = self.buffers, True
+        with buffers.watch.over():
+            wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
 
     def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
