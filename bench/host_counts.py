@@ -3,8 +3,9 @@
     python -m bench.host_counts          # prints them
     python -m bench.host_counts --keep   # and adds them to bench/results/host.json
 
-Kernels run in Triton's interpreter, whose own operations are left out. Counted is a rank's forward pass in two chunks,
-the order of its tokens included. Sizes that the host reads on a CPU it bounds on a GPU: some counts are lower there.
+Kernels run in Triton's interpreter, whose own operations are left out. Counted are a rank's passes in two chunks: with
+the order of its tokens forward, and backward with what joins the two ranks' gradients. Sizes that the host reads on a
+CPU it bounds on a GPU: some counts are lower there.
 """
 
 from __future__ import annotations
@@ -70,12 +71,20 @@ def main() -> None:
     case = make_case(Shape("host", 64, 32, 16, 8, 2, spread=True), torch.device("cpu"), torch.float32)
     layer = puts_layer(case, _RANKS)
     for _ in range(SLOTS):  # buffers have been made, and what is kept of each of their slots
-        layer.forward()
-    operations, launches = count(layer.forward)
-    row = {"operations": sum(operations.values()) / _RANKS, "launches": sum(launches.values()) / _RANKS}
-    print(f"a rank's forward pass by puts, two chunks: {row['operations']:g} operations, {row['launches']:g} launches")
-    for name, found in (*operations.most_common(12), *launches.most_common()):
-        print(f"  {found / _RANKS:6g}  {name}")
+        y_SM = layer.forward()
+    row: dict[str, float] = {}
+    for name, prefix, call in (
+        ("forward", "", layer.forward),
+        ("backward", "backward_", lambda: layer.backward(y_SM, case.dy_SM)),
+    ):
+        operations, launches = count(call)
+        found = {"operations": sum(operations.values()) / _RANKS, "launches": sum(launches.values()) / _RANKS}
+        row |= {prefix + what: number for what, number in found.items()}
+        print(
+            f"a rank's {name} by puts, two chunks: {found['operations']:g} operations, {found['launches']:g} launches"
+        )
+        for one, number in (*operations.most_common(12), *launches.most_common()):
+            print(f"  {number / _RANKS:6g}  {one}")
     if keep:
         file = RESULTS / "host.json"
         rows = json.loads(file.read_text()) if file.exists() else []

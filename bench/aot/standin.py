@@ -181,22 +181,22 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (experts, "tuner", lambda device, shared=False: _tuner(capability, device)),
+        (experts, "tuner", lambda device: _tuner(capability, properties.multi_processor_count, device)),
     ]
 
 
-def _tuner(capability: tuple[int, int], device: torch.device) -> Tuner:
+def _tuner(capability: tuple[int, int], multiprocessors: int, device: torch.device) -> Tuner:
     """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
 
     def check(variant: object, config: Any) -> str:
-        make_tiles(torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device), sum(COUNTS), config.bm)
+        make_tiles([torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device)], sum(COUNTS), config.bm)
         return ""
 
-    def measure(run: Callable[[], object], seconds: float) -> float:
+    def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         run()
-        return 1.0
+        return lambda: 1.0
 
-    return Tuner(partial(to_try, capability), check, measure, Record(None), lambda: True)
+    return Tuner(partial(to_try, capability, multiprocessors), check, measure, Record(None), lambda: True)
 
 
 # What computes an operator has one form for all devices.

@@ -1,8 +1,10 @@
 """The Gluon form's first minutes on a Hopper GPU: is it right, how fast, and how fast beside others?
 
     python -m bench.gpu.gluon_first check               all configurations, in a process for each variant; a minute
-    python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms
-    python -m bench.gpu.gluon_first stress 30B-H256 …   the same bits 100 times? and with 16 multiprocessors held?
+    python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms,
+                                                        alone and with 16 multiprocessors held
+    python -m bench.gpu.gluon_first stress 30B-H256 …   each form, and Gluon's with fewer programs: the same bits 100
+                                                        times? and the time alone, and with 16 multiprocessors held
     python -m bench.gpu.gluon_first host                host time of steps whose work is tiny
 
 `check` writes verdicts where the tuner looks for them (FUSEDMOE_CACHE), as they come.
@@ -16,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +30,15 @@ from bench.gpu.case import make_case
 from bench.gpu.clock import Step
 from bench.gpu.kernels import fastest_of_forms, grouped_steps
 from bench.gpu.shapes import SHAPES, Shape
-from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Variant
+from fusedmoe.kernels.triton.grouped.configs import (
+    OPERATIONS,
+    Config,
+    HopperConfig,
+    Key,
+    Variant,
+    gluon_candidates,
+    with_programs,
+)
 
 if TYPE_CHECKING:  # needs Triton
     from fusedmoe.kernels.triton.grouped.holder import Holder
@@ -44,7 +56,6 @@ def variants() -> Iterator[Variant]:
 
 def check(shapes: Sequence[Shape], device: torch.device) -> None:
     from fusedmoe.kernels.triton.grouped import autotune
-    from fusedmoe.kernels.triton.grouped.configs import HopperConfig, gluon_candidates
     from fusedmoe.kernels.triton.grouped.correctness import check_apart
 
     record, lock, hung = autotune.tuner(device).record, threading.Lock(), []
@@ -69,31 +80,44 @@ def check(shapes: Sequence[Shape], device: torch.device) -> None:
 
 
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
-    for shape in shapes:
-        for step in grouped_steps(make_case(shape, device)):
+    for shape, shared in product(shapes, (False, True)):
+        for step in grouped_steps(make_case(shape, device), shared=shared):
             step.run(step.before())
             told = step.told()
             times = told.get("microseconds") or {}
             assert isinstance(times, dict)
             shown = ("-" if taken is None else f"{taken:.0f}" for taken in fastest_of_forms(times))
-            print(f"{shape.name} {step.name:8} us in Triton, in Gluon: {', '.join(shown)}; {told.get('config')}")
+            name = f"{shape.name} {step.name:8}" + " beside another kernel" * shared
+            print(f"{name} us in Triton, in Gluon: {', '.join(shown)}; {told.get('config')}", flush=True)
         torch.cuda.empty_cache()
 
 
 def stress(shapes: Sequence[Shape], device: torch.device) -> None:
-    """Prints, of what the tuner chose, how many of 100 runs differ in a bit, which is a race, and the time alone and
-    where another stream holds multiprocessors."""
+    """Prints, of Triton's form and of that in Gluon with all programs and with fewer, how many of 100 runs differ in a
+    bit, which is a race, and the time alone and where another stream holds multiprocessors."""
     from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
 
-    holder = Holder(device)
-    for shape in shapes:
-        for step in grouped_steps(make_case(shape, device)):
+    holder, free = Holder(device), torch.cuda.get_device_properties(device).multi_processor_count - HELD
+    for shape, programs in product(shapes, (None, 0, free)):
+        for step in grouped_steps(make_case(shape, device), partial(fastest, device, programs)):
             first = [tensor.clone() for tensor in _results(step)]
             differ = sum(not all(map(torch.equal, _results(step), first)) for _ in range(100))
             alone_ms, held_ms = _median_ms(step, None), _median_ms(step, holder)
             told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {HELD} multiprocessors held"
             print(f"{shape.name} {step.name:8} {differ} of 100 differ; {told}: {step.told()['config']}", flush=True)
         torch.cuda.empty_cache()
+
+
+def fastest(device: torch.device, programs: int | None, key: Key, launch: Callable[[Config], object]) -> Config:
+    """Returns what took the tuner least of the form in Gluon, with so many programs, or (None) of Triton's. What the
+    tuner chose where none of that form is right, or where it does not tune."""
+    from fusedmoe.kernels.triton.grouped import autotune
+
+    tuner, gpu = autotune.tuner(device), torch.cuda.get_device_properties(device)
+    chosen, times = tuner.choose(key, launch), tuner.times(key)
+    tried = [one.config for one in autotune.to_try((gpu.major, gpu.minor), gpu.multi_processor_count, key)]
+    form = [one for one in tried if isinstance(one, HopperConfig) == (programs is not None) and str(one) in times]
+    return with_programs(min(form, key=lambda one: times[str(one)], default=chosen), programs or 0)
 
 
 def host(shapes: Sequence[Shape], device: torch.device) -> None:

@@ -102,18 +102,19 @@ def row_steps(case: Case) -> list[Step]:
     ]
 
 
-def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None) -> list[Step]:
+def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None, shared: bool = False) -> list[Step]:
     """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already.
 
     Args:
         choose: chooses their configurations instead of the tuner.
+        shared: chosen is what suits launches beside communication.
     """
     from fusedmoe.kernels.triton import experts
     from fusedmoe.kernels.triton.grouped import autotune
 
     layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
     weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_pairs(case.weight_SK, layout)
-    call = experts.make_call(layout, case.x_SM)
+    call = experts.make_call(layout, case.x_SM, shared=shared)
     chosen: dict[str, tuple[Any, Any]] = {}
     own = choose or call.choose
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,9 @@ from fusedmoe.kernels.one_sided import (
     find_rows,
 )
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
+from fusedmoe.kernels.triton.grouped.call import ChunkTiles, Tiles
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
-from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows, tell_faults
+from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -59,6 +60,8 @@ class RouteChunks:
     def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk]) -> None:
         self.buffers, self._chunks = buffers, chunks
         self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
+        layouts = [arrivals.layout for arrivals in self.arrivals]
+        self._tiles = ChunkTiles([layout.offsets_E1 for layout in layouts], layouts[0].rows)
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -74,6 +77,10 @@ class RouteChunks:
         tokens = buffers.tokens
         wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
+
+    def tiles(self, chunk: int) -> partial[Tiles]:
+        """Returns what gives a chunk's row tiles by their height; those of all chunks are made at once."""
+        return partial(self._tiles.of, chunk)
 
     def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
@@ -147,6 +154,7 @@ class Route:
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
         self._metadata_slot, self._limit = 0, None
+        self._metadata_put = self._metadata_awaited = False
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
@@ -156,11 +164,15 @@ class Route:
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
-        """Tells each rank what comes; the first thing to do."""
+        """Tells each rank what comes, before tokens do."""
+        lines = self._begin_metadata()
+        with self.buffers.watch.over():
+            put_rows(self.buffers.bounds, lines)
+
+    def _begin_metadata(self) -> SentRows:
         buffers, sends = self.buffers, self._sends
-        slot = self._metadata_slot = buffers.begin(buffers.metadata)
-        with buffers.watch.over():
-            put_rows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, slot, buffers.bounds)
+        self._metadata_slot, self._metadata_put = buffers.begin(buffers.metadata), True
+        return SentRows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_slot)
 
     @property
     def forward(self) -> RouteChunks:
@@ -180,8 +192,8 @@ class Route:
     @cached_property
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
         buffers, metadata = self.buffers, self.buffers.metadata
-        with buffers.watch.over():
-            wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds)
+        if not self._metadata_awaited:
+            self._await_metadata()
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
         def read(degree: int) -> RouteChunks:
@@ -204,11 +216,14 @@ class Route:
         tell_faults(self.buffers.faults, self.buffers.results.me, self.buffers.network)
 
     def put_tokens(self, x_SM: Tensor) -> int:
-        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot."""
+        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same
+        launch tells what comes, where nothing has told it yet."""
         buffers, sends = self.buffers, self._sends
+        lines = None if self._metadata_put else self._begin_metadata()
         slot = buffers.begin(buffers.tokens)
+        tokens = SentRows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot)
         with buffers.watch.over():
-            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot, buffers.bounds)
+            put_rows(buffers.bounds, *((tokens,) if lines is None else (lines, tokens)))
         return slot
 
     def read(self, slot: int) -> None:
@@ -222,13 +237,21 @@ class Route:
         self._read.clear()
 
     def begin_results(self) -> int:
-        """Begins an exchange of results; returns its slot."""
+        """Begins an exchange of results; returns its slot, which serves again only when every peer has read what was in
+        it. Metadata that nobody has waited for is waited for by the same launch."""
         buffers, results = self.buffers, self.buffers.results
         slot = buffers.begin(results)
+        if not self._metadata_awaited:
+            self._await_metadata((results, slot))
+            return slot
         with buffers.watch.over():
-            # A slot serves again only when every peer has read what was in it.
             wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
         return slot
+
+    def _await_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> None:
+        buffers, self._metadata_awaited = self.buffers, True
+        with buffers.watch.over():
+            wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
 
     def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
@@ -327,17 +350,18 @@ class Forward:
         self._tokens = self._results = 0
 
     def send(self) -> None:
-        self.route.put_metadata()
         self._tokens = self.route.put_tokens(self._x_SM)
 
     def compute(self) -> None:
-        route, chunks = self.route, self.route.forward
+        route = self.route
         self._results = route.begin_results()
+        chunks = route.forward
         for chunk, arrivals in enumerate(chunks.arrivals):
             x_CM, layout, wait = chunks.arriving(chunk, self._tokens)
             put = chunks.put(chunk, self._results, arrivals.weight_R)
             with route.buffers.watch.over(), _span(self.measured, "forward", chunk):
-                h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
+                given = (x_CM, layout, chunks.tiles(chunk), self.experts.weights, self.experts.activation)
+                h_RH = forward_in_flight(*given, wait, put)
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
         keeps, there = self.experts.keeps_rows, route.backward
@@ -383,10 +407,12 @@ class Backward:
             put, values = chunks.put(chunk, self._results), chunks.value_addresses(chunk, self._results)
             with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
                 dy_RM, hidden = backward_rows_in_flight(
-                    *(dy_CM, h_RH, layout, arrivals.weight_R, experts.weights, experts.activation),
-                    *(wait, put, values, experts.wanted),
-                )
+                    dy_CM, h_RH, layout, chunks.tiles(chunk), arrivals.weight_R, experts.weights, experts.activation,
+                    wait, put, values, experts.wanted,
+                )  # fmt: skip
             left.append((dy_RM, hidden))
+        if experts.wanted.parameters and experts.weights.b2 is None:
+            left = [(dy_RM, hidden) for dy_RM, (_, hidden) in zip(chunks.take(self._tokens), left, strict=True)]
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
         for (dy_RM, hidden), x_RM, arrivals in zip(left, self._received(), chunks.arrivals, strict=True):

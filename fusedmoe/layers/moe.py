@@ -222,7 +222,6 @@ class MoELayer(nn.Module):
             refusal = refusal or self.checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.no_routing(x_SM)  # this rank sends nothing but why
-            self.load.count(routing, self.gate, self.training)
         if self.topology.ep.size == self.topology.esp.size == 1:
             self.checks.refuse(refusal)  # no exchange would tell it
         if self.placed is not None and isinstance(routing, SoftRouting):
@@ -230,6 +229,8 @@ class MoELayer(nn.Module):
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
         with span(recorder, "permute", kind="permute", phase="forward"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
+        # Behind the order, which says on CUDA what is wrong with numbers of experts.
+        self.load.count(routing, self.gate, self.training)
         self.load.keep(ordered.kept_E)
         self.dispatcher.recorder = recorder
         bad = self.checks.bad_logits(routing)

@@ -130,7 +130,7 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
         for one, *_ in gluon_candidates(half._replace(operation=operation), divmod(target, 10))
     }
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
-    assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "place", "gather_rows", "sum_rows", "tiles"}
+    assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "place", "take_rows", "sum_rows", "tiles"}
     assert kernels >= {"take_pairs", "put_pairs", "zero_rows"}
     assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments.get("PUT")]

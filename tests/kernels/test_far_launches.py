@@ -66,9 +66,13 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, signal_W, mark)
     faults = Faults(empty(1, dtype=I64), signal_W, signal_W, bounds)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
+    sent = put.SentRows(x_SM, source_WC, wanted_W, tokens, 1)
+    lines = put.SentRows(empty(9, 2, dtype=I32), empty(PEERS, 65536, dtype=I32), wanted_W, metadata, 1)
     for name, run in (
-        ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 1, bounds)),
+        ("put rows bfloat16 128x4096", lambda: put.put_rows(bounds, sent)),
+        ("put metadata and rows bfloat16 128x4096", lambda: put.put_rows(bounds, lines, sent)),
         ("wait metadata", lambda: remote.wait_metadata(metadata, 32, 1, bounds)),
+        ("wait metadata and credits", lambda: remote.wait_metadata(metadata, 32, 1, bounds, (tokens, 0))),
         ("wait 256", lambda: remote.wait_signals(mark.signals, empty(200, dtype=I32), signal_W, bounds, leads)),
         ("credit 1", lambda: put.give_credit(tokens, 1)),
         ("credit 2 told", lambda: put.give_credit(tokens, 1, (metadata, 0), faults=faults)),

@@ -22,7 +22,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.one_sided import MOST_FAULTS, Bounds, Faults, Mark, ReceiveBuffer, ReturnRows
-from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 #: Exchanges that may be under way at once.
@@ -253,7 +253,7 @@ class OneSidedAllToAll:
         first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
         source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
         with self._watch.over():
-            put_rows(words, source_WC, used_W, place, slot, bounds)
+            put_rows(bounds, SentRows(words, source_WC, used_W, place, slot))
         size = self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
         with self._watch.over():

@@ -7,6 +7,7 @@ are bounds, rows past the true count are never read as results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, Tiles, solid
 from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
@@ -29,19 +30,25 @@ from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
 
 
-def make_call(layout: Layout, like: Tensor, in_flight: bool = False, shared: bool = False) -> GroupedCall:
+def make_call(
+    layout: Layout,
+    like: Tensor,
+    in_flight: bool = False,
+    shared: bool = False,
+    tiles: Callable[[int], Tiles] | None = None,
+) -> GroupedCall:
     """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
 
     `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
-    `shared`: communication holds some multiprocessors meanwhile.
+    `shared`: communication holds some multiprocessors meanwhile.   `tiles`: as of `GroupedCall`.
     """
     # The interpreter knows bulk copies, and has nothing to tune.
     if INTERPRET:
-        return GroupedCall(layout, like, untuned(None), True)
+        return GroupedCall(layout, like, untuned(None), True, tiles=tiles)
     gpu = torch.cuda.get_device_properties(like.device)
     bulk = has_bulk_copies((gpu.major, gpu.minor))
-    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device, shared).choose
-    return GroupedCall(layout, like, choose, bulk)
+    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
+    return GroupedCall(layout, like, choose, bulk, shared, tiles)
 
 
 def experts_forward(
@@ -129,16 +136,22 @@ def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tenso
 
 
 def forward_in_flight(
-    x_CM: Tensor, layout: Layout, weights: Weights, activation: Activation, wait: Wait, put: Put
+    x_CM: Tensor,
+    layout: Layout,
+    tiles: Callable[[int], Tiles],
+    weights: Weights,
+    activation: Activation,
+    wait: Wait,
+    put: Put,
 ) -> Tensor:
     """The forward of rows in a receive buffer: puts the results, and returns h [R, (2,) H].
 
     Args:
-        layout: `source_N` are the rows of x; padding may follow.
+        layout: `source_N` are the rows of x; padding may follow.   tiles: of its rows, by their height.
         wait: how the first product waits for its rows.
         put: where the second product puts its results.
     """
-    call = make_call(layout, x_CM, in_flight=True)
+    call = make_call(layout, x_CM, in_flight=True, tiles=tiles)
     h, a = up(call, x_CM, weights, activation, wait)
     product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start, put)
     return h.view(layout.rows, *weights.w1.shape[1:-1])
@@ -148,6 +161,7 @@ def backward_rows_in_flight(
     dy_CM: Tensor,
     h: Tensor,
     layout: Layout,
+    tiles: Callable[[int], Tiles],
     weight_R: Tensor,
     weights: Weights,
     activation: Activation,
@@ -162,16 +176,15 @@ def backward_rows_in_flight(
         values: where the gradients of router weights, [R], are put.
         wanted: of x and the router weights in any case, for which other ranks wait.
     Returns:
-        What the gradients of parameters need: dy, [R, M] sorted by expert, and the activations.
+        What the gradients of parameters need: with an output bias dy, [R, M] sorted by expert, and the activations.
     """
-    call = make_call(layout, dy_CM, in_flight=True)
+    call = make_call(layout, dy_CM, in_flight=True, tiles=tiles)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wanted, wait)
     assert dh is not None and ds_R is not None
     dy_RM = None
-    if wanted.parameters or weights.b2 is not None:
+    if weights.b2 is not None:
         dy_RM = permute(dy_CM, layout)  # the kernel before has waited for all of them
-    if weights.b2 is not None and dy_RM is not None:
         sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
     put_values(ds_R, values, layout.offsets_E1[-1:])

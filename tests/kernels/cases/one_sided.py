@@ -15,6 +15,7 @@ from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton import pages
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.grouped import holder
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
 
@@ -26,7 +27,6 @@ def aot_cases() -> list[AotCase]:
 def _of_puts() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    numbers = {"me": "i32", "slot": "i32"}
     ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch_ptr": i64}
     cases = []
 
@@ -44,6 +44,22 @@ def _of_puts() -> list[AotCase]:
         arguments = {**arguments, **far, "NVSHMEM": True}
         cases.append(AotCase(f"{name} nvshmem", kernel, arguments, options(True), libraries=nvshmem_bitcode))
 
+    common: dict[str, Any] = {"W": 8, "me": "i32", **stop, "INTERPRET": False}
+
+    def sent(dtype: torch.dtype, tile: int, width: int, second: bool = False) -> dict[str, Any]:
+        """Arguments of rows that are sent, but for their staging."""
+        tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
+        more = {"x_ptr": dtype, "source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64}
+        found = {**more, **tables, "slot": "i32", "C": 4096, "T": 32, "M": width}
+        constants = {"TILE": tile, **put.columns(width, tile)}
+        if not second:
+            return {**found, **constants}
+        return {f"second_{of}": kind for of, kind in found.items()} | {
+            f"SECOND_{of}": size for of, size in constants.items()
+        }
+
+    nothing = {of: None if of.endswith("ptr") else 0 for of in sent(i32, 1024, 2, True)}
+    nothing |= {"second_slot": "i32", "second_staging_ptr": None}
     for dtype, tile, width in (
         *((torch.bfloat16, 128, width) for width in (512, 4096, 7168)),
         *((torch.bfloat16, tile, 4096) for tile in (16, 64)),
@@ -53,19 +69,20 @@ def _of_puts() -> list[AotCase]:
         (torch.int32, 1024, 2),
     ):
         name = f"{str(dtype)[6:]} {tile}x{width}"
-        tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
-        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64, "W": 8, "C": 4096, "T": 32}
-        sizes = {"M": width, "TILE": tile, **put.columns(width, tile), "INTERPRET": False}
-        arguments = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
         far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
-        add(
-            f"put rows {name}",
-            put.put_rows_kernel,
-            arguments,
-            far,
-            put.launch_options,
-            quick=name == "bfloat16 128x4096",
-        )
+        quick = name == "bfloat16 128x4096"
+        arguments = {**sent(dtype, tile, width), **nothing, **common}
+        add(f"put rows {name}", put.put_rows_kernel, arguments, far, put.launch_options, quick=quick)
+        if tile == 128:
+            arguments = {**sent(i32, 1024, 2), "C": 65536, "T": 64, **sent(dtype, tile, width, second=True), **common}
+            far_too = {**far, "staging_ptr": i32, "second_staging_ptr": dtype}
+            add(
+                f"put metadata and rows {name}",
+                put.put_rows_kernel,
+                arguments,
+                far_too,
+                lambda _: put.launch_options(True),
+            )
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
             back |= {"TILE": returned_rows.TILE, **put.columns(width, returned_rows.TILE)}
@@ -95,19 +112,25 @@ def _of_waits() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
     metadata = {"metadata_ptr": i32, "signals_ptr": i64, "epoch_ptr": i64, **stop, "slot": "i32", "W": 8}
+    credits = {"credits_ptr": i64, "credit_epoch_ptr": i64}
+    metadata |= {**dict.fromkeys(credits), "credit_slot": "i32"}
     shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
     some["INTERPRET"] = False
-    kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape})
+    wide = {"maxnreg": MOST_REGISTERS}
+    kernels: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
+        ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape}, wide),
+        ("wait metadata and credits", remote.wait_metadata_kernel, {**metadata, **shape, **credits}, wide),
     ]
-    kernels += [(f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
+    kernels += [
+        (f"wait {block}", remote.wait_signals_kernel, {**some, "BLOCK": block}, {}) for block in (16, 256, 1024)
+    ]
     return [
         case
-        for name, kernel, arguments in kernels
+        for name, kernel, arguments, options in kernels
         for case in (
-            AotCase(name, kernel, {**arguments, "NVSHMEM": False}),
-            AotCase(f"{name} nvshmem", kernel, {**arguments, "NVSHMEM": True}, libraries=nvshmem_bitcode),
+            AotCase(name, kernel, {**arguments, "NVSHMEM": False}, options),
+            AotCase(f"{name} nvshmem", kernel, {**arguments, "NVSHMEM": True}, options, libraries=nvshmem_bitcode),
         )
     ]
 

@@ -190,7 +190,7 @@ class Exchanges:
         slot = buffers.begin(buffers.tokens)
         x = torch.full((buffers.sizes.tokens, buffers.sizes.width), float(number * self.world + self.rank))
         with buffers.watch.over():
-            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, slot, buffers.bounds)
+            put.put_rows(buffers.bounds, put.SentRows(x, self.source_WC, self.used_W, buffers.tokens, slot))
         return slot
 
     def take(self, slot: int) -> list[list[float]]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +115,7 @@ def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.d
 
 def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[[Variant, Config], str]) -> None:
     """Through the tuner's own judgement, which names the others in warnings."""
-    tuner = Tuner(lambda key: [], check, lambda run, seconds: 0.0, Record(None), lambda: True)
+    tuner = Tuner(lambda key: [], check, lambda run, shared: lambda: 0.0, Record(None), lambda: True)
     key = Key(case, 576, 272, 8, 64)
     assert tuner._right(key, choices), tuner.record.faults
 
@@ -175,10 +175,10 @@ def test_check_finds_one_wrong_value(
 def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiles = grouped_call.make_tiles
 
-    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
-        tiles = make_tiles(offsets_E1, rows, block_rows)
+    def lossy(*args: Any) -> list[Tiles]:
+        (tiles,) = make_tiles(*args)
         tiles.table[2, 0] = -1
-        return tiles
+        return [tiles]
 
     monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
@@ -227,11 +227,11 @@ class Fake:
         self.checked.append(config)
         return self.faults.get(config, "")
 
-    def _measure(self, run: Callable[[], object], seconds: float) -> float:
+    def _measure(self, run: Callable[[], object], shared: bool) -> Callable[[], float]:
         self.timed += 1
         run()
-        assert seconds <= 1.0
-        return {SLOW: 2e-3, FAST: 1e-3, WRONG: 1e-6}[self.launched[-1]]
+        config = self.launched[-1]
+        return lambda: {SLOW: 2e-3, FAST: 1e-3, WRONG: 1e-6}[config]
 
     def choose(self, key: Key = KEY) -> Config:
         return self.tuner.choose(key, self.launched.append)
@@ -344,15 +344,25 @@ def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytes
     assert again.choose() == FAST and SLOW not in again.checked
 
 
+@pytest.mark.parametrize("good", [0, 40])
 @pytest.mark.parametrize("lost", [True, False])
-def test_one_that_fails_at_the_sizes_themselves(lost: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_at_the_sizes_themselves(
+    lost: bool, good: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = Fake(file)
     measure = fake.tuner._measure
 
-    def failing(run: Callable[[], object], seconds: float) -> float:
-        taken = measure(run, seconds)
-        if fake.launched[-1] == FAST:
-            raise RuntimeError("misaligned address")
+    def failing(run: Callable[[], object], shared: bool) -> Callable[[], float]:
+        take = measure(run, shared)
+        if fake.launched[-1] != FAST:
+            return take
+        times = iter([1e-3] * good)
+
+        def taken() -> float:
+            if (time := next(times, None)) is None:
+                raise RuntimeError("misaligned address")
+            return time
+
         return taken
 
     fake.tuner._measure = failing
@@ -386,6 +396,59 @@ def test_out_of_memory_is_no_verdict(where: str, file: Path) -> None:
     assert fake.choose() == SLOW and fake.choose() == SLOW
     again = Fake(file)
     assert again.choose() == FAST and again.timed == 2, "what lack of memory decided was written down"
+
+
+class Clocked:
+    """A tuner of a GPU whose speed changes as it works: `slow(now)` times slower, `now` its seconds of work so far."""
+
+    def __init__(self, times: dict[Config, float], slow: Callable[[float], float] = lambda now: 1.0) -> None:
+        self.now = 0.0
+        self.configs: list[Config] = []
+
+        def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
+            config = run.args[0]  # type: ignore[attr-defined]
+
+            def taken() -> float:
+                seconds = times[config] * slow(self.now)
+                self.now += seconds
+                self.configs.append(config)
+                return seconds
+
+            return taken
+
+        self.tuner = Tuner(lambda key: [*map(Candidate, times)], lambda *of: "", measure, Record(None), lambda: True)
+
+    def choose(self) -> Config:
+        return self.tuner.choose(KEY, lambda config: None)
+
+
+def test_a_gpu_that_idled_is_warm_before_times_count() -> None:
+    clocked = Clocked({SLOW: 2e-3, FAST: 1e-3}, lambda now: max(1.0, 6.0 - 60 * now))
+    assert clocked.choose() == FAST
+    assert clocked.tuner.times(KEY) == {str(SLOW): 2000.0, str(FAST): 1000.0}
+
+
+@pytest.mark.parametrize("begin", [0.1, 0.12, 0.13, 0.14])
+def test_what_slows_the_gpu_for_a_while_slows_all(begin: float) -> None:
+    """For more than half of the launches that a configuration has: in a row they would be all that is looked at."""
+    times = {SLOW: 1.2e-3, FAST: 1e-3}
+    clocked = Clocked(times, lambda now: 1.85 if begin < now < begin + 0.02 else 1.0)
+    assert clocked.choose() == FAST
+    assert clocked.tuner.times(KEY) == {str(SLOW): 1200.0, str(FAST): 1000.0}
+
+
+def test_the_fastest_few_are_timed_on() -> None:
+    configs = [Config(16 * number, 64, 32, 4, 1) for number in range(1, 6)]
+    clocked = Clocked({config: number * 1e-3 for number, config in enumerate(configs, 1)})
+    assert clocked.choose() == configs[0]
+    last = clocked.configs[-(5 * 3 + 3 * 17) :]
+    assert [last.count(config) for config in configs] == [20, 20, 20, 3, 3] and last[:5] == configs
+
+
+def test_long_launches_are_timed_three_times() -> None:
+    clocked = Clocked({SLOW: 0.4, FAST: 0.3})
+    assert clocked.choose() == FAST
+    assert clocked.configs == [SLOW, FAST] * 2 + [FAST, SLOW] * 2, "first a round that does not count"
 
 
 def test_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,22 +538,22 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
     make_tiles = grouped_call.make_tiles
 
-    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
-        tiles = make_tiles(offsets_E1, rows, block_rows)
+    def lossy(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Tiles]:
+        (tiles,) = make_tiles(offsets, rows, block_rows)
         if block_rows == 16:
             tiles.table[1:, 0] = -1
-        return tiles
+        return [tiles]
 
     monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))
     times = {broken: 1.0, slow: 3.0, fast: 2.0}
     ran: list[Config] = []
 
-    def measure(run: Callable[[], object], seconds: float) -> float:
+    def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         run()
         config = run.args[0]  # type: ignore[attr-defined]
         ran.append(config)
-        return times[config]
+        return lambda: times[config]
 
     tuner = Tuner(
         lambda key: [Candidate(config) for config in (broken, slow, fast)],
@@ -517,12 +580,12 @@ def test_a_launch_that_adds_is_repeated_and_adds_once(total: torch.dtype, device
     slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (32, 64))
     times, ran = {slow: 3.0, fast: 2.0}, 0
 
-    def measure(run: Callable[[], object], seconds: float) -> float:
+    def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         nonlocal ran
         ran += 1
         run()
         run()
-        return times[run.args[0]]  # type: ignore[attr-defined]
+        return lambda: times[run.args[0]]  # type: ignore[attr-defined]
 
     def choose(key: Key, launch: Callable[[Config], object]) -> Config:
         tuner = Tuner(lambda key: [*map(Candidate, times)], lambda *of: "", measure, Record(None), lambda: True)
@@ -554,17 +617,18 @@ def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytes
     torch.testing.assert_close(y_SM, (x_SM @ w1[0].t()).relu() @ w2[0].t(), rtol=1e-4, atol=1e-4)
 
 
-def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_on_a_gpu(shared: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if device.type == "cpu":
         pytest.skip("there is no GPU")
     torch.use_deterministic_algorithms(False)  # the fixture of this folder asks for them
     monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
-    tuner = autotune._tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()), False)
+    tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)
-    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0))
+    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), shared)
     out = product(call, "down", a, b, True)
     (written,) = tmp_path.iterdir()
     (choice,) = json.loads(written.read_text())["choices"].values()
@@ -616,21 +680,24 @@ def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
-    autotune._measure(torch.device("cpu"), lambda: said.append("run"), 2e-3, Held(said))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("all ends"))
+    take = autotune._prepare(torch.device("cpu"), lambda: said.append("run"), Held(said))  # type: ignore[arg-type]
     held = ["hold", "event", "run", "event", "let go"]
-    assert said == ["run", *held, "run", "event", "event", *held]  # between them what a launch takes of the host
+    # At last what a launch takes of the host.
+    assert said == ["run", *held, "all ends", "run", "event", "event"]
+    said.clear()
+    assert take() == 1e-3 and said == held
 
 
-def test_beside_communication_nothing_takes_a_whole_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches beside communication have verdicts and choices of their own, and no form in Gluon among them."""
+def test_beside_communication_the_gluon_form_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tuner chooses for launches alone and beside communication, from times of their own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    tuner = autotune.tuner.__wrapped__(torch.device("cuda", 0))
     key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)
-    autotune._tuner.cache_clear()
-    try:
-        alone, beside = (autotune.tuner(torch.device("cuda", 0), shared) for shared in (False, True))
-    finally:
-        autotune._tuner.cache_clear()
-    assert any(isinstance(one.config, HopperConfig) for one in alone._candidates(key))
-    assert beside._candidates(key) and not any(isinstance(one.config, HopperConfig) for one in beside._candidates(key))
-    assert alone.record._file != beside.record._file
+    alone, beside = ([one.config for one in tuner._candidates(of)] for of in (key, key._replace(shared=True)))
+    gluon = [isinstance(one, HopperConfig) for one in alone]
+    assert any(gluon)
+    assert [*map(str, beside)] == [f"{one}{' p116' * form}" for one, form in zip(alone, gluon, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,30 @@ def test_metrics_wait_for_nothing(device: torch.device, no_sync: Callable[[], Ab
     found, load_E = metrics.collect(), layer.load_E.double()
     assert found["moe/max_vio"] == pytest.approx(float(load_E.max() / load_E.mean() - 1))
     assert found["moe/dropped"] > 0
+
+
+class _Wrong(fusedmoe.gates.TopK):
+    """Chooses an expert that there is none of."""
+
+    def forward(self, *given: Any) -> Any:
+        routing = super().forward(*given)
+        routing.expert_SK[3, 1] = self.experts
+        return routing
+
+
+def test_numbers_of_no_expert_are_looked_for_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the order, on the device: nothing else has to read them, not even those of a user's gate."""
+    if device.type == "cuda":
+        pytest.skip("a failed assertion ends the process")
+    layer = fusedmoe.MoELayer(32, _Wrong(5, 2), fusedmoe.experts.SwiGLU(24))
+    looked: list[str] = []
+    assert_async = torch._assert_async
+
+    def noted(holds: torch.Tensor, text: str) -> None:
+        looked.append(text)
+        assert_async(holds, text)
+
+    monkeypatch.setattr(torch, "_assert_async", noted)
+    with pytest.raises(RuntimeError, match="order: chosen experts must be numbers from 0 to 4"):
+        layer(torch.randn(9, 32))
+    assert len(looked) == 1

@@ -190,3 +190,26 @@ def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) ->
         route.arrivals  # noqa: B018  waits for the routing metadata of both
         if device.type == "cuda":
             buffers[0].watch.check(wait=True)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("late", [0, 1])
+def test_results_wait_for_credit(joined: bool, late: int, device: torch.device) -> None:
+    """Of each peer, whether or not the routing metadata is waited for by the same launch."""
+    buffers = [
+        ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
+    ]
+    layout, x_SM = order(torch.tensor([[0], [1]], device=device), 2), torch.randn(2, 16, device=device)
+    routes = [make_route(x_SM, None, layout, own) for own in buffers]
+    for route in routes:
+        route.put_metadata()
+    if not joined:
+        routes[0].arrivals  # noqa: B018  waits for the routing metadata
+    # The slot's second exchange begins, and one peer has not read the first.
+    results = buffers[0].results
+    results.epochs[0].fill_(2)
+    results.credits[0] = torch.tensor([0 if peer == late else 1 for peer in range(2)])
+    with pytest.raises(RankError, match=f"the credit of rank {late}, expected signal 1, seen 0"):
+        routes[0].begin_results()
+        if device.type == "cuda":
+            buffers[0].watch.check(wait=True)

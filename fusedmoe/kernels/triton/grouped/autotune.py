@@ -2,7 +2,8 @@
 
 The rule: what is fast must first be right. A configuration is compared with its operation's definition on small random
 inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
-The right ones are timed on the launch itself. Verdicts and choices are kept for each GPU in a file, for the next run.
+The right ones are timed on the launch itself, by turns, once every check has ended. Verdicts and choices are kept for
+each GPU in a file, for the next run.
 
 Those of the Gluon form, on Hopper, are checked in processes of their own: one that hangs or takes the GPU ends its
 process and no other. FUSEDMOE_GLUON=0 leaves them out.
@@ -11,9 +12,10 @@ Not tuned, but run in what suits the shapes by the table of `configs`: launches 
 graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
 machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
 
-Launches that run beside communication have choices of their own, among Triton's forms only, by times that are taken
-while another kernel holds some multiprocessors. A program of the Gluon form takes a whole multiprocessor, and its tiles
-are dealt out before: where one of them is held the whole launch waits, up to twice as long.
+Launches that run beside communication (`Key.shared`) have choices of their own, by times that are taken while another
+kernel holds some multiprocessors. A program of the Gluon form takes a whole multiprocessor, and its tiles are dealt out
+before: where one of them is held the whole launch waits, up to twice as long. So there it has fewer programs, and
+leaves as many multiprocessors free as the other kernel holds. Without tuning such launches have Triton's form.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
@@ -47,19 +50,26 @@ from fusedmoe.kernels.triton.grouped.configs import (
     by_shape,
     candidates,
     gluon_candidates,
+    with_programs,
 )
 from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
-from fusedmoe.kernels.triton.grouped.holder import Holder
+from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
 
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
-Measure = Callable[[Callable[[], object], float], float]
+# Prepares to time a call, where `shared` while multiprocessors are held; what it returns takes one time, in seconds.
+Measure = Callable[[Callable[[], object], bool], Callable[[], float]]
+Found = TypeVar("Found")
 # Verdicts on several, as of `Check`, as they come; None where there is none, for lack of memory or time.
 CheckApart = Callable[[Variant, Sequence[HopperConfig]], Iterable[tuple[HopperConfig, str | None]]]
 
 # A launch of fewer takes some twenty microseconds whatever its tiles.
 LEAST_FLOPS = 10**10
-# What all timings of one key may take together.
+# A GPU that idled while launches compiled runs at a fraction of its clock: what it must have worked before times count.
+_WARM_S = 0.1
+# Rounds in which all are timed; those that follow are of the fastest few, as many as there is time for.
+_ROUNDS, _MOST_ROUNDS, _FASTEST = 3, 20, 3
+# What launches of all rounds may take together.
 _SECONDS = 1.0
 # A launch that takes longer never ends.
 _MOST_SECONDS = 30.0
@@ -83,9 +93,14 @@ def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
     return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
 
 
-def to_try(capability: Capability | None, key: Key) -> Sequence[Candidate]:
-    """The configurations that are worth trying: those of the table, and those of the Gluon form where there is one."""
-    return (*by_table(capability, key), *gluon_candidates(key.variant, capability))
+def to_try(capability: Capability | None, multiprocessors: int, key: Key) -> Sequence[Candidate]:
+    """The configurations that are worth trying: those of the table, and those of the Gluon form where there is one;
+    beside communication with so few programs that `HELD` of the multiprocessors stay free."""
+    gluon: Sequence[Candidate] = gluon_candidates(key.variant, capability)
+    if key.shared:
+        free = multiprocessors - HELD
+        gluon = [one._replace(config=with_programs(one.config, free)) for one in gluon] if free > 0 else ()
+    return (*by_table(capability, key), *gluon)
 
 
 class Record:
@@ -98,7 +113,7 @@ class Record:
     Args:
         file: or None, to remember only as long as this object lives.
     Attributes:
-        faults: of a configuration in a variant; "" where it is right.
+        faults: of a configuration in a variant, with any number of programs; "" where it is right.
         choices: of a key: {"config": ..., "microseconds": {config: ...}}.
     """
 
@@ -130,11 +145,11 @@ class Tuner:
     Args:
         candidates: the configurations that may serve.
         check: "" if a configuration gives right results in a variant, else what is wrong.
-        measure: seconds that a call takes, found within so many seconds (or one call, if that takes longer).
+        measure: prepares to time a call.
         record: where verdicts and choices are kept.
         allowed: whether this is a moment to tune.
-        check_apart: the same as `check` in another process, for configurations of the Gluon form; without it `check`
-            serves for them, too.
+        check_apart: the same as `check` in other processes, for configurations of the Gluon form; they have ended when
+            the last verdict comes. None: `check` serves for these, too.
     Attributes:
         record: as given.
     """
@@ -154,7 +169,7 @@ class Tuner:
         self._chosen: dict[Key, Config] = {}
         # Choices without tuning, and how many verdicts there were: to look through all again takes as long as a launch.
         self._passing: dict[Key, tuple[int, Config]] = {}
-        self._unknown: set[tuple[Variant, HopperConfig]] = set()  # which this process does not try again
+        self._unknown: set[tuple[Variant, Config]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
@@ -194,7 +209,7 @@ class Tuner:
 
     def _fault(self, key: Key, config: Config) -> str | None:
         """Returns what is known to be wrong with a configuration; None if nobody has looked."""
-        return self.record.faults.get(f"{key.variant}, {config}")
+        return self.record.faults.get(_name(key, config))
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
         """The first that is not known to be wrong; of the Gluon form one must be known to be right."""
@@ -241,32 +256,61 @@ class Tuner:
         return chosen
 
     def _times(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> dict[Config, float]:
-        """Seconds of each configuration that runs at these sizes, too."""
-        seconds = {}
+        """Returns the median seconds of each configuration that runs at these sizes, too.
+
+        By turns, so that whatever slows the GPU for a while slows all of them.
+        """
+        takes = {}
         for config in configs:
-            try:
-                seconds[config] = self._measure(partial(launch, config), _SECONDS / len(configs))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                self._leave_out(key, config, error)
-        if not seconds:
+            take = self._attempt(key, config, partial(self._measure, partial(launch, config), key.shared))
+            if take is not None:
+                takes[config] = take
+
+        def turn(among: Iterable[Config]) -> dict[Config, float]:
+            taken = {config: self._attempt(key, config, takes[config]) for config in among}
+            return {config: seconds for config, seconds in taken.items() if seconds is not None}
+
+        left, spent = list(takes), 0.0
+        while left and spent < _WARM_S:
+            taken = turn(left)
+            left, spent = list(taken), spent + sum(taken.values())
+        times: dict[Config, list[float]] = {config: [] for config in left}
+        spent = 0.0
+        for number in range(_MOST_ROUNDS):
+            if number == _ROUNDS and spent >= _SECONDS:
+                break
+            taken = turn(left)
+            spent += sum(taken.values())
+            for config in left:
+                if config in taken:
+                    times[config].append(taken[config])
+                else:
+                    del times[config]  # it has failed
+            left = sorted(times, key=lambda config: statistics.median(times[config]))
+            if number + 1 >= _ROUNDS:
+                left = left[:_FASTEST]
+        if not times:
             raise self._all_wrong(key, configs)
-        return seconds
+        return {config: statistics.median(taken) for config, taken in times.items()}
 
     def _right(self, key: Key, configs: Sequence[Config]) -> list[Config]:
         """Returns those that are right; what nobody has checked is, apart where it might take its process along."""
-        new = [one for one in configs if self._fault(key, one) is None and (key.variant, one) not in self._unknown]
-        apart = [one for one in new if isinstance(one, HopperConfig) and self._check_apart is not None]
+        # The number of programs is no part of the code: a verdict by few programs and by many holds for any number.
+        forms = dict.fromkeys(with_programs(config, 0) for config in configs)
+        new = [one for one in forms if self._fault(key, one) is None and (key.variant, one) not in self._unknown]
+        apart = [] if self._check_apart is None else [one for one in new if isinstance(one, HopperConfig)]
         if new:
             _tell(f"checks {len(new)} forms of {key.variant}, once for this kind of GPU")
         # Those apart are compiled beside those that are checked here.
-        verdicts = self._check_apart(key.variant, apart) if self._check_apart is not None and apart else ()
+        verdicts = self._check_apart(key.variant, apart) if self._check_apart and apart else ()
         try:
             for config in new:
                 if config not in apart:
-                    self._check_here(key, config)
+                    fault = self._attempt(key, config, partial(self._check, key.variant, config))
+                    if fault is not None:
+                        self._write_down(key, config, fault)
         finally:
+            # To the last one: no process of these is on the GPU when times are taken.
             for config, fault in verdicts:
                 if fault is None:
                     self._unknown.add((key.variant, config))
@@ -275,15 +319,15 @@ class Tuner:
                     self._write_down(key, config, fault)
         return [config for config in configs if self._fault(key, config) == ""]
 
-    def _check_here(self, key: Key, config: Config) -> None:
+    def _attempt(self, key: Key, config: Config, call: Callable[[], Found]) -> Found | None:
+        """Returns what a call returns that runs a configuration; None where it fails, which is written down."""
         try:
-            fault = self._check(key.variant, config)
+            return call()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self._leave_out(key, config, error)
-        else:
-            self._write_down(key, config, fault)
+            return None
 
     def _leave_out(self, key: Key, config: Config, error: Exception) -> None:
         """Writes down what a configuration has raised; raises where nothing else can run after it."""
@@ -296,10 +340,15 @@ class Tuner:
             ) from error
 
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
-        self.record.faults[f"{key.variant}, {config}"] = fault
+        self.record.faults[_name(key, config)] = fault
         self.record.save()
         if fault:
             warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+
+
+def _name(key: Key, config: Config) -> str:
+    """Names what a verdict is about."""
+    return f"{key.variant}, {with_programs(config, 0)}"
 
 
 def _tell(line: str) -> None:
@@ -319,27 +368,29 @@ def _is_lost() -> bool:
     return False
 
 
-def tuner(device: torch.device, shared: bool = False) -> Tuner:
-    """Returns the tuner of a GPU; `shared`: for launches beside communication, which holds some multiprocessors."""
-    return _tuner(device, shared)
-
-
 @cache
-def _tuner(device: torch.device, shared: bool) -> Tuner:
+def tuner(device: torch.device) -> Tuner:
+    """Returns the tuner of a GPU: one, which tunes for one launch at a time, so that nothing else of it is timed."""
     capability = torch.cuda.get_device_capability(device)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
     holder = cache(partial(Holder, device))  # one for all that is timed, made with the first
 
-    def measure_there(run: Callable[[], object], seconds: float) -> float:
-        with torch.cuda.device(device):  # whose events they are
-            return _measure(device, run, seconds, holder() if shared else None)
+    def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
+        def taken() -> float:
+            with torch.cuda.device(device):  # whose events they are
+                return take()
+
+        with torch.cuda.device(device):
+            take = _prepare(device, run, holder() if shared else None)
+        return taken
 
     return Tuner(
-        partial(by_table if shared else to_try, capability),
+        partial(to_try, capability, multiprocessors),
         lambda variant, config: check(variant, config, device),
-        measure_there,
-        Record(cache_dir() / f"grouped-{'beside-' * shared}{name}-{_sources()}.json"),
+        measure,
+        Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
         lambda variant, configs: check_apart(variant, configs, device),
     )
@@ -356,8 +407,9 @@ def _sources() -> str:
     return together.hexdigest()[:12]
 
 
-def _measure(device: torch.device, run: Callable[[], object], seconds: float, holder: Holder | None = None) -> float:
-    """The median of some calls, each with nothing of its operands left in the L2 cache.
+def _prepare(device: torch.device, run: Callable[[], object], holder: Holder | None) -> Callable[[], float]:
+    """Compiles a call, and looks how long the host takes for it. What it returns takes the GPU's seconds of one call,
+    with nothing of its operands left in the L2 cache.
 
     Args:
         holder: holds multiprocessors meanwhile.
@@ -365,10 +417,9 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float, ho
     # In a layer other operands have been through the cache in between. They are read, as what is written would still
     # have to be written back while the call runs.
     numbers = max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
-    others, total = torch.zeros(numbers, device=device), torch.zeros((), device=device)
 
     def flush() -> None:
-        torch.sum(others, 0, out=total)
+        torch.sum(torch.empty(numbers, device=device), 0)
 
     def taken(call: Callable[[], object], flushes: int, held: Holder | None) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -385,14 +436,15 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float, ho
         return start.elapsed_time(end) / 1e3
 
     run()
-    first = taken(run, 1, holder)
+    taken(run, 1, holder)
+    # What was launched before on other streams, such as communication, ends first.
+    torch.cuda.synchronize(device)
     begin = time.perf_counter()
     run()
     launched = time.perf_counter() - begin
     # The host gets a lead longer than its launch takes, so that the time is the GPU's and not the host's.
     flushes = 1 + min(int(launched / taken(flush, 0, None)), _MOST_FLUSHES)
-    times = [taken(run, flushes, holder) for _ in range(max(1, min(int(seconds / first), 20) - 1))]
-    return statistics.median(times)
+    return lambda: taken(run, flushes, holder)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ results. Each says what it is about to run and gets the configuration to run it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from fusedmoe.kernels.grouped import tile_bound
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Put, Wait, far_pointers, linked
 from fusedmoe.kernels.triton.grouped.configs import Config, Key, Variant, bucket, is_even
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 
 Result = TypeVar("Result")
 
@@ -41,11 +42,21 @@ class GroupedCall:
     Args:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
+        shared: communication holds some multiprocessors meanwhile.
+        tiles: gives row tiles by their height; None: they are made here.
     Attributes:
         choose: chooses the configuration of each launch.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        like: Tensor,
+        choose: Choose,
+        bulk: bool,
+        shared: bool = False,
+        tiles: Callable[[int], Tiles] | None = None,
+    ) -> None:
         self.layout = layout
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
@@ -54,13 +65,8 @@ class GroupedCall:
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
         self.choose = choose
-        self._bulk = bulk
-        self._tiles: dict[int, Tiles] = {}
-
-    def tiles(self, block_rows: int) -> Tiles:
-        if block_rows not in self._tiles:
-            self._tiles[block_rows] = make_tiles(self.starts_E1, self.layout.rows, block_rows)
-        return self._tiles[block_rows]
+        self._bulk, self._shared = bulk, shared
+        self.tiles = tiles or partial(ChunkTiles([self.starts_E1], layout.rows).of, 0)
 
     def variant(
         self, operation: str, depth: int, columns: int, activation: str = "", gather: bool = False, extra: bool = False
@@ -76,7 +82,8 @@ class GroupedCall:
         """The configuration for a launch. `launch` may be repeated: where the launch adds to what is there, it writes
         elsewhere."""
         experts = self.layout.experts
-        return self.choose(Key(variant, depth, columns, experts, bucket(self.layout.rows, experts)), launch)
+        key = Key(variant, depth, columns, experts, bucket(self.layout.rows, experts), self._shared)
+        return self.choose(key, launch)
 
 
 def solid(tensor: Tensor) -> Tensor:
@@ -145,8 +152,14 @@ def constants(variant: Variant, config: Config) -> dict[str, Any]:
 _COMPARISONS = 8192
 
 
-@jit(do_not_specialize=["n_tiles"])
-def tiles_kernel(offsets_ptr, tiles_ptr, used_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+@jit(do_not_specialize=["n_tiles", "apart", "length"])
+def tiles_kernel(
+    offsets_ptr, tiles_ptr, used_ptr, n_tiles, apart, length, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr
+):  # fmt: skip
+    # A chunk's offsets are `apart` from those of the one before, and its numbers `length`.
+    offsets_ptr += tl.program_id(1) * apart
+    tiles_ptr += tl.program_id(1) * length
+    used_ptr += tl.program_id(1) * length
     e = tl.arange(0, EP)
     known = e < E
     start_E = tl.load(offsets_ptr + e, mask=known, other=0)
@@ -174,22 +187,45 @@ class Tiles(NamedTuple):
     used: Tensor
 
 
-def make_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
-    """The tiles of rows sorted by expert. No host synchronisation.
+class ChunkTiles:
+    """Row tiles of chunks of rows sorted by expert: those of all in one launch, when some are first asked for.
 
     Args:
-        offsets_E1: int32, first row of each expert and, last, the number of rows.
-        rows: a bound on that number.
+        offsets: of each chunk int32 [E + 1], first row of each expert and, last, the number of rows; they lie in one
+            tensor, as far from each other.
+        rows: a bound on the rows of each.
     """
-    experts = offsets_E1.numel() - 1
+
+    def __init__(self, offsets: Sequence[Tensor], rows: int) -> None:
+        self._offsets, self._rows = offsets, rows
+        self._tiles: dict[int, list[Tiles]] = {}
+
+    def of(self, chunk: int, block_rows: int) -> Tiles:
+        """Returns a chunk's tiles of so many rows. No host synchronisation."""
+        if block_rows not in self._tiles:
+            self._tiles[block_rows] = make_tiles(self._offsets, self._rows, block_rows)
+        return self._tiles[block_rows][chunk]
+
+
+def make_tiles(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Tiles]:
+    """Launches what `ChunkTiles` gives, with tiles of so many rows."""
+    first, experts = offsets[0], offsets[0].numel() - 1
+    place, *others = (of.storage_offset() for of in offsets)
+    apart = others[0] - place if others else 0
+    assert others == [place + chunk * apart for chunk in range(1, len(offsets))]
     n_tiles = tile_bound(rows, experts, block_rows)
     # The number comes first, and the table where 16 bytes align it: kernels are compiled for that.
-    numbers = offsets_E1.new_empty(4 + 2 * n_tiles)
-    tiles = Tiles(numbers[4:].view(n_tiles, 2), numbers[:1])
+    length = 4 + 2 * n_tiles + 2 * (n_tiles % 2)
+    numbers = first.new_empty(len(offsets) * length)
+    starts = range(0, len(offsets) * length, length)
+    tiles = [
+        Tiles(numbers.as_strided((n_tiles, 2), (2, 1), at + 4), numbers.as_strided((1,), (1,), at)) for at in starts
+    ]
     padded, block = block_sizes(experts)
-    tiles_kernel[(triton.cdiv(n_tiles, block),)](
-        offsets_E1, tiles.table, tiles.used, n_tiles, experts, BM=block_rows, BT=block, EP=padded, num_warps=4
-    )
+    tiles_kernel[(triton.cdiv(n_tiles, block), len(offsets))](
+        first, tiles[0].table, tiles[0].used, n_tiles, apart, length, experts,
+        BM=block_rows, BT=block, EP=padded, num_warps=4, maxnreg=MOST_REGISTERS,
+    )  # fmt: skip
     return tiles
 
 

@@ -77,6 +77,11 @@ class HopperConfig(Config):
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
+def with_programs(config: Config, programs: int) -> Config:
+    """Returns a configuration of the Gluon form with so many programs; others as they are."""
+    return replace(config, programs=programs) if isinstance(config, HopperConfig) else config
+
+
 class Candidate(NamedTuple):
     """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning."""
 
@@ -118,6 +123,7 @@ class Key(NamedTuple):
     Attributes:
         depth, columns: of the expert's matrix; for matrix gradients both its sides.
         rows: of an expert, the power of two not above their mean, so that not every step has a key of its own.
+        shared: communication holds some multiprocessors meanwhile.
     """
 
     variant: Variant
@@ -125,6 +131,7 @@ class Key(NamedTuple):
     columns: int
     experts: int
     rows: int
+    shared: bool = False
 
     @property
     def flops(self) -> int:
@@ -132,7 +139,8 @@ class Key(NamedTuple):
         return 2 * self.experts * self.rows * self.depth * self.columns
 
     def __str__(self) -> str:
-        return f"{self.variant} depth={self.depth} columns={self.columns} experts={self.experts} rows={self.rows}"
+        sizes = f"depth={self.depth} columns={self.columns} experts={self.experts} rows={self.rows}"
+        return f"{self.variant} {sizes}" + " shared" * self.shared
 
 
 def bucket(rows: int, experts: int) -> int:

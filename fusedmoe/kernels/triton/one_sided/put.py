@@ -12,6 +12,8 @@ read, which counts the slot's exchanges: a launch has the same arguments each ti
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,61 +40,90 @@ _WARPS = 8
 _UNSPECIAL = ["me", "slot", "limit_ns"]
 
 
-@jit(do_not_specialize=_UNSPECIAL)
-def put_rows_kernel(
-    # Rows, which of them go to each peer, and how many.
-    x_ptr, source_ptr, used_ptr,
-    # The receive buffer (`ReceiveBuffer`).
-    rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr,
-    # The network: rows on their way to far peers, numbers of peers to NVSHMEM, a signal that nobody reads.
-    staging_ptr, pe_ptr, spare_ptr,
-    stop_ptr, record_ptr,
-    me, slot, limit_ns,
-    W, C, T, M,
+@triton.jit
+def _put_tile(
+    program, x_ptr, source_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
+    epoch_ptr, staging_ptr, slot, C, T, M, pe_ptr, spare_ptr, stop_ptr, record_ptr, me, limit_ns, W,
     TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     # First tiles first, and each rank begins with another peer.
-    tile = tl.program_id(0) // W
-    peer = (me + tl.program_id(0)) % W
+    tile = program // W
+    peer = (me + program) % W
     used = tl.load(used_ptr + peer)
     # The first tile is signalled without rows, too: its reader then knows of an exchange in which nothing came.
-    if tile > 0 and tile * TILE >= used:
-        return
-    # The slot's last rows must have been read: the peer has given credit for them.
-    epoch = tl.load(epoch_ptr)
-    one = tl.arange(0, 1)
-    wait(credits_ptr, slot * W + peer + one, one == 0, epoch - 1, stop_ptr, record_ptr, limit_ns, INTERPRET)
+    if (tile == 0) | (tile * TILE < used):
+        # The slot's last rows must have been read: the peer has given credit for them.
+        epoch = tl.load(epoch_ptr)
+        zero_1 = tl.arange(0, 1)
+        credit = slot * W + peer + zero_1
+        wait(credits_ptr, credit, zero_1 == 0, epoch - 1, stop_ptr, record_ptr, limit_ns, INTERPRET)
 
-    place = tile * TILE + tl.arange(0, TILE)
-    inside = place < used
-    source = tl.load(source_ptr + peer.to(tl.int64) * C + place, mask=inside, other=0).to(tl.int64)
-    peer_rows_ptr = at_peer(rows_ptr, row_table_ptr, peer)
-    owner = me
-    if NVSHMEM:
-        far = tl.load(row_table_ptr + peer) == 0
-        if far:
-            peer_rows_ptr, owner = staging_ptr, peer
-    target = (slot.to(tl.int64) * W + owner) * C + place
-    column = tl.arange(0, BLOCK)
-    for first in range(0, M, BLOCK):
-        mask = inside[:, None] & (first + column < M)[None, :]
-        x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
-        tl.store(peer_rows_ptr + target[:, None] * M + first + column[None, :], x, mask=mask)
-    mark = (slot * W + me) * T + tile
-    if NVSHMEM:
-        if far:
-            size = M * (staging_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            here = staging_ptr + ((slot.to(tl.int64) * W + peer) * C + tile * TILE) * M
-            away = rows_ptr + ((slot.to(tl.int64) * W + me) * C + tile * TILE) * M
-            count, pe = tl.minimum(used - tile * TILE, TILE).to(tl.int64), tl.load(pe_ptr + peer)
-            if count > 0:
-                put_signal_nbi(away, here, count * size, signals_ptr + mark, epoch, pe)
+        place = tile * TILE + tl.arange(0, TILE)
+        inside = place < used
+        source = tl.load(source_ptr + peer.to(tl.int64) * C + place, mask=inside, other=0).to(tl.int64)
+        peer_rows_ptr = at_peer(rows_ptr, row_table_ptr, peer)
+        owner = me
+        if NVSHMEM:
+            far = tl.load(row_table_ptr + peer) == 0
+            if far:
+                peer_rows_ptr, owner = staging_ptr, peer
+        target = (slot.to(tl.int64) * W + owner) * C + place
+        column = tl.arange(0, BLOCK)
+        for first in range(0, M, BLOCK):
+            mask = inside[:, None] & (first + column < M)[None, :]
+            x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
+            tl.store(peer_rows_ptr + target[:, None] * M + first + column[None, :], x, mask=mask)
+        mark = (slot * W + me) * T + tile
+        if NVSHMEM:
+            if far:
+                size = M * (staging_ptr.dtype.element_ty.primitive_bitwidth // 8)
+                here = staging_ptr + ((slot.to(tl.int64) * W + peer) * C + tile * TILE) * M
+                away = rows_ptr + ((slot.to(tl.int64) * W + me) * C + tile * TILE) * M
+                count, pe = tl.minimum(used - tile * TILE, TILE).to(tl.int64), tl.load(pe_ptr + peer)
+                if count > 0:
+                    put_signal_nbi(away, here, count * size, signals_ptr + mark, epoch, pe)
+                else:
+                    signal_pe(signals_ptr + mark, epoch, pe, spare_ptr)
             else:
-                signal_pe(signals_ptr + mark, epoch, pe, spare_ptr)
+                signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
         else:
             signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
-    else:
-        signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
+
+
+@jit(do_not_specialize=[*_UNSPECIAL, "second_slot"])
+def put_rows_kernel(
+    # Rows, which of them go to each peer, and how many; their receive buffer (`ReceiveBuffer`), memory on the way to
+    # far peers, the slot, and sizes.
+    x_ptr, source_ptr, used_ptr,
+    rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M,
+    # The same of rows that follow, which go to another buffer; None where none do.
+    second_x_ptr, second_source_ptr, second_used_ptr,
+    second_rows_ptr, second_row_table_ptr, second_signals_ptr, second_signal_table_ptr, second_credits_ptr,
+    second_epoch_ptr, second_staging_ptr, second_slot, second_C, second_T, second_M,
+    # The network: numbers of peers to NVSHMEM, a signal that nobody reads.
+    pe_ptr, spare_ptr,
+    stop_ptr, record_ptr, me, limit_ns, W,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    # Programs of what follows come after all others.
+    first = W * T
+    if program < first:
+        _put_tile(
+            program, x_ptr, source_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
+            epoch_ptr, staging_ptr, slot, C, T, M, pe_ptr, spare_ptr, stop_ptr, record_ptr, me, limit_ns, W,
+            TILE, BLOCK, NVSHMEM, INTERPRET,
+        )  # fmt: skip
+    if second_x_ptr is not None:
+        if program >= first:
+            _put_tile(
+                program - first, second_x_ptr, second_source_ptr, second_used_ptr,
+                second_rows_ptr, second_row_table_ptr, second_signals_ptr, second_signal_table_ptr, second_credits_ptr,
+                second_epoch_ptr, second_staging_ptr, second_slot, second_C, second_T, second_M,
+                pe_ptr, spare_ptr, stop_ptr, record_ptr, me, limit_ns, W,
+                SECOND_TILE, SECOND_BLOCK, NVSHMEM, INTERPRET,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -184,26 +215,47 @@ def put_values_kernel(
         put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, BLOCK)
 
 
-def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer, slot: int, bounds: Bounds) -> None:
-    """Puts x[source_WC[p, i]] to peer p's buffer, row i, for i < used_W[p], and signals each tile.
+class SentRows(NamedTuple):
+    """Rows that are sent to all peers: x[source_WC[p, i]] to peer p's buffer, row i, for i < used_W[p].
 
-    Args:
-        x: [n, M] contiguous, of the buffer's dtype. source_WC: int32. used_W: int32.
-        slot: of the exchange; waits until the peer has read what was in it before.
+    Attributes:
+        x: [n, M] contiguous, of the buffer's dtype.   source_WC: int32.   used_W: int32.
+        slot: of the exchange.
     """
-    width, capacity = buffer.rows.shape[-1], buffer.rows.shape[2]
-    tiles = capacity // buffer.tile
-    put_rows_kernel[(buffer.peers * tiles,)](
-        x, source_WC, used_W,
-        buffer.rows, buffer.row_table, buffer.signals, buffer.signal_table, buffer.credits,
-        buffer.epochs[slot],
-        buffer.staging, *far_pointers(buffer.network),
-        bounds.stop, bounds.record,
-        buffer.me, slot, bounds.limit_ns,
-        buffer.peers, capacity, tiles, width,
-        TILE=buffer.tile, **columns(width, buffer.tile), **linked(buffer.network), INTERPRET=INTERPRET,
-        **launch_options(buffer.network is not None),
+
+    x: Tensor
+    source_WC: Tensor
+    used_W: Tensor
+    buffer: ReceiveBuffer
+    slot: int
+
+
+def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) -> None:
+    """Puts rows, and others that follow into another buffer, and signals each tile. Waits until the peer has read what
+    was in a slot before."""
+    buffer, programs, nothing = first.buffer, _tiles(first), (*(None,) * 10, 0, 0, 0, 0)
+    shape, second_shape = columns(buffer.rows.shape[-1], buffer.tile), (0, 0)
+    if second is not None:
+        programs += _tiles(second)
+        second_shape = second.buffer.tile, columns(second.buffer.rows.shape[-1], second.buffer.tile)["BLOCK"]
+    put_rows_kernel[(buffer.peers * programs,)](
+        *_arguments(first), *(nothing if second is None else _arguments(second)),
+        *far_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.peers,
+        TILE=buffer.tile, **shape, SECOND_TILE=second_shape[0], SECOND_BLOCK=second_shape[1],
+        **linked(buffer.network), INTERPRET=INTERPRET,
+        **launch_options(buffer.network is not None or second is not None),
     )  # fmt: skip
+
+
+def _tiles(sent: SentRows) -> int:
+    return sent.buffer.rows.shape[2] // sent.buffer.tile
+
+
+def _arguments(sent: SentRows) -> tuple[Any, ...]:
+    x, source_WC, used_W, buffer, slot = sent
+    own = (buffer.rows, buffer.row_table, buffer.signals, buffer.signal_table, buffer.credits, buffer.epochs[slot])
+    _, _, capacity, width = buffer.rows.shape
+    return (x, source_WC, used_W, *own, buffer.staging, slot, capacity, _tiles(sent), width)
 
 
 def give_credit(
@@ -256,9 +308,11 @@ def finish(put: Put) -> None:
         signal_far(put.mark, put.epoch, put.addresses.network)
 
 
-def launch_options(nvshmem: bool) -> dict[str, int]:
-    """Options of launches that move rows. With calls of NVSHMEM the assembler would spill to fit one more program."""
-    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if nvshmem else {"num_warps": _WARPS}
+def launch_options(long: bool) -> dict[str, int]:
+    """Options of launches that move rows. In long code, NVSHMEM's or for rows of two kinds, the assembler would spill
+    to fit one more program.
+    """
+    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if long else {"num_warps": _WARPS}
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.one_sided import Bounds, Network, ReceiveBuffer, linked
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 
 
@@ -116,16 +116,19 @@ def wait(ptr, index, wanted, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: t
 # (`triton/grouped`). With NVSHMEM, what a far peer has put is read after NVSHMEM was told (`arrived`).
 
 
-@jit(do_not_specialize=["slot", "limit_ns"])
+@jit(do_not_specialize=["slot", "credit_slot", "limit_ns"])
 def wait_metadata_kernel(
-    metadata_ptr, signals_ptr, epoch_ptr, stop_ptr, record_ptr, slot, limit_ns, W, C, T, E,
+    metadata_ptr, signals_ptr, epoch_ptr, slot,
+    # Credits that are waited for, too; None where none are.
+    credits_ptr, credit_epoch_ptr, credit_slot,
+    stop_ptr, record_ptr, limit_ns, W, C, T, E,
     TILE: tl.constexpr, TILES: tl.constexpr, EP: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for all routing metadata of one peer, whose first tile tells how much there is."""
+    """Waits for all routing metadata of one peer, whose first tile tells how much there is, and for its credit."""
     peer = tl.program_id(0)
     base, epoch = (slot * W + peer) * T, tl.load(epoch_ptr)
-    one = tl.arange(0, 1)
-    wait(signals_ptr, base + one, one == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+    zero_1 = tl.arange(0, 1)
+    wait(signals_ptr, base + zero_1, zero_1 == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
         arrived(signals_ptr + base, epoch)
     e = tl.arange(0, EP)
@@ -135,6 +138,11 @@ def wait_metadata_kernel(
     wait(signals_ptr, base + tile, tile * TILE < used, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
         arrived(signals_ptr + base, epoch)
+    if credits_ptr is not None:
+        before = tl.load(credit_epoch_ptr) - 1
+        wait(
+            credits_ptr, credit_slot * W + peer + zero_1, zero_1 == 0, before, stop_ptr, record_ptr, limit_ns, INTERPRET
+        )
 
 
 @jit(do_not_specialize=["behind", "limit_ns", "count"])
@@ -150,16 +158,22 @@ def wait_signals_kernel(
         arrived(signals_ptr + tl.load(index_ptr + tl.program_id(0) * BLOCK), epoch)
 
 
-def wait_metadata(metadata: ReceiveBuffer, experts: int, slot: int, bounds: Bounds) -> None:
+def wait_metadata(
+    metadata: ReceiveBuffer, experts: int, slot: int, bounds: Bounds, results: tuple[ReceiveBuffer, int] | None = None
+) -> None:
     """Waits for every rank's routing metadata: rows of two int32, of which the first `experts` begin with the number of
-    rows that follow for each of them."""
+    rows that follow for each of them.
+
+    `results`: a buffer and a slot of it in which an exchange begins; waited for is that peers have read the one before.
+    """
     capacity = metadata.rows.shape[2]
     tiles = capacity // metadata.tile
+    credit = (None, None, 0) if results is None else (results[0].credits, results[0].epochs[results[1]], results[1])
     wait_metadata_kernel[(metadata.peers,)](
-        metadata.rows, metadata.signals, metadata.epochs[slot], bounds.stop, bounds.record,
-        slot, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
+        metadata.rows, metadata.signals, metadata.epochs[slot], slot, *credit,
+        bounds.stop, bounds.record, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
         TILE=metadata.tile, TILES=triton.next_power_of_2(tiles), EP=triton.next_power_of_2(experts),
-        **linked(metadata.network), INTERPRET=INTERPRET,
+        **linked(metadata.network), INTERPRET=INTERPRET, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 
