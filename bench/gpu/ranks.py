@@ -24,7 +24,8 @@ from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import Backward, Forward, Route, make_route
+from fusedmoe.engine.one_sided_experts import Backward, Forward
+from fusedmoe.engine.route import Route, make_route
 
 _DEGREE = 2
 

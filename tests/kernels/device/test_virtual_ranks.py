@@ -16,7 +16,8 @@ from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
+from fusedmoe.engine.one_sided_experts import Backward, Forward
+from fusedmoe.engine.route import make_route
 from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
