@@ -151,7 +151,7 @@ def _shared_s(
     price_X = np.zeros(beside + 1)
     price_X[[busiest, exchange, beside]] = 1, EXCHANGES, -1
     outlasts_X = np.zeros(beside + 1)
-    outlasts_X[[exchange, beside]] = 1  # copies travel beside rows, then beside experts: no longer than they take
+    outlasts_X[exchange] = 1  # copies that are longer on their way than rows follow these, beside experts
     rows_NX, bound_N = np.vstack([compute_WX, links_LX]), np.zeros(5 * ranks)
 
     def least(rows_NX: NDArray[np.float64], bound_N: NDArray[np.float64], most_s: float | None) -> float:
@@ -164,7 +164,7 @@ def _shared_s(
         return alone_s
     with_X = np.vstack([rows_NX, here_WX[new_EW.any(axis=0)], outlasts_X])
     with_N = np.append(np.zeros(len(with_X) - 1), there_s)
-    return min(alone_s, least(with_X, with_N, None) + 2 * there_s)
+    return min(alone_s, least(with_X, with_N, there_s) + 2 * there_s)
 
 
 def price_gap(seed: int) -> float:

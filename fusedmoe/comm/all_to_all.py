@@ -299,6 +299,49 @@ def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
     return counts * (part + 1) // degree - counts * part // degree
 
 
+@dataclass(frozen=True, eq=False)
+class LastTokens:
+    """Tokens that come last of those for their rank, and so in the last chunks: those with pairs of some experts there.
+
+    Each source's tokens for a rank are split so that none of these is in its first chunks, however many a source has.
+    Both ends know counts of pairs alone: a token with two such pairs counts twice.
+
+    Worked example, four chunks: 60% of a rank's pairs come last. The first two chunks have none; of a source's 8 tokens
+    of which 5 come last they have 2 and 1, and the others 2 and 3. Of 8 tokens of which none does each has 2.
+
+    Attributes:
+        last_PE: [ranks, experts of each] booleans, such experts.
+        share_P: of a rank's pairs those that come last, the same numbers on all ranks.
+    """
+
+    last_PE: np.ndarray
+    share_P: np.ndarray
+
+    def last_E(self, device: torch.device) -> Tensor:
+        """Returns [E] booleans on a device: the experts of all ranks that these tokens are for."""
+        return torch.from_numpy(self.last_PE.reshape(-1)).to(device)
+
+    def first(self, degree: int) -> np.ndarray:
+        """Returns [ranks], the first of so many chunks that may have any of them."""
+        first_P = np.rint((1 - self.share_P) * degree).astype(int).clip(0, degree - 1)
+        return np.where(self.last_PE.any(1), first_P, 0)
+
+    def chunks(self, tokens_Pp: np.ndarray, pairs_PE: np.ndarray, degree: int, rank: int | None = None) -> np.ndarray:
+        """Returns [..., degree], the tokens in each chunk.
+
+        Args:
+            tokens_Pp, pairs_PE: those for each rank; or with `rank` those for it, from wherever they come.
+        """
+        at = slice(None) if rank is None else rank
+        last_PE, first_P = self.last_PE[at][..., : pairs_PE.shape[-1]], self.first(degree)[at]
+        free_Pp = np.maximum(tokens_Pp - (pairs_PE * last_PE).sum(-1, keepdims=True), 0)[..., None]
+        count, first, chunk = tokens_Pp[..., None], np.asarray(first_P)[..., None, None], np.arange(degree + 1)
+        begun = np.minimum(count * first // degree, free_Pp)
+        before = np.minimum(count * chunk // degree, free_Pp)
+        after = begun + (count - begun) * (chunk - first) // (degree - first)
+        return np.diff(np.where(chunk <= first, before, after))
+
+
 def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
     """Reorders blocks of sizes[i, j, …] rows, the last index fastest, as `transpose(axes)` reorders an array's entries.
 

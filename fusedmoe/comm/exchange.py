@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel
+from fusedmoe.comm.all_to_all import AllToAll, LastTokens, Traffic, TwoLevel
 from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
 from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
@@ -168,9 +168,11 @@ class Sized(Part):
     Attributes:
         counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
         tokens_learn, weights_learn: gradients of tokens and of router weights go back: some rank needs them.
+        last: tokens that are in the last chunks, as `deduplicate.sending` has sorted them; None: tokens go as they lie.
     """
 
     tokens_learn = weights_learn = True
+    last: LastTokens | None = None
 
     def __init__(
         self,
@@ -231,6 +233,9 @@ class Sized(Part):
         # As `share` has it, for all chunks at once.
         ends = np.arange(degree + 1)
         sent_PpI, come_QPpI = (np.diff(of[..., None] * ends // degree) for of in (send_Pp, come_QPp))
+        if self.last is not None:
+            sent_PpI = self.last.chunks(send_Pp, self.sizes.send_PE, degree)
+            come_QPpI = self.last.chunks(come_QPp, self.sizes.come_QPE, degree, self.algorithm.group.index)
         send_PI, come_QPI = sent_PpI.sum(1), come_QPpI.sum(2)
         parts = [self.part(send_PI[:, i], come_QPI[..., i]) for i in range(degree)]
         return Cut(parts, sent_PpI.reshape(-1, degree), come_QPpI.reshape(-1, degree))

@@ -78,6 +78,11 @@ class SparseCollectives:
         self._last: Future[list[Arrived]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
+    @property
+    def at_once(self) -> bool:
+        """Tells whether a call ends when all has arrived, so that nothing goes on beside it."""
+        return self._one_sided is not None and not self._group.on_gpu
+
     def gather(
         self,
         transfers: Transfers,
@@ -151,7 +156,7 @@ class SparseCollectives:
             after = torch.cuda.Event()
             after.record(self._stream)
             return SparseWork(sent, lambda: arrived, after)
-        if self._one_sided is not None:
+        if self.at_once:
             # Triton's interpreter runs in the caller: it is not thread-safe.
             arrived = run()
             return SparseWork(sent, lambda: arrived)

@@ -28,8 +28,8 @@ from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.all_to_all import AllToAll, TwoLevel
-from fusedmoe.comm.exchange import Bad, Exchange
+from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
+from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
@@ -126,27 +126,27 @@ class Collectives(Dispatcher):
 
     # The meeting first: the one host synchronisation of a layer.
 
-    def meet(self, routed: Routed, by_node: bool = True) -> Met:
+    def meet(self, routed: Routed, by_node: bool = True, last: LastTokens | None = None) -> Met:
         """Tells the ranks how many tokens come, and for which experts. Collective.
 
-        Args:
-            by_node: two-level algorithms may forward tokens inside nodes.
+        `by_node`: two-level algorithms may forward tokens inside nodes. `last`: tokens that come last, unless they do.
         """
         if self.choose is not None:
             self.all_to_all = self.choose(routed.x_SM)
             self.way, self.choose = Way(self.topology, self.all_to_all), None
-        layout, sent = routed.layout, sending(routed.layout, self.topology.ep.size)
-        x_SM, weight_SK = routed.x_SM, routed.weight_SK
-        tokens_W, hop = None if sent.code_N is None else sent.tokens.counts_E, None
         # Hooks may have rows travel in a form that cannot be summed on the way.
-        if by_node and tokens_W is not None and isinstance(self.all_to_all, TwoLevel) and not self.hooks:
-            hop = sending(sent.tokens, self.all_to_all.nodes)
-            sent = sent._replace(tokens=hop.tokens)
+        levels = self.all_to_all if by_node and isinstance(self.all_to_all, TwoLevel) and not self.hooks else None
+        layout, x_SM, weight_SK = routed.layout, routed.x_SM, routed.weight_SK
+        last = last if levels is None else None
+        sent = sending(layout, self.topology.ep.size, None if last is None else last.last_E(x_SM.device))
+        tokens_W = None if sent.code_N is None else sent.tokens.counts_E
+        hop = None if levels is None or tokens_W is None else sending(sent.tokens, levels.nodes)
+        sent = sent if hop is None else sent._replace(tokens=hop.tokens)
         form: dict[str, Any] = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
         form["learn"] = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
         exchange = self.exchange(layout.counts_E, x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop, **form)
         # Padding does not travel; how much of it there is the host knows now.
-        pairs = exchange.pairs.sent
+        exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
         weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
@@ -285,7 +285,7 @@ class Collectives(Dispatcher):
         if not chunk_experts.any_degree:
             assigned.plans.require_one_degree()
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
-        batch = RowBatch(met.sent, met.exchange, chunk_experts, self.run(assigned, x_SM.device, copies))
+        batch = RowBatch(*met[1:], chunk_experts, self.run(assigned, met.exchange, x_SM.device, copies))
         return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
 
     def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
@@ -295,7 +295,7 @@ class Collectives(Dispatcher):
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
         return experts.in_chunks(x_SM)
 
-    def run(self, assigned: Assigned, device: torch.device, copies: CopiesInTurns | None = None) -> Run:
+    def run(self, assigned: Assigned, exchange: Sized, device: torch.device, copies: CopiesInTurns | None) -> Run:
         """Makes a call's run of its plans."""
         return Run(
             assigned.plans,

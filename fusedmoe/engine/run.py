@@ -29,7 +29,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task, TaskKind
+from fusedmoe.schedule.task import GATHER, Task, TaskKind
 
 
 class GradientReducer(Protocol):
@@ -116,7 +116,8 @@ class Run:
         streams: one for each resource, on CUDA.
         gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
         copies: of experts, whose traffic goes ahead of this layer's, forward, and behind it, backward.
-        arrive: waits, before experts compute in the forward pass, for copies that travel beside rows.
+        arrive: waits in the forward pass for copies that travel beside rows, before experts compute; or else sends late
+            ones in the plan's task for them, and waits there.
     """
 
     plans: Plans
@@ -268,15 +269,22 @@ class ForwardPass(Pass):
     phase = "forward"
     keep = True
 
+    def bodies(self) -> dict[str, Callable[[Task], None]]:
+        return {**super().bodies(), GATHER: self.sparse_all_gather}
+
     def weight_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.weight_R
+
+    def sparse_all_gather(self, task: Task) -> None:
+        assert self.settings.arrive is not None
+        self.settings.arrive()
 
     def expert(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.use(x_RM)
-        if self.settings.arrive is not None:
+        if self.settings.arrive is not None and GATHER not in self.plan.kinds:
             self.settings.arrive()
         experts = self.experts[task.layer]
         chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))

@@ -215,7 +215,7 @@ def scheduled_experts(
         # A graph keeps sizes alone, and not where a node forwards tokens to.
         _, sent, exchange = dispatcher.meet(Routed(x_SM, Layout.of(layout), None, refusal), by_node=False)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, learns)
-        run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), x_SM.device)
+        run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), exchange, x_SM.device, None)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]
         own_N = weight_N
         if weight_N is not None:  # in the order in which pairs travel; padding does not
@@ -302,7 +302,7 @@ def scheduled_experts_backward(
         sent = sending(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
         own = w1, w2, b1, b2
         experts = _experts(dispatcher, own, b2_start, activation, learns)
-        run = dispatcher.run(_plans(dispatcher, x_RM, exchange, experts), x_RM.device)
+        run = dispatcher.run(_plans(dispatcher, x_RM, exchange, experts), exchange, x_RM.device, None)
         # Ranks compare first what they call: another one may have no backward pass.
         exchange.turn()
         batch, received = RowBatch(sent, exchange, experts, run), Received(expert_P, token_P)

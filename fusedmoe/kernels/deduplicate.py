@@ -17,6 +17,7 @@ Plain torch on every device. Definitions: `define_sending`, `define_received`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -50,10 +51,14 @@ class Sending(NamedTuple):
         return Sending(self.tokens.cut(tokens), self.row_N[:pairs], self.code_N[:pairs], self.k)
 
 
-def sending(layout: Layout, peers: int) -> Sending:
+def sending(layout: Layout, peers: int, last_E: Tensor | None = None) -> Sending:
     """Chooses the tokens that go to each of `peers` ranks, which have the layout's experts in equal shares, in order.
 
     Never waits for the device; a layout with padding gives one with padding.
+
+    Args:
+        last_E: [E] booleans: of the tokens for a rank, those that have pairs with such experts there come last. None:
+            tokens for a rank are by number.
     """
     if layout.source_N is None:  # rows that are tokens of their own: there is nothing to deduplicate
         return Sending(layout)
@@ -65,9 +70,18 @@ def sending(layout: Layout, peers: int) -> Sending:
     expert_N = torch.searchsorted(layout.offsets_E1[1:], row_N, right=True).to(small)
     # Pairs without a row (-1, the last entry) go to no rank: they sort behind the last one.
     rank_N1 = torch.nn.functional.pad(expert_N.div(experts_here, rounding_mode="floor"), (0, 1), value=peers)
-    key_SK, by_rank_SK = rank_N1[layout.row_SK].sort(dim=1, stable=True)
+    rank_SK = rank_N1[layout.row_SK]
+    if last_E is not None:
+        expert_N1 = torch.nn.functional.pad(expert_N.long(), (0, 1), value=experts)
+        last_N1 = torch.nn.functional.pad(last_E, (0, 1))[expert_N1]
+        # All pairs of a token on a rank have one key, so that they stay together.
+        last_SK = (last_N1[layout.row_SK][:, None] & (rank_SK[:, :, None] == rank_SK[:, None])).any(2)
+        rank_SK = 2 * rank_SK + last_SK
+    key_SK, by_rank_SK = rank_SK.sort(dim=1, stable=True)
     # A token's pairs are by rank now, and those of one rank by k: so they stay when all pairs are sorted by rank.
     key_N, at_N = (sorted_P[:rows] for sorted_P in key_SK.reshape(-1).sort(stable=True))
+    if last_E is not None:
+        key_N = key_N >> 1
     row_N = layout.row_SK.gather(1, by_rank_SK).reshape(-1)[at_N].clamp_(min=0)
     token_N, rank_N = at_N.div(max(K, 1), rounding_mode="floor"), key_N.long()
     first_N = key_N < peers
@@ -200,17 +214,24 @@ def wrong_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: int) -> 
     return wrong_R
 
 
-def define_sending(layout: Layout, peers: int) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
-    """Defines what `sending` must choose: (rank, token) of tokens, (rank, token, expert there, first) of pairs."""
-    here = layout.experts // peers
+def define_sending(
+    layout: Layout, peers: int, last: Collection[int] = ()
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
+    """Defines what `sending` must choose: (rank, token) of tokens, (rank, token, expert there, first) of pairs.
+
+    Args:
+        last: experts, numbered over all ranks, whose tokens come last.
+    """
     expert_of = [expert for expert, count in enumerate(layout.counts) for _ in range(count)]
+    chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
     tokens, pairs = [], []
     for rank in range(peers):
-        for token, rows in enumerate(layout.row_SK.tolist()):
-            chosen = [expert_of[row] for row in rows if row >= 0 and expert_of[row] // here == rank]
+        here = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
+        chosen_here_S = [[expert for expert in experts if expert in here] for experts in chosen_S]
+        for token, chosen in sorted(enumerate(chosen_here_S), key=lambda one: not set(last).isdisjoint(one[1])):
             if chosen:
                 tokens.append((rank, token))
-            pairs += [(rank, token, expert % here, number == 0) for number, expert in enumerate(chosen)]
+            pairs += [(rank, token, expert - here.start, number == 0) for number, expert in enumerate(chosen)]
     return tokens, pairs
 
 

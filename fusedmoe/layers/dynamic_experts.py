@@ -28,16 +28,18 @@ from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, ma
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.expert_networks import Experts, WithExperts
 from fusedmoe.layers.expert_tables import by_place, held_after, nodes_of, of_all_shards, replace, table, unstacked_of
+from fusedmoe.layers.late_copies import LateCopies
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import Transfer, chained, dispatch, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
-from fusedmoe.schedule.task import GATHER, REDUCE
+from fusedmoe.schedule.task import GATHER, LATE, REDUCE
 
 T = TypeVar("T")
 
@@ -69,8 +71,8 @@ class DynamicExperts:
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         balances: which copy computes whose rows (`fusedmoe.placement.balance`); None: they are spread evenly.
         outlasts: whether replicas are longer on their way than the rows (`fusedmoe.placement.balance`); None: never.
-        late: rows of this rank's table with replicas that were chosen after the gate and outlast the layer's rows, so
-            that the experts that are here compute theirs first.
+        late: replicas that were chosen after the gate and outlast the layer's rows, or have a plan's link with these:
+            in the forward that chose them they follow the rows, and experts that are here compute theirs first.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas may be fetched one layer ahead.
@@ -102,7 +104,7 @@ class DynamicExperts:
         self.correct: Correct | None = None
         self.balances: Balances | None = None
         self.outlasts: Callable[[Sequence[Transfer], Balance], bool] | None = None
-        self.late: tuple[int, ...] = ()
+        self.late = LateCopies()
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
@@ -202,7 +204,7 @@ class DynamicExperts:
         self.now = self.placement.sharding
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
-        self._gathered, self._added, self._learns, self.late = (), False, False, ()
+        self._gathered, self._added, self._learns, self.late = (), False, False, LateCopies()
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
@@ -276,7 +278,8 @@ class DynamicExperts:
         self.land()
 
     def land(self) -> None:
-        """Waits for what has started; inside `call`, too, where the experts' parameters are tables."""
+        """Waits for all replicas, late ones too; inside `call` as well, where parameters are tables. Collective."""
+        self.late.send()
         self._settle()
         self._present = True
 
@@ -295,6 +298,7 @@ class DynamicExperts:
         """Forgets the replicas, which are then fetched again before they are used again."""
         self._settle()
         self._present = False
+        self.late.forget()
 
     def _release(self) -> None:
         """Gives back the replicas' memory."""
@@ -303,15 +307,22 @@ class DynamicExperts:
         for parameter in self.parameters:
             parameter.data.untyped_storage().resize_(parameter.nbytes)
 
-    def _gather(self, transfers: Sequence[Transfer]) -> None:
+    def _gather(
+        self,
+        transfers: Sequence[Transfer],
+        into: tuple[dict[int, int], list[Tensor]] | None = None,
+        number: int | None = None,
+        recorded: bool = True,
+    ) -> None:
         if not transfers:
             return
         assert self.sparse is not None
-        during = None
-        if self.travel != "by tasks":  # else the executor records the task
-            during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
+        during, (rows, tables) = None, into or (self._rows, self._tables())
+        if recorded and self.travel != "by tasks":  # else the executor records the task
+            phase = "backward" if recomputing() else "forward"  # as a plan's tasks have it
+            during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter", chunk=number, phase=phase)
         with torch.inference_mode(False):  # it may end in another thread
-            work = self.sparse.gather(transfers, self._rows, self._tables(), during)
+            work = self.sparse.gather(transfers, rows, tables, during)
         self.sent_bytes += work.sent_bytes
         self._works.append(work)
 
@@ -344,23 +355,26 @@ class DynamicExperts:
         if training:  # others see other tokens than those that loads are predicted for
             self._load_E += tokens_WE[mine]
         if self.correct is not None and training:
-            self._correct(self.correct(self.now, of_all_shards(self._shards, tokens_WE)))
+            self._gather(self._correct(self.correct(self.now, of_all_shards(self._shards, tokens_WE))))
         # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         if self.balances is not None:
             balance, more = None, tuple[Transfer, ...]()
             # Once a step: a forward that is computed again, or whose backward is to come, must find what it had.
             if training and adds and not (self._added or self._learns):
                 self._added = True
-                balance = self.balances(self.now, of_all_shards(self._shards, tokens_WE), True)
+                wanted = balance = self.balances(self.now, of_all_shards(self._shards, tokens_WE), True)
                 # Without more copies it says already whose rows go where.
-                if balance.placement != self.now or self._shards.size > 1:
-                    more, balance = self._correct(balance.placement), None
+                if wanted.placement != self.now or self._shards.size > 1:
+                    more, balance = self._correct(wanted.placement), None
             balance = balance or self.balances(self.now, tokens_WE, False)
             sent_EV = balance.sent_from(mine)
-            # Kept for what is computed again, and for the step's other forwards: sums are made in one order.
-            if more and self.outlasts is not None and self.outlasts(more, balance):
-                came = {one.expert for one in more if one.target == mine}
-                self.late = tuple(row for row, expert in enumerate(self.held) if expert in came)
+            # With a step's plan one thing at a time is on the link. All shards decide as one: rows meet there.
+            if more and self.outlasts is not None and (self.travel == "in turns" or self.outlasts(more, wanted)):
+                # What is called later finds tables in the place of the parameters.
+                start = partial(self._gather, more, (self._rows, self._tables()), LATE)
+                self.late = LateCopies(more, self._held_W, wanted.computed_EV, start)
+            else:
+                self._gather(more)
         else:
             sent_EV = dispatch(tokens_WE, self.now, self.nodes)[mine]
         return by_place(layout, sent_EV, self._held_W)
@@ -399,7 +413,7 @@ class DynamicExperts:
             if any(self._returns.learn):
                 send = partial(self._send_by_plan, self._returns, back)
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
-        y = torch.func.functional_call(_With(self.experts), named, (use, send))
+        y = torch.func.functional_call(WithExperts(self.experts), named, (use, send))
         if self.rematerialises:
             if learns:
                 assert isinstance(y, Tensor)
@@ -439,8 +453,8 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> tuple[Transfer, ...]:
-        """Starts the replicas that a placement has more on their way, and returns their transfers; those that it lacks
-        send no gradients. Collective."""
+        """Makes room for the replicas that a placement has more, and returns their transfers; those that it lacks send
+        no gradients. Collective."""
         if wanted == self.now:
             return ()
         self.arrive()
@@ -448,7 +462,6 @@ class DynamicExperts:
         stays = tuple(one for one in self._gathered if wanted.holds_EW[one.expert, one.target])
         self._add(wanted)
         self._gathered = chained(stays, more)
-        self._gather(more)
         return more
 
     def _send_back(
@@ -485,14 +498,3 @@ class DynamicExperts:
         before = self.neighbours[0]
         if before is not None and self.travel != "in turns":
             before.fetch()
-
-
-class _With(nn.Module):
-    """A module that passes on experts, whose parameters `functional_call` has put in their place."""
-
-    def __init__(self, experts: Experts) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, use: Callable[[Experts, SendBack | None], T], send: SendBack | None) -> T:
-        return use(self.experts, send)

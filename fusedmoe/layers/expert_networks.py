@@ -198,6 +198,17 @@ class Experts(nn.Module):
         raise NotImplementedError
 
 
+class WithExperts(nn.Module):
+    """A module that passes on experts, whose parameters `functional_call` has put in their place."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, use: Callable[[Experts, Any], Any], more: Any) -> Any:
+        return use(self.experts, more)
+
+
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     """Yields all experts of a model, each with what the names of its parameters begin with."""
     for name, module in model.named_modules(remove_duplicate=False):

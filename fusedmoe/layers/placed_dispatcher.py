@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,19 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
-from fusedmoe.comm.exchange import Bad, Exchange
+from fusedmoe.comm.all_to_all import LastTokens
+from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
 from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
-from fusedmoe.engine.run import Run
+from fusedmoe.engine.run import Assigned, Run
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.expert_tables import of_experts
 from fusedmoe.runtime.recorder import span
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.task import TaskKind
 
 
 class Moving(Collectives):
@@ -31,8 +36,9 @@ class Moving(Collectives):
     token's pair goes to also says which rank's sum it is in, so results are those of other placements to rounding.
 
     Copies travel beside what does not need them: predicted ones of the next layer while this one's experts compute,
-    those chosen after the gate beside this layer's rows, and where they are longer on their way than these, while the
-    experts that are here compute theirs.
+    those chosen after the gate beside this layer's rows. Where they would be longer on their way than these, they are
+    late: they follow the rows, while the experts that are here compute theirs. By a plan of several chunks, tokens for
+    late copies are in the last ones, and the copies have a task of their own behind the dispatches.
     """
 
     compiles = False
@@ -41,14 +47,14 @@ class Moving(Collectives):
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(self, routed: Routed, by_node: bool = True) -> Met:
+    def meet(self, routed: Routed, by_node: bool = True, last: LastTokens | None = None) -> Met:
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
-        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node)
+        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node, placed.late.tokens)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
@@ -62,20 +68,25 @@ class Moving(Collectives):
             # With a step's plan copies have the link between the rows of one layer and those of the next.
             if turns and send is not None:
                 copies = _InTurns(placed, send, list(own.parameters()))
-            return self.cross(routed.x_SM, met, own, copies)
+            y_SM = self.cross(routed.x_SM, met, own, copies)
+            placed.land()  # where none of this rank's rows have waited for them
+            return y_SM
 
-        return placed.call(use, recomputing(), arrived=turns)
+        return placed.call(use, recomputing(), arrived=turns and not placed.late.waiting)
 
     def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
         placed = self._placed
+        follow, late_rows = placed.late.send(), self._late_rows
         placed.fetch_next()
-        layout, weight_N = handle.layout, handle.weight_N
-        if not placed.late or not self._begins_without(rows_RM):
+        begins = bool(placed.late) and self._begins_without(rows_RM)
+        if not (follow and begins):
             placed.land()
+        if not (late_rows and begins):
             return super().compute(experts, rows_RM, handle, exchange)
         # The experts that are here begin, and what was copied after the gate travels meanwhile.
+        layout, weight_N = handle.layout, handle.weight_N
         rows_E = exchange.sizes.come_QPE.sum(axis=(0, 1))
-        late_E = np.isin(np.arange(len(rows_E)), placed.late)
+        late_E = np.isin(np.arange(len(rows_E)), late_rows)
         (here, here_n), (late, late_n) = (of_experts(layout, rows_E, chosen_E) for chosen_E in (~late_E, late_E))
         y_RM = experts(rows_RM, here, None if weight_N is None else weight_N[here_n])
         placed.land()
@@ -86,12 +97,30 @@ class Moving(Collectives):
             self._placed.land()
         return super().in_chunks(experts, x_SM)
 
-    def run(self, *given: Any) -> Run:
-        return replace(super().run(*given), arrive=self._land)
+    def run(self, assigned: Assigned, exchange: Sized, *given: Any) -> Run:
+        plans, placed = assigned.plans, self._placed
+        if placed.late.waiting:
+            # Where tokens for them begin differs from rank to rank, and so does what waits; tasks and orders do not.
+            late = _with_late(plans.forward, self._first_late(exchange, plans.degrees[0]))
+            assigned = assigned._replace(plans=replace(plans, forward=late))
+        return replace(super().run(assigned, exchange, *given), arrive=self._land)
+
+    def _first_late(self, exchange: Sized, degree: int) -> int:
+        """Returns the first of so many chunks whose rows here need late copies; their number where none does."""
+        if not exchange.sizes.come_QPE[..., self._late_rows].any():
+            return degree
+        return 0 if exchange.last is None else int(exchange.last.first(degree)[self._placed.group.index])
 
     def _land(self) -> None:
+        self._placed.late.send(recorded=False)
         self._placed.fetch_next()
         self._placed.land()
+
+    @property
+    def _late_rows(self) -> list[int]:
+        """Rows of this rank's table with late copies."""
+        placed = self._placed
+        return placed.late.rows_W[placed.group.index] if placed.late else []
 
     def _begins_without(self, x_SM: Tensor) -> bool:
         """Tells whether experts can compute rows like these while parameters of others have not arrived."""
@@ -99,6 +128,13 @@ class Moving(Collectives):
         # What is made of parameters, casts above all, is made of all of them at once.
         same = all(parameter.dtype == x_SM.dtype for parameter in placed.parameters)
         return placed.experts.each_alone and same and not placed.parametrised
+
+
+@lru_cache(maxsize=256)
+def _with_late(plan: Plan, first: int) -> Plan:
+    """Returns a layer's forward plan with the task of late copies, which chunks need from the `first` on."""
+    layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH) or 0
+    return add_sparse(plan, [layer], late={layer: first})
 
 
 class _InTurns:

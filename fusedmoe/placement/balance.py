@@ -161,10 +161,11 @@ def cheapest_balance(
     """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
     with them.
 
-    New copies' ways count where nothing hides them (`exposed_s`). Arguments are those of `auto_balance`.
+    New copies' ways count where nothing hides them (`exposed_s`); these may take the places of copies that compute next
+    to nothing, as in `auto_balance`, whose arguments these are.
     """
     tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
-    tried += _with_copies(placement, placement, tried[-1], m, costs)
+    tried += _with_copies(placement, _useful(tried[-1]), tried[-1], m, costs)
     return _cheapest(placement, costs, tried, hidden_s)[1]
 
 
@@ -212,9 +213,8 @@ def auto_balance(
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
     """Returns the seconds of new copies' ways that nothing hides, of a layer whose copies were those of `before`.
 
-    Copies travel beside the layer's rows and share links with them, so that they count as long as rows travel. Where
-    they take longer than those, experts that are here compute meanwhile. Gradients have what those of the copies before
-    leave of `hidden_s`.
+    Copies that take no longer than the layer's rows travel beside them, and count in full. Longer ones are late: they
+    follow the rows, and experts that are here compute meanwhile. Gradients have what those before leave of `hidden_s`.
 
     Worked example: a copy travels for 5 s, the rows for 2, and the rank that gets it computes for 1 s in the forward
     pass without it. Then 4 s count. Its gradients take 5 s as well, of which none count if `hidden_s` is 8, and those
@@ -224,13 +224,13 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     if after.is_within(before):
         return 0.0
     new_EV = after.holds_EW & ~before.holds_EW
-    there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
-    outlasts_s = max(0.0, there_s - exchange_s(balanced.load(), costs) / EXCHANGES)
+    more = gather(before.both(after), after, nodes)
+    there_s, late = transfers_s(more, nodes, costs, costs.expert_bytes), outlasts_rows(costs, more, balanced)
     # Forward is a third of what a row takes.
     here_W = np.where(new_EV, 0, balanced.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
     if hidden_s:
         hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
-    return there_s - min(outlasts_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
+    return there_s - late * min(there_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
 
 
 def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:

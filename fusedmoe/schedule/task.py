@@ -91,10 +91,12 @@ STAGES: dict[str, tuple[str, ...]] = {
 #: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
 WEIGHT_GRADIENTS: dict[str, str] = {_K.EXPERT: _K.WEIGHT_GRADIENT, _K.ATTENTION: _K.ATTENTION_WEIGHT_GRADIENT}
 
-#: Sparse collectives: copies of experts come to where they are used, and gradients of the copies go to the owners.
+#: Sparse collectives: copies of experts come to where they are used, and gradients of the copies go to the owners. Of a
+#: layer's gathers in a pass that of late copies, chosen after the gate, has the number 1 where others have a chunk's.
 GATHER: str
 REDUCE: str
 GATHER, REDUCE = _K.SPARSE_ALL_GATHER, _K.SPARSE_REDUCE_SCATTER
+LATE = 1
 
 #: The kinds that only move data, by the link that they use; every other kind computes.
 LINKS: dict[str, str] = {
@@ -172,7 +174,7 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
     * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
       attention-weight-gradient for the attention.
-    * An expert also waits for the sparse-all-gather of its layer and pass, and a sparse-reduce-scatter for its layer's
+    * An expert also waits for the sparse-all-gathers of its layer and pass, and a sparse-reduce-scatter for its layer's
       weight gradients (without them: its experts).
     * A gradient-all-reduce waits for the gate, the attention, its weight gradients and "other" of its layer's backward
       pass, where the plan has them.

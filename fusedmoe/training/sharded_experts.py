@@ -235,7 +235,8 @@ class ShardedExperts:
                 placed.correct = partial(self._corrected, placed.nodes)
             if balance != "predicted":
                 placed.balances = partial(self._balanced, placed.nodes)
-                placed.outlasts = partial(outlasts_rows, self._costs)
+                # Nothing is late where nothing goes on beside copies.
+                placed.outlasts = None if self._sparse.at_once else partial(outlasts_rows, self._costs)
         # Experts are fetched before a forward pass, not after the step: whoever changes parameters in between is seen.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),

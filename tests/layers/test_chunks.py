@@ -9,11 +9,13 @@ from torch.testing import assert_close
 from fusedmoe.autograd.experts import experts as experts_of
 from fusedmoe.autograd.order import order
 from fusedmoe.blocks.cuts import cut
-from fusedmoe.comm.all_to_all import block_order, share
+from fusedmoe.comm.all_to_all import LastTokens, block_order, make_all_to_all, share
+from fusedmoe.comm.exchange import ExchangeSizes, Sized
+from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunks import Kept
-from fusedmoe.kernels.deduplicate import inverse
+from fusedmoe.kernels.deduplicate import decode, inverse, sending
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, build_layout
 from fusedmoe.layers.expert_tables import by_place, held_after, of_experts
 from fusedmoe.placement.placement import Placement
 
@@ -35,6 +37,57 @@ def test_kept_rows_of_other_chunks(seed: int) -> None:
     found = [kept.rows(part) for part in inverse(there)[here].tensor_split(after)]
     assert_close(torch.cat(found), whole[here], rtol=0, atol=0)
     assert all(one.untyped_storage().nbytes() == one.nbytes for one in found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_chunks_have_no_tokens_that_come_last(seed: int) -> None:
+    """Of a rank's experts some come last: what the counts say of its chunks, beside the pairs that come in each."""
+    draw = torch.Generator().manual_seed(seed)
+    W, e, K, degree = (int(torch.randint(1, most, (), generator=draw)) for most in (5, 5, 4, 6))
+    last_E = torch.rand(W * e, generator=draw) < 0.3
+    tokens, pairs, come_PC = [], [], []
+    for _ in range(W):
+        expert_SK = torch.randint(-1, W * e, (int(torch.randint(0, 30, (), generator=draw)), K), generator=draw)
+        sent = sending(build_layout(expert_SK, W * e), W, last_E)
+        assert sent.code_N is not None
+        here = sent.tokens.counts[0]
+        expert_P, token_P = decode(sent.code_N)
+        pairs.append([(int(x), int(t)) for x, t in zip(expert_P, token_P, strict=True) if t < here])
+        tokens.append(here)
+        come_PC.append(torch.bincount(torch.tensor([x for x, _ in pairs[-1]], dtype=torch.long), minlength=e).tolist())
+    come_QPC = np.concatenate([np.array(come_PC), np.array(tokens)[:, None]], axis=1)[None]
+    topology = Topology()
+    exchange = Sized(
+        make_all_to_all("direct", topology), topology.esp, ExchangeSizes(come_QPC[0], come_QPC), torch.device("cpu")
+    )
+    last_PE = last_E.view(W, e).numpy()
+    exchange.last = LastTokens(last_PE, np.random.default_rng(seed).random(W))
+    parts, sent_Gi, come_Gi = exchange.cut(degree)
+    np.testing.assert_array_equal(come_Gi.sum(1), tokens)
+    assert (come_Gi >= 0).all() and [part.rows for part in parts] == come_Gi.sum(0).tolist()
+    first, ends_Pi = int(exchange.last.first(degree)[0]), come_Gi.cumsum(1)
+    needs = [
+        any(last_PE[0, expert] and token < ends_Pi[source, i] for source in range(W) for expert, token in pairs[source])
+        for i in range(degree)
+    ]
+    assert not any(needs[:first])
+    if not last_PE[0].any():
+        even_Gi = np.stack([share(np.array(tokens), i, degree) for i in range(degree)], 1)
+        np.testing.assert_array_equal(come_Gi, even_Gi)
+    # As the senders split them, who know the same counts.
+    for source, of_source in enumerate(come_PC):
+        send_PC = np.tile([*of_source, tokens[source]], (W, 1))
+        sizes = ExchangeSizes(send_PC, come_QPC)
+        sender = Sized(make_all_to_all("direct", topology), topology.esp, sizes, torch.device("cpu"))
+        sender.last = exchange.last
+        np.testing.assert_array_equal(sender.cut(degree).sent_Gi[0], come_Gi[source])
+
+
+def test_the_worked_example_of_last_tokens() -> None:
+    last = LastTokens(np.array([[False, True]]), np.array([0.6]))
+    assert last.first(4).tolist() == [2]
+    pairs_QE, tokens_Qp = np.array([[3, 5], [8, 0]]), np.array([[8], [8]])
+    assert last.chunks(tokens_Qp, pairs_QE, 4, 0)[:, 0].tolist() == [[2, 1, 2, 3], [2, 2, 2, 2]]
 
 
 @pytest.mark.parametrize("parts", [[0, 0], [4], [0, 3, 0, 5], [1, 1, 1]])

@@ -4,11 +4,11 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.cost import Contention, Durations, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, layer_policies
-from fusedmoe.schedule.policies.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse, hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -114,6 +114,41 @@ def test_sums_wait_for_weight_gradients_apart():
     assert [name(task) for task in with_them.dependencies[reduce]] == ["b0.WG0", "b0.WG1"]
     (optimizer,) = [task for task in with_them.compute if task.kind == "optimizer"]
     assert reduce in with_them.dependencies[optimizer] and costs.given[reduce] == 1.0
+
+
+def test_late_copies_by_hand():
+    """Rows in two chunks, 1 s each on the link, experts 3 s each; late copies take 4 s, of which chunk 0 hides 2 s."""
+    plan = Plan.parse("compute: E0 E1\ninter: D0 D1 C0 C1")
+    durations = {task: 3.0 if task.kind == "expert" else 1.0 for task in plan}
+    for first, copies_s, end_s in ((0, 4.0, 13), (1, 4.0, 10), (2, 4.0, 8), (1, 2.0, 8), (1, 1.0, 8)):
+        late = add_sparse(plan, [0], late={0: first})
+        assert [name(task) for task in late.inter] == ["f0.D0", "f0.D1", "f0.SAG1", "f0.C0", "f0.C1"]
+        assert Plan.parse(str(late)) == late
+        (copies,) = late.kinds - plan.kinds
+        costs = Durations(durations | {task: copies_s for task in late if task.kind == copies})
+        assert makespan(late, costs) == end_s
+    # Where the link and the processor slow each other down, copies beside the experts cost more.
+    slow = Durations(costs.given, Contention(compute_beside_inter=0.5))
+    assert makespan(late, slow) > makespan(late, costs)
+
+
+@pytest.mark.parametrize("policy", [*layer_policies()])
+def test_late_copies_in_any_order(policy):
+    """No rank waits in a circle, wherever its first late rows are; the fewer chunks need copies, the sooner it ends."""
+    bed = TESTBEDS["A"]
+    shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
+    costs = StepCosts((shape.layer_costs(bed.costs),) * 2, contention=bed.costs.contention)
+    plan = POLICIES[policy].plan(costs.by_layer())
+    alone_s, degree = makespan(plan, costs), plan.degrees["forward", 1]
+    for seconds in (1e-3, 0.1):
+        steps = [
+            makespan(*with_sparse(plan, costs, (0.0, seconds), again=False, late={1: first}))
+            for first in range(degree + 1)
+        ]
+        assert all(one >= other - 1e-12 for one, other in zip(steps, steps[1:], strict=False))
+        assert alone_s <= steps[-1] <= alone_s + 2 * seconds + 1e-12, "there and, gradients, back"
+    orders = {first: add_sparse(plan, [1], late={1: first}).orders for first in range(degree + 1)}
+    assert all(one == orders[0] for one in orders.values()), "what ranks send is in one order"
 
 
 def test_what_is_refused():

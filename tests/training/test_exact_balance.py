@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ import torch
 
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.layers.placed_dispatcher import Moving
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.training import LayerLoads, Placement, ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import AUTO, EXACT, EXPERTS, Model, experts_of, optimizer_of, tokens, train_step
@@ -80,72 +85,142 @@ SLOW_COPIES: dict[str, Any] = AUTO | {
 
 
 class Late:
-    """Enters when a sparse all-gather begins in its thread: what it brings is long on its way."""
+    """Enters when a sparse all-gather begins in its thread: what it brings is long on its way.
+
+    `begun`: it is not there before that, which experts set; None: nothing is waited for.
+    """
+
+    def __init__(self, begun: Event | None) -> None:
+        self._begun = begun
 
     def __enter__(self) -> None:
         time.sleep(0.02)
+        assert self._begun is None or self._begun.wait(10.0), "the first chunk's experts have waited for late copies"
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
+def late_copies(placed: DynamicExperts) -> int:
+    return len(placed.late.rows_W[placed.group.index]) if placed.late else 0
+
+
 def learned_from_late_copies(
-    rank: int, world: int, placement: str, parts: int, shape: dict[str, Any]
-) -> tuple[Any, list[torch.Tensor], int]:
+    rank: int, world: int, placement: str, parts: int, shape: dict[str, Any], options: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor], list[int], list[int], list[str]]:
     """What experts have learned in four steps, where a copy's row is not a number until the copy is there; what
-    evaluation gives; and how many layers began without their late copies."""
-    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    evaluation gives; how many late copies this rank had in each layer and step; the first chunk that needed any; and
+    the tasks on links, as recorded."""
+    esp = shape.get("esp", 1)
+    topology = Topology.from_sizes(
+        ep=world // esp, esp=esp, ranks_per_node=shape.get("ranks_per_node", esp), timeout_s=20.0
+    )
     model = Model(topology, placement, **shape)
     optimizer = optimizer_of(model)
-    sharded = ShardedExperts(model, optimizer, topology, **SLOW_COPIES) if placement == "fssdp" else None
-    gather, late = SparseCollectives.gather, list[bool]()
+    sharded = ShardedExperts(model, optimizer, topology, **SLOW_COPIES | options) if placement == "fssdp" else None
+    gather, late, firsts = SparseCollectives.gather, list[int](), list[int]()
+    first_late, forward = Moving._first_late, GroupedExperts.forward
+    begun, waits = Event(), list[bool]()
 
     def poisoned(self: Any, transfers: Any, rows: Any, tables: Any, during: Any = None) -> Any:
         for expert, _, target, _ in transfers:
-            if target == rank:
+            if target == topology.ep.index:
                 for table in tables:
                     table[rows[expert]] = float("nan")
-        return gather(self, transfers, rows, tables, Late())
+        with during or nullcontext():  # what is recorded ends at once
+            pass
+        return gather(self, transfers, rows, tables, Late(begun if waits and waits.pop() else None))
 
+    def known(self: Any, exchange: Any, degree: int) -> int:
+        firsts.append(first_late(self, exchange, degree))
+        begun.clear()
+        waits[:] = [firsts[-1] > 0]
+        return firsts[-1]
+
+    def begins(self: Any, *given: Any) -> Any:
+        begun.set()
+        return forward(self, *given)
+
+    recorder = Recorder(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SparseCollectives, "gather", poisoned)
+        patch.setattr(Moving, "_first_late", known)
+        patch.setattr(GroupedExperts, "forward", begins)
         if sharded is not None:  # before the step, in which placements change
             layers = [layer.placed for layer in model.layers]
-            optimizer.register_step_pre_hook(lambda *_: late.extend(bool(placed.late) for placed in layers))
+            optimizer.register_step_pre_hook(lambda *_: late.extend(map(late_copies, layers)))
         for step in range(4):
+            for layer in model.layers:
+                layer.recorder = recorder if step == 3 else None
             train_step(model, optimizer, topology, step, parts)
         model.eval()
         with torch.no_grad():
             y_SM = model(tokens(rank, 9))
     if sharded is not None:
         sharded.close()
-    return experts_of(model), [y_SM], sum(late)
+    spans = [span for span in recorder.timeline().on("inter") if span.phase == "forward" and span.chunk is not None]
+    return experts_of(model), [y_SM], late, firsts, [f"{span.kind} {span.chunk}" for span in spans]
+
+
+#: Half of the predicted copies are of use; late ones come beside these, or in the place of others.
+PREDICTED: dict[str, Any] = {"policy": "hecate", "overlap": 2, "memory": 2}
+
+
+def chunks(forward: int, backward: int) -> dict[str, Any]:
+    return {"schedule": Schedule("fsmoe", degrees=(forward, backward))}
 
 
 @pytest.mark.parametrize(
-    ("world", "parts", "shape"),
+    ("world", "parts", "shape", "options"),
     [
-        (2, 2, {}),
+        (2, 2, {}, {}),
+        (4, 1, chunks(2, 2), {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (2, 1, {"recomputes": True}),
-                (4, 2, {"recomputes": True}),
-                (4, 1, {}),
-                (4, 1, {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
-                (2, 2, {"schedule": Schedule("fsmoe", degrees=(1, 1)), "recomputes": True}),
+                (2, 1, {"recomputes": True}, {}),
+                (2, 2, {}, PREDICTED | {"rematerialises": True}),
+                (4, 2, {"recomputes": True}, {}),
+                (4, 1, {}, {}),
+                (4, 2, chunks(2, 3), PREDICTED | {"rematerialises": True}),
+                (4, 2, chunks(1, 3), {}),
+                (4, 2, chunks(4, 2), PREDICTED),
+                (4, 1, chunks(4, 2) | {"recomputes": True}, {}),
+                (4, 1, chunks(2, 2), {"balance": "exact"}),
+                (4, 1, chunks(2, 2) | {"ranks_per_node": 2, "dispatch": "2dh"}, {}),
+                (4, 1, chunks(2, 2) | {"esp": 2}, {}),
+                (2, 2, chunks(1, 1) | {"recomputes": True}, {}),
             )
         ),
     ],
     ids=str,
 )
-def test_experts_that_are_here_begin_first(cluster: Cluster, world: int, parts: int, shape: dict[str, Any]):
-    placed = cluster.run(world, learned_from_late_copies, "fssdp", parts, shape)
-    plain = cluster.run(world, learned_from_late_copies, "ep", parts, {})
-    for (ours, y_SM, _), (theirs, wanted_SM, _) in zip(placed, plain, strict=True):
+def test_experts_that_are_here_begin_first(
+    cluster: Cluster, world: int, parts: int, shape: dict[str, Any], options: dict[str, Any]
+):
+    placed = cluster.run(world, learned_from_late_copies, "fssdp", parts, shape, options)
+    plain = cluster.run(world, learned_from_late_copies, "ep", parts, {"esp": shape.get("esp", 1)}, {})
+    for (ours, y_SM, *_), (theirs, wanted_SM, *_) in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(y_SM, wanted_SM, rtol=1e-10, atol=1e-12)
-    assert sum(began for *_, began in placed) > 0
+    late_LW = np.array([late for _, _, late, _, _ in placed]).T
+    assert late_LW.any()
+    if world > 2:
+        assert (late_LW.any(axis=1) & ~late_LW.all(axis=1)).any(), "late copies on some ranks"
+    if "schedule" not in shape:
+        return
+    # All ranks have the same tasks, late copies behind the dispatches; which chunks need them is each rank's own.
+    links = [links for *_, links in placed]
+    assert links == links[:1] * world
+    late_tasks = [at for at, task in enumerate(links[0]) if task == "sparse-all-gather 1"]
+    forward, _ = shape["schedule"].degrees
+    for at in late_tasks:
+        assert links[0][at - forward : at] == [f"dispatch {chunk}" for chunk in range(forward)]
+        assert links[0][at + 1 :][:1] == ["combine 0"]
+    first_LW = np.array([firsts for *_, firsts, _ in placed]).T
+    assert late_tasks and (first_LW < forward).any() and (first_LW == forward).any()
+    if forward > 1 and "dispatch" not in shape:
+        assert ((first_LW > 0) & (first_LW < forward)).any(), "the first chunks need none, and later ones do"
 
 
 def least_asked_for(now: LayerLoads) -> Placement:

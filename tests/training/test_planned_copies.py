@@ -19,7 +19,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.task import GATHER, REDUCE
+from fusedmoe.schedule.task import GATHER, LATE, REDUCE
 from fusedmoe.schedule.timeline import Span
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, plan_step, sync_gradients
@@ -193,6 +193,8 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, mode: s
                 tasks = [task[:4] for phase in ("forward", "backward") for task in plan.inter if task.phase == phase]
                 assert order == [task for task in tasks if task[0] != "gradient-all-reduce" or task in order]
                 assert {GATHER, REDUCE} <= kinds
+        late = [span for spans in rank["spans"] for span in spans if span.kind == GATHER and span.chunk == LATE]
+        assert bool(late) == (options is EXACT), "copies that the gate adds have the link behind rows"
         assert {GATHER, REDUCE} <= {span.kind for spans in rank["spans"] for span in spans}
 
 

@@ -8,18 +8,28 @@ next, and is hidden as far as the link is idle there:
     forward    … f0.C1 f1.SAG f1.D0 …
     backward   … b1.C1 b1.SRS b0.SAG (gradient buckets) b0.D0 …
 
+Late copies, chosen after the gate, go behind the layer's dispatches. Tokens that need them are in the last chunks, so
+that the experts of the first ones do not wait, and hide them:
+
+    forward    … f1.D0 f1.D1 f1.SAG1 f1.C0 f1.C1 …
+    after f1.E0: f1.D0
+
 How many experts can be copied in so many seconds, `placement.hecate.overlap_degree` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import GATHER, LATE, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, idle_s
+
+#: No layer has late copies.
+NO_LATE: Mapping[int, int] = MappingProxyType({})
 
 
 def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
@@ -60,14 +70,19 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
     return tuple(hidden)
 
 
-def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
+def add_sparse(
+    plan: Plan, layers: Iterable[int], *, again: Collection[int] = (), late: Mapping[int, int] = NO_LATE
+) -> Plan:
     """Returns the plan with the sparse collectives of some layers, in the passes that it has of them.
 
-    `again`: of these layers, those that release their copies after the forward pass and gather them once more.
+    Args:
+        again: of these layers, those that release their copies after the forward pass and gather them once more.
+        late: those whose copies are late in the forward pass, with the first chunk that needs these (the number of all
+            chunks: none does).
 
     Raises `ConfigError` for a layer that sends nothing between nodes in a pass of the plan.
     """
-    inter, phases = list(plan.inter), {task.phase for task in plan}
+    inter, after, phases = list(plan.inter), dict(plan.after), {task.phase for task in plan}
     for layer in layers:
         for kind, phase in ((GATHER, "forward"), (REDUCE, "backward"), (GATHER, "backward")):
             if phase not in phases or (kind == GATHER and phase == "backward" and layer not in again):
@@ -76,27 +91,37 @@ def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()
             own = [n for n in own if inter[n].kind in PIPELINE]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {phase} pass")
+            task = Task(kind, None, layer, phase)
             if kind == REDUCE:
                 # Weight gradients may run beside the next layer's chunks, behind the layer's own last combine.
                 place = max(own[-1], _last_before(plan, inter, layer)) + 1
+            elif phase == "forward" and layer in late:
+                task = task._replace(chunk=LATE)
+                # Behind rows, but ahead of all that waits for experts, which may wait for the copies.
+                place = next((n for n in own if inter[n].kind in PIPELINE[3:]), own[-1] + 1)
+                experts = (Task(TaskKind.EXPERT, chunk, layer, phase) for chunk in range(late[layer]))
+                after |= {expert: plan.dependencies[expert] for expert in experts if expert in plan.dependencies}
             else:
                 place = own[0]
                 # Ahead of gradient buckets, too, which nothing waits for.
                 while place and inter[place - 1].kind == TaskKind.GRADIENT_ALL_REDUCE:
                     place -= 1
-            inter.insert(place, Task(kind, None, layer, phase))
-    return Plan(plan.compute, plan.intra, tuple(inter), plan.after)
+            inter.insert(place, task)
+    return Plan(plan.compute, plan.intra, tuple(inter), after)
 
 
-def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool) -> tuple[Plan, Durations]:
+def with_sparse(
+    plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool, late: Mapping[int, int] = NO_LATE
+) -> tuple[Plan, Durations]:
     """Returns the plan of a step with the sparse collectives of its layers, and its costs.
 
     Args:
         seconds_L: seconds of each sparse collective of a layer; a layer with 0 has none.
         again: experts are released after the forward pass and gathered once more backward, but for the last layer's.
+        late: as for `add_sparse`.
     """
     layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
-    found = add_sparse(plan, layers, again=range(len(seconds_L) - 1) if again else ())
+    found = add_sparse(plan, layers, again=range(len(seconds_L) - 1) if again else (), late=late)
     sparse = {task: seconds_L[task.layer or 0] for task in found.inter if task.kind in (GATHER, REDUCE)}
     return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
 
