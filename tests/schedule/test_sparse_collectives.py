@@ -5,6 +5,7 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import Contention, Durations, Line
+from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, layer_policies
@@ -130,6 +131,10 @@ def test_late_copies_by_hand():
     # Where the link and the processor slow each other down, copies beside the experts cost more.
     slow = Durations(costs.given, Contention(compute_beside_inter=0.5))
     assert makespan(late, slow) > makespan(late, costs)
+    drawn = figure(simulate(late, Durations(durations | {task: 4.0 for task in late if task.kind == copies})))
+    assert any(text.get_text() == "sparse-all-gather 1" for axes in drawn.axes for text in axes.texts), (
+        "a picture names them"
+    )
 
 
 @pytest.mark.parametrize("policy", [*layer_policies()])
