@@ -33,7 +33,7 @@ from bench.gpu.process import ROOT, Process
 from bench.provenance import provenance
 
 _PORT = 29555  # in a namespace of our own
-_SECONDS = 1800  # that a setting may take
+_SECONDS = 1800  # that a setting may take, or twice what its parts should
 # Seconds of a part on an idle machine of two cores, by five rounds, where no results say it.
 _PART_S = dict(
     layer=120,
@@ -99,7 +99,7 @@ def main() -> int:
                 written.append(f"{setting.name}:{part}")  # noqa: B023
 
             try:
-                run(setting, fitting, options.rounds, out, keep)
+                run(setting, fitting, options.rounds, out, keep, max(_SECONDS, round(2 * takes_s)))
             except KeyboardInterrupt:
                 done = f"{' and '.join(written)} written" if written else "nothing is written"
                 console.print(f"interrupted: nothing is left running, {done}")
