@@ -484,8 +484,9 @@ def test_what_was_done_before_an_interruption_is_written(
     """Part by part; a setting that fails stops no other, and what has no time is left out."""
     asked: list[tuple[str, list[str]]] = []
 
-    def run(setting: Setting, parts: list[str], rounds: int, folder: Path, keep: command.Keep) -> None:
+    def run(setting: Setting, parts: list[str], rounds: int, folder: Path, keep: command.Keep, seconds: int) -> None:
         asked.append((setting.name, parts))
+        assert seconds >= 1800
         if setting is BLOCKS:
             raise RuntimeError("rank 1 ended with 1")
         keep(parts[0], {"number": len(asked)}, 12.0)
