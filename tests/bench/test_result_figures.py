@@ -120,6 +120,12 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             setting = f", {of[name]['setting']} iterations" if of[name].get("setting") else ""
             yield f"| {label}{setting} | {{}} | {{}} GB |", cells
 
+    for name, of in one["exact"].items():
+        cells = (f"{of[case][kind] * 1e3:.1f}" for case in ("no copies", "copies") for kind in ("balance_s", "cheapest_s"))
+        yield f"| {name} | {' | '.join(cells)} |", ()
+    gap = tuple(f"{one['gap'][share]:.1%}" for share in ("median", "mean", "most"))
+    yield "takes {} longer than that in the median, {} in the mean and {} at most", gap
+
     of = rows("computed", "price")
     prices = tuple(f"{of[f'fssdp, {name}']['price']:.1%}" for name in ("off", "fsmoe"))
     yield "takes {} longer without a schedule and {} longer with `fsmoe`", prices
