@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--balancer", action="store_true", help="time exact balance alone; all else stays in the file")
     options = parser.parse_args()
     file, run = options.results / FILE, provenance(MEASURED)
-    exact: dict[str, Any] = {f"{ranks} ranks, {experts} experts": balanced(ranks, experts) for ranks in _RANKS for experts in _EXPERTS}
+    exact: dict[str, Any] = {
+        f"{ranks} ranks, {experts} experts": balanced(ranks, experts) for ranks in _RANKS for experts in _EXPERTS
+    }
     for name, cases in exact.items():
         print(name, *(f"{case} {one['balance_s'] * 1e3:.1f} ms" for case, one in cases.items()), sep="  ", flush=True)
     if options.balancer:
