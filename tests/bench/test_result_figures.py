@@ -121,7 +121,8 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"| {label}{setting} | {{}} | {{}} GB |", cells
 
     for name, of in one["exact"].items():
-        cells = (f"{of[case][key] * 1e3:.1f}" for case in ("no copies", "copies") for key in ("balance_s", "cheapest_s"))
+        keys = ("balance_s", "cheapest_s")
+        cells = (f"{of[case][key] * 1e3:.1f}" for case in ("no copies", "copies") for key in keys)
         yield f"| {name} | {' | '.join(cells)} |", ()
     gap = tuple(f"{one['gap'][share]:.1%}" for share in ("median", "mean", "most"))
     yield "takes {} longer than that in the median, {} in the mean and {} at most", gap
