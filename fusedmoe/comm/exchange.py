@@ -230,10 +230,11 @@ class Sized(Part):
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
         if self.by_pairs:
             send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        # As `share` has it, for all chunks at once.
-        ends = np.arange(degree + 1)
-        sent_PpI, come_QPpI = (np.diff(of[..., None] * ends // degree) for of in (send_Pp, come_QPp))
-        if self.last is not None:
+        if self.last is None:
+            # As `share` has it, for all chunks at once.
+            ends = np.arange(degree + 1)
+            sent_PpI, come_QPpI = (np.diff(of[..., None] * ends // degree) for of in (send_Pp, come_QPp))
+        else:
             sent_PpI = self.last.chunks(send_Pp, self.sizes.send_PE, degree)
             come_QPpI = self.last.chunks(come_QPp, self.sizes.come_QPE, degree, self.algorithm.group.index)
         send_PI, come_QPI = sent_PpI.sum(1), come_QPpI.sum(2)

@@ -27,9 +27,7 @@ from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import (
-    contiguous,
-)
+from fusedmoe.kernels.one_sided import contiguous
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
 from fusedmoe.runtime.recorder import Recorder, span
 

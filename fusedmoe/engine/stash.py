@@ -142,11 +142,11 @@ class StashedRows:
 
     def x(self, chunks: Sequence[Layout]) -> Iterator[Tensor]:
         """Yields received rows, [R, M], of each chunk."""
-        yield from load_chunks(self._memory.pages, self._table, self._memory.x, chunks)
+        return load_chunks(self._memory.pages, self._table, self._memory.x, chunks)
 
     def h(self, chunks: Sequence[Layout]) -> Iterator[Tensor]:
         """Yields pre-activations, [R, (2·)H], of each chunk."""
-        yield from load_chunks(self._memory.pages, self._table, self._memory.h, chunks)
+        return load_chunks(self._memory.pages, self._table, self._memory.h, chunks)
 
     def give(self) -> None:
         """Gives the pages back: nothing is read from them any more."""
