@@ -102,20 +102,21 @@ def _fields(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bo
 
 
 def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
-    expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = tensors
+    expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad = tensors
     asked_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
-    return GateChoice(expert_SK, weight_SK, logits_SE, asked_BE, counts_BE, logsumexp_S if rule.logsumexp else None)
+    asked_S = logsumexp_S if rule.logsumexp else None
+    return GateChoice(expert_SK, weight_SK, logits_SE, asked_BE, counts_BE, asked_S, bad)
 
 
 # A schema knows no dataclasses and no optional results: operators take a rule's fields (`_fields`), and give an empty
 # tensor for each result that the rule does not ask for.
 _RULE = "SymInt k, str score, bool normalize, float scale, bool statistics, SymInt? sequence, bool logsumexp"
-_CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 @operator("gate", f"(Tensor x_SM, Tensor weight_EM, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_operator(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Returns the six tensors of a `GateChoice`."""
+    """Returns the seven tensors of a `GateChoice`."""
     from fusedmoe.kernels.triton.gate import choose
 
     return _filled(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
@@ -152,7 +153,8 @@ def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
     sums = (rule.sequences(S), E) if rule.statistics else (0,)
     of_weights = (S, rule.k), sums, sums, (S if rule.logsumexp else 0,)
     weight_SK, score_BE, count_BE, logsumexp_S = (logits_SE.new_empty(shape) for shape in of_weights)
-    return logits_SE.new_empty((S, rule.k), dtype=torch.int64), weight_SK, logits_SE, score_BE, count_BE, logsumexp_S
+    expert_SK, bad = (logits_SE.new_empty(shape, dtype=torch.int64) for shape in ((S, rule.k), ()))
+    return expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad
 
 
 _GRADIENTS = "Tensor? dweight_SK, Tensor? dscore_BE, Tensor? dlogsumexp_S"
@@ -185,10 +187,10 @@ def _(logits_SE: Tensor, *others: Any) -> Tensor:
 
 def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     x_SM, weight_EM, _, *ctx.rule = inputs
-    expert_SK, _, logits_SE, _, count_BE, _ = output
+    expert_SK, _, logits_SE, _, count_BE, _, bad = output
     # Where a result has no gradient, the kernel leaves out the pass that needs it: no zeros in its place.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE)
+    ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)
 
 
@@ -205,10 +207,10 @@ def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
 
 def _keep_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     logits_SE, _, *ctx.rule = inputs
-    expert_SK, _, nothing, _, count_BE, _ = output
+    expert_SK, _, nothing, _, count_BE, _, bad = output
     # As for the gate in one kernel: results without a gradient cost no pass.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(expert_SK, nothing, count_BE)
+    ctx.mark_non_differentiable(expert_SK, nothing, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK)
 
 
@@ -220,7 +222,7 @@ def _from_logits_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | No
 def _dlogits(
     logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any], apart: bool
 ) -> Tensor:
-    _, dweight_SK, _, dscore_BE, _, dlogsumexp_S = grads
+    _, dweight_SK, _, dscore_BE, _, dlogsumexp_S, _ = grads
     return gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule, apart)
 
 

@@ -359,8 +359,8 @@ class BlocksForward(BlockPass, ForwardPass):
             given = given and given._replace(expert_TK=self._tokens(given.expert_TK)[whole.own])
             routing = block.choose(tuple(scores), given)
         layer, aux = block.layer, routing.aux_loss
-        layer.load.count(routing, layer.gate, layer.training)
-        layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
+        kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
+        layer.load.count(routing, kept_E, layer.gate, layer.training, layer.order.keeps_all(routing))
         exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
         layer.load.sent(
             (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))

@@ -88,6 +88,7 @@ class GateChoice(NamedTuple):
             divided by its sum over all experts (sigmoid), or the score ("none"). None if not asked for.
         count_BE: tokens of a sequence that chose each expert, as floats (exact up to 2²⁴). None if not asked for.
         logsumexp_S: differentiable. None if not asked for.
+        bad: tokens without a right choice (`count_bad`), an int64 scalar. None where plain torch made the choice.
     """
 
     expert_SK: Tensor
@@ -96,6 +97,7 @@ class GateChoice(NamedTuple):
     score_BE: Tensor | None
     count_BE: Tensor | None
     logsumexp_S: Tensor | None
+    bad: Tensor | None = None
 
 
 def has_kernels(*tensors: Tensor) -> bool:
@@ -144,6 +146,14 @@ def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = Non
         count_BE,
         logits_SE.logsumexp(1) if rule.logsumexp else None,
     )
+
+
+def count_bad(logits_SE: Tensor) -> Tensor:
+    """Counts the tokens without a right choice, an int64 scalar: a logit is NaN or +inf, or all are −inf.
+
+    −inf rules an expert out; where all of a token's are, there is nothing to choose.
+    """
+    return (~logits_SE.amax(1).isfinite()).sum()
 
 
 def _share_of_sum(score: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.gate import count_bad
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 
@@ -66,15 +67,6 @@ class NonFiniteMonitor:
         return count
 
 
-def count_bad(logits_SE: Tensor) -> Tensor:
-    """Counts logits that are NaN or +inf, and those of tokens that have no expert left: an int64 scalar.
-
-    −inf rules an expert out; where all of a token's are, there is nothing to choose.
-    """
-    chooses_S1 = logits_SE.amax(1, keepdim=True) != -float("inf")
-    return logits_SE.numel() - ((logits_SE < float("inf")) & chooses_S1).sum()
-
-
 def not_finite(*tensors: Tensor) -> Tensor:
     """Tells whether any number is NaN or infinite: an int64 scalar, 0 or more."""
     if torch.compiler.is_compiling():  # a compiler makes one kernel of these, and takes any size
@@ -87,7 +79,7 @@ def not_finite(*tensors: Tensor) -> Tensor:
     return torch.stack([(~each.isfinite()).sum() for each in extremes]).sum()
 
 
-_BAD_LOGITS = "router logits are NaN or infinite"
+_BAD_LOGITS = "tokens with router logits that are NaN or infinite"
 _BAD_LOGITS_CURE = (
     "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
     "overflowed; a mask must leave each token an expert whose logit is not −inf"
@@ -142,8 +134,8 @@ class InputChecks:
         # A finite sum on the host is of finite numbers only; of what else it may be of, the count tells.
         if not (torch.compiler.is_compiling() or uses_triton(logits_SE)) and math.isfinite(logits_SE.sum()):
             return None
-        bad = self._known(count_bad(logits_SE))
-        return f"{bad} of {logits_SE.numel()} {self._what}. {self._cure}" if bad else None
+        bad = self._known(_bad_tokens(routing, logits_SE))
+        return f"{bad} of {len(logits_SE)} {self._what}. {self._cure}" if bad else None
 
     def of_numbers(self, *tensors: Tensor) -> str | None:
         """Says what is wrong with tokens and router weights, if anything, told as by `of_logits`."""
@@ -191,14 +183,15 @@ class InputChecks:
         return 0
 
     def bad_logits(self, *routings: Routing | SoftRouting) -> Bad | None:
-        """Counts logits that are not finite, for an exchange to tell all ranks; None: `of_logits` says what is wrong.
+        """Counts tokens whose logits are not finite, for an exchange to tell all ranks; None: `of_logits` says what is
+        wrong.
 
         In a graph and on CUDA, where the host would have to wait.
         """
-        logits = [routing.logits_SE for routing in routings if routing.logits_SE is not None]
-        if not logits or not self._is_carried(logits[0]):
+        given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
+        if not given or not self._is_carried(given[0][1]):
             return None
-        counts = [count_bad(logits_SE) for logits_SE in logits]
+        counts = [_bad_tokens(*each) for each in given]
         return Bad(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
 
     def _is_carried(self, logits_SE: Tensor) -> bool:
@@ -246,6 +239,12 @@ class InputChecks:
         if refusal:
             self._topology.fail(CHECK, refusal)
             raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+
+
+def _bad_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -> Tensor:
+    # A gate's kernel has counted them on its way.
+    counted = routing.bad if isinstance(routing, Routing) else None
+    return count_bad(logits_SE) if counted is None else counted
 
 
 def of_input(

@@ -47,20 +47,26 @@ class Load:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
 
-    def count(self, routing: Routing | SoftRouting, gate: Gate, training: bool) -> None:
-        """Counts another forward. In training its load is part of what `tell` tells."""
+    def count(self, routing: Routing | SoftRouting, kept_E: Tensor, gate: Gate, training: bool, all_kept: bool) -> None:
+        """Counts another forward. In training its load is part of what `tell` tells.
+
+        Args:
+            kept_E: rows that each expert got.   all_kept: no slot with an expert was dropped, so that these are all.
+        """
+        self.kept_E = kept_E
         experts = len(self.chosen_E)
         self._counts = False
         if isinstance(routing, SoftRouting):
             # Each expert has its slots of mixtures of all tokens: nothing is chosen, and nothing to count.
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
-        self.chosen_E = expert_load(routing.expert_SK, experts)
+        self.chosen_E = kept_E if all_kept else expert_load(routing.expert_SK, experts)
         # A recomputation counts nothing: the first forward of these tokens did.
         self._counts = self.counters is not None and training and not recomputing()
         if self._counts:
             assert self.counters is not None
             self.counters.choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
+            self.counters.rows(kept_E)
         if training and gate.balances and not recomputing():
             # Always a tensor, or compiled layers would need a graph for the first step and one for all others.
             self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
@@ -73,13 +79,6 @@ class Load:
                         "after each optimizer step",
                         stacklevel=2,
                     )
-
-    def keep(self, kept_E: Tensor) -> None:
-        """Keeps how many of the slots that `count` counted got a row, for each expert."""
-        self.kept_E = kept_E
-        if self._counts:
-            assert self.counters is not None
-            self.counters.rows(kept_E)
 
     def sent(self, travelled: tuple[int, int] | None) -> None:
         """Counts the pairs and tokens that travelled in the forward that `count` counted; None: nobody knows."""

@@ -67,6 +67,11 @@ class Order:
         """Returns where every routing slot's row lies, and which slots are dropped."""
         return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
 
+    def keeps_all(self, routing: Routing | SoftRouting) -> bool:
+        """Returns whether each slot with an expert is known to get a row."""
+        # An order with a layout of its own, which does not split, may drop for other reasons than the capacity.
+        return isinstance(routing, Routing) and self.splits and not (self.drops and routing.capacity is not None)
+
     def rows_per_token(self, gate: Gate, tokens: int) -> float:
         """Rows that each of a rank's tokens becomes, at most, on average, for the choice of a schedule."""
         return gate.rows_per_token(tokens)

@@ -53,7 +53,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "complex": (lambda x: x.to(torch.complex128), "input of torch.complex128; it takes floating-point numbers"),
     "elsewhere": (lambda x: x.to("meta"), r"input on meta but its experts are on cpu; move one with .to\(\)"),
     "a list": (lambda x: list(x), "input that is list; it takes a tensor"),
-    "nan": (lambda x: x.index_fill(0, torch.tensor(3), torch.nan), "router logits are NaN or infinite"),
+    "nan": (lambda x: x.index_fill(0, torch.tensor(3), torch.nan), "router logits that are NaN or infinite"),
 }
 
 GIVEN: dict[str, tuple[Give, str]] = {
@@ -63,7 +63,7 @@ GIVEN: dict[str, tuple[Give, str]] = {
     "integers": (lambda y, u: (y.long(), u), "Meddled gave y of torch.int64"),
     "elsewhere": (lambda y, u: (y.to("meta"), u), "y of the dense part Meddled is on meta, x on cpu"),
     "no tensor": (lambda y, u: (y, None), "Meddled gave u that is NoneType"),
-    "nan": (lambda y, u: (y, u * torch.nan), "router logits are NaN"),
+    "nan": (lambda y, u: (y, u * torch.nan), "router logits that are NaN"),
 }
 
 

@@ -39,6 +39,7 @@ class Routing:
         priority_S: [S] the token with the higher value is placed first; None for token order.
         aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
         logits_SE: [S, E] detached router logits, for the check on non-finite values; None if there are none.
+        bad: tokens whose logits that check refuses, an int64 scalar; None: to be counted yet.
     """
 
     expert_SK: Tensor
@@ -47,6 +48,7 @@ class Routing:
     priority_S: Tensor | None
     aux_loss: Tensor
     logits_SE: Tensor | None
+    bad: Tensor | None = None
 
 
 @dataclass
@@ -395,7 +397,9 @@ class RouterGate(Gate):
             return z_loss_of_sums(choice.logsumexp_S)
 
         terms = {"balance": balance, "z": z, **(other_losses or {})}
-        return self.routing(choice.expert_SK, choice.weight_SK, choice.logits_SE, terms)
+        routing = self.routing(choice.expert_SK, choice.weight_SK, choice.logits_SE, terms)
+        routing.bad = choice.bad
+        return routing
 
 
 class _RouterLogits(Function):

@@ -107,6 +107,7 @@ def _choose_cases(
             "weight_ptr": single,
             "sums_ptr": single if rule.statistics else None,
             "logsumexp_ptr": single if rule.logsumexp else None,
+            "bad_ptr": torch.int64,
             "length": "i32",
             "blocks": "i32",
             "programs": "i32",

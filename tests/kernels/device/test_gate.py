@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
-from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice
+from fusedmoe.kernels.gate import GateChoice, GateRule, count_bad, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
 from fusedmoe.kernels.triton.gate import router as products
 from fusedmoe.kernels.triton.gate.router import Tile
@@ -61,6 +61,7 @@ def check(got: GateChoice, exact: GateChoice, leaves: list[tuple[Tensor, Tensor]
     """Results, and gradients of the leaves for random gradients of the results."""
     assert torch.equal(got.expert_SK, exact.expert_SK)
     assert_close(got.logits_SE, exact.logits_SE)
+    assert got.bad is not None and got.bad.dtype == torch.int64 and got.bad == 0
     if exact.count_BE is not None:
         assert got.count_BE is not None and torch.equal(got.count_BE.double(), exact.count_BE)
     results, expected = differentiable(got), differentiable(exact)
@@ -218,7 +219,7 @@ def test_logits_of_minus_infinity(name: str, device: torch.device) -> None:
     got = gate_from_logits(logits_SE.requires_grad_(), rule, bias_E)
     exact = define_choice(exact_logits, rule, bias_E)
     results, expected = differentiable(got), differentiable(exact)
-    assert torch.equal(got.expert_SK, exact.expert_SK)
+    assert got.bad == 0 and torch.equal(got.expert_SK, exact.expert_SK)
     grads = [torch.randn_like(result) for result in results]
     torch.autograd.backward(results, grads)
     torch.autograd.backward(expected, [grad.double() for grad in grads])
@@ -242,6 +243,30 @@ def test_experts_stay_in_range_whatever_the_logits_are(bad: float, biased: bool,
         assert len(set(row)) == 3 and min(row) >= 0 and max(row) < 7
     assert torch.equal(choice.expert_SK, expected.expert_SK)
     torch.testing.assert_close(choice.weight_SK.double(), expected.weight_SK, equal_nan=True)
+    assert choice.bad is not None
+    wrong = 1 if bad == -math.inf else 3  # rows 2 and 3 have other logits to choose by
+    assert choice.bad == count_bad(logits_SE) == wrong
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_tokens_without_a_right_choice_are_counted(name: str, one_kernel: bool, device: torch.device) -> None:
+    """Over several programs and sequences, whatever the rule; a sequence's last program has rows of padding."""
+    rule, E, S = dataclasses.replace(RULES[name][0], k=2, sequence=75), 5, 300
+    bias_E = torch.randn(E, device=device) if RULES[name][1] else None
+    x_SM, weight_EM = torch.randn(S, E, device=device).abs(), torch.eye(E, device=device)
+    bad_S = torch.rand(S, device=device) < 0.2
+    bad_S[74] = True  # repeated in the padding
+    where_S, what = torch.randint(E, (S,), device=device), torch.tensor([math.nan, math.inf], device=device)
+    if one_kernel:  # a product with a NaN is NaN: all logits of such a token are
+        x_SM[bad_S, where_S[bad_S]] = math.nan
+    else:
+        x_SM[bad_S, where_S[bad_S]] = what[torch.randint(2, (int(bad_S.sum()),), device=device)]
+        x_SM[10] = -math.inf
+        bad_S[10] = True
+    choice = gate(x_SM, weight_EM, rule, bias_E) if one_kernel else gate_from_logits(x_SM, rule, bias_E)
+    assert choice.bad is not None
+    assert choice.bad == count_bad(choice.logits_SE) == bad_S.sum()
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -69,8 +69,7 @@ def test_metrics_wait_for_nothing(device: torch.device, no_sync: Callable[[], Ab
     layer(x).sum().backward()
     routing = layer.gate(x)
     with no_sync():
-        layer.load.count(routing, layer.gate, True)
-        layer.load.keep(layer.load.chosen_E)
+        layer.load.count(routing, layer.load.kept_E, layer.gate, True, False)
         if device.type == "cuda":  # on a CPU the layer itself looks at its logits
             layer(x).sum().backward()
     found, load_E = metrics.collect(), layer.load_E.double()

@@ -59,7 +59,7 @@ def test_a_layer(cluster: Cluster, sizes: dict[str, int], steps: int) -> None:
 
 @pytest.mark.parametrize("how", ["rows", "rows, eager", "logits"])
 def test_what_is_told_late(cluster: Cluster, how: str) -> None:
-    text = "4 router logits are NaN or infinite"
+    text = "1 tokens with router logits that are NaN or infinite"
     if how != "logits":
         text = "36 rows came to the experts of MoELayer 1 on this rank, and there is room for 34"
     for rank, message in enumerate(cluster.run(2, tell_late, how)):

@@ -40,6 +40,8 @@ _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
 # What a sum is at least when it divides: float32's least normal number, as in the definition.
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _TAKEN = tl.constexpr(-(2**31))
+# Infinity as an integer that sorts (`sortable`); −inf is one below its negative, and NaN above.
+_INFINITY = tl.constexpr(0x7F800000)
 _UNSPECIAL = ["length", "blocks", "programs", "tiles"]
 # Programs among which given logits are divided: as many as Hopper has at a time. The sums' order follows from it, so it
 # is a constant.
@@ -143,8 +145,8 @@ def best_by_high_bits(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexp
 def choose_kernel(
     # Tokens and router matrix with PRODUCT, which then writes the logits; else the logits are read.
     x_ptr, w_ptr, logits_ptr, bias_ptr,
-    # The choice, and sums over each program's tokens.
-    expert_ptr, weight_ptr, sums_ptr, logsumexp_ptr,
+    # The choice, sums over each program's tokens, and a count of tokens without a right choice.
+    expert_ptr, weight_ptr, sums_ptr, logsumexp_ptr, bad_ptr,
     # Tokens of a sequence, programs of one and of all, tiles of a program where logits are given, and sizes.
     length, blocks, programs, tiles, M, E, scale,
     # The rule (`GateRule`).
@@ -159,6 +161,7 @@ def choose_kernel(
     known = (e < E)[None, :]
     shares = tl.zeros((BS, EP), dtype=tl.float32)
     counts = tl.zeros((BS, EP), dtype=tl.int32)
+    bad = tl.zeros((BS,), dtype=tl.int32)
     for tile in range(1 if PRODUCT else tiles):
         sequence, row, inside = rows_of_program(length, blocks, tile, 1 if PRODUCT else tiles, BS)
         at = row[:, None] * E + e[None, :]
@@ -183,6 +186,7 @@ def choose_kernel(
             else:
                 by = logits
             by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
+            highest = tl.max(tl.where(known, sortable(logits), _TAKEN), 1)
         else:
             by = logits
         key = tl.where(known, sortable(by), _TAKEN)
@@ -201,6 +205,9 @@ def choose_kernel(
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
+        if not BIAS:  # then the highest logit of all is the highest of the chosen
+            highest = tl.max(sortable(picked), 1)
+        bad += (inside & ((highest >= _INFINITY) | (highest < -_INFINITY))).to(tl.int32)
         if SOFTMAX:
             if NORMALIZE:
                 weight, sum_of_chosen, _ = softmax_terms(tl.where(chosen, picked, -float("inf")))
@@ -233,6 +240,9 @@ def choose_kernel(
             shares += tl.where(inside[:, None], share, 0.0)
             counts += counted.to(tl.int32)
 
+    number = tl.sum(bad, 0)
+    if number > 0:
+        tl.atomic_add(bad_ptr, number.to(tl.int64), sem="relaxed")
     if STATISTICS:
         # One row of sums for each program, added up afterwards in order: no atomics, so that sums repeat.
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
@@ -361,10 +371,11 @@ def _choose(
     expert_SK = torch.empty((S, rule.k), dtype=torch.int64, device=device)
     weight_SK = torch.empty((S, rule.k), dtype=single, device=device)
     logsumexp_S = torch.empty(S, dtype=single, device=device) if rule.logsumexp else None
+    bad = torch.zeros((), dtype=torch.int64, device=device)
     if S == 0:
         zeros = (torch.zeros((B, E), dtype=single, device=device) for _ in range(2))
         score_BE, count_BE = zeros if rule.statistics else (None, None)
-        return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
+        return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad)
     tile = rowwise_tile(E, capability(logits_SE))
     M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
     if x_SM is not None and weight_EM is not None:
@@ -378,16 +389,16 @@ def _choose(
         blocks = triton.cdiv(blocks, tiles)
     sums = torch.empty((2, B, blocks, E), dtype=single, device=device) if rule.statistics else None
     choose_kernel[(B * blocks,)](
-        x_SM, weight_EM, logits_SE, bias_E, expert_SK, weight_SK, sums, logsumexp_S,
+        x_SM, weight_EM, logits_SE, bias_E, expert_SK, weight_SK, sums, logsumexp_S, bad,
         S // B, blocks, B * blocks, tiles, M, E, rule.scale,
         BIAS=bias_E is not None, STATISTICS=rule.statistics, PRODUCT=x_SM is not None, INTERPRET=INTERPRET,
         BK=tile.depth, num_stages=tile.stages, **product, **launch_options(rule, tile),
     )  # fmt: skip
     if sums is None:
-        return GateChoice(expert_SK, weight_SK, logits_SE, None, None, logsumexp_S)
+        return GateChoice(expert_SK, weight_SK, logits_SE, None, None, logsumexp_S, bad)
     score_BE, count_BE = (torch.empty((B, E), dtype=single, device=device) for _ in range(2))
     sum_of_parts(sums, score_BE, count_BE)
-    return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
+    return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad)
 
 
 def dlogits(
