@@ -186,7 +186,6 @@ def choose_kernel(
             else:
                 by = logits
             by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
-            highest = tl.max(tl.where(known, sortable(logits), _TAKEN), 1)
         else:
             by = logits
         key = tl.where(known, sortable(by), _TAKEN)
@@ -205,9 +204,12 @@ def choose_kernel(
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
-        if not BIAS:  # then the highest logit of all is the highest of the chosen
-            highest = tl.max(sortable(picked), 1)
-        bad += (inside & ((highest >= _INFINITY) | (highest < -_INFINITY))).to(tl.int32)
+        if SOFTMAX and BIAS:
+            wrong = total != total
+        else:  # without a bias the highest logit of all is the highest of the chosen
+            highest = tl.max(sortable(tl.load(logits_ptr + at, mask=known, other=-float("inf")) if BIAS else picked), 1)
+            wrong = (highest >= _INFINITY) | (highest < -_INFINITY)
+        bad += (inside & wrong).to(tl.int32)
         if SOFTMAX:
             if NORMALIZE:
                 weight, sum_of_chosen, _ = softmax_terms(tl.where(chosen, picked, -float("inf")))
