@@ -286,10 +286,12 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
 
+# Flags that a training job's plan depends on, or what its steps were measured to take.
 _FLAGS = (
-    *("--batch", "--seq-len", "--dtype", "--layers", "--model-dim", "--heads", "--kv-heads"),
-    *("--expert", "--hidden", "--experts", "--experts-per-rank", "--moe-every", "--k", "--capacity-factor"),
-    *("--gate", "--order", "--ranks-per-node", "--ep", "--esp", "--mp", "--wire-dtype", "--schedule", "--device"),
+    *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
+    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
+    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
+    *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device"),
     *("--placement", "--placement-overlap", "--rematerialise", "--timeout"),
 )
 

@@ -227,7 +227,7 @@ class TrainingJob:
         loss = None
         if not stopped and done == settings.steps:
             if topology.is_first:
-                print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
+                print(f"held-out text: {settings.eval_batches * self.trainer.shares} batches", flush=True)
             loss = self.trainer.held_out_loss()
         # Stopped in training, or while the held-out text was read.
         if loss is None:

@@ -24,6 +24,7 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.measuring import Recorder, recorded
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
+from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.plans import Workload, uniform_share
 
@@ -372,7 +373,7 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
         experts=config.experts,
         k=1,
         capacity_factor=rows,
-        expert=config.expert,
+        expert="swiglu" if ACTIVATIONS[config.nonlinearity].gated else "ffn",
         ep=ep,
         esp=esp,
         itemsize=itemsize,
