@@ -55,6 +55,11 @@ class Sizes:
     mp: int
 
 
+def in_words(ranks: int) -> str:
+    """Returns "1 rank", "2 ranks"."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
 def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     """Settles the sizes: those asked for, else the paper's layout (FSMoE, F7) as far as the model allows it.
 

@@ -124,8 +124,8 @@ class Settings:
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Returns the settings with some values replaced; names of the model's are written "model.layers". Options of the
-        gate are added to those that the same gate has already."""
+        """Returns the settings with some values replaced; names of the model's are written "model.layers". Options of
+        the gate are added to those that the same gate has already."""
         model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
         before = own.pop("model", self.model)
@@ -287,7 +287,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "is lost; 0: no copies",
             metavar="N",
         ),
-        Flag("timeline_step", "the step whose timeline is drawn"),
+        Flag("timeline_step", "steps before the one whose timeline is drawn"),
     ),
 }
 
@@ -389,7 +389,8 @@ def _option(text: str) -> tuple[str, Any]:
 def describe(model: ModelConfig) -> str:
     """Describes a model in one line."""
     routing = f"{model.experts} {model.expert} experts of {model.hidden}, gate {model.gate}, k {model.k}"
-    return f"{model.name}: {model.layers} layers, model dim {model.model_dim}, {model.heads} heads, {routing}"
+    layers = f"{model.layers} layer{'s' * (model.layers > 1)}"
+    return f"{model.name}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}"
 
 
 def file_to_write(text: str) -> Path:

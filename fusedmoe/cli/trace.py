@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.job import Launch, StopRequest, ranks_of, settle
+from fusedmoe.cli.job import Launch, StopRequest, in_words, ranks_of, settle
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
         # The median step: the first ones warm up caches, and any may be disturbed.
         middle = sorted(by_step, key=_step_s)[len(by_step) // 2]
-        title = f"{settings.model.name}, {launch.ranks} ranks, schedule {settings.schedule}"
+        title = f"{settings.model.name}, {in_words(launch.ranks)}, schedule {settings.schedule}"
         both = [simulate(*planned), *align(middle)]
         draw(both[:MAX_TIMELINES], arguments.png, title=title)
         save_trace(both, arguments.json)

@@ -49,6 +49,7 @@ from fusedmoe.cli.job import (
     StopRequest,
     choose_device,
     choose_sizes,
+    in_words,
     make_topology,
     process_group,
     settle,
@@ -291,7 +292,7 @@ class TrainingJob:
                 drawn = trainer.followed
                 # A recorded step waits for each kernel, so it runs once and does not count for tuning.
                 report, timeline = trainer.recorded_step(done)
-                values["exposed_s"] = self._draw(timeline, done)
+                values["exposed_s"] = self._draw(timeline, done + 1)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -374,7 +375,7 @@ class TrainingJob:
         else:
             source, done = "the beginning: none was whole in memory, and there is no checkpoint", 0
         if self.topology.is_first:
-            ranks = f"{self.topology.size} rank{'s' * (self.topology.size > 1)}"
+            ranks = in_words(self.topology.size)
             print(f"survival: {ranks} go on after step {done} with the state from {source}", flush=True)
         return done
 
@@ -413,7 +414,7 @@ class TrainingJob:
         nodes = topology.size // sizes.ranks_per_node
         print(describe(settings.model))
         print(f"{parameters:,} parameters, {active:,} of them active for a token")
-        ranks = f"{topology.size} ranks ({nodes} × {sizes.ranks_per_node})" if topology.size > 1 else "1 rank"
+        ranks = in_words(topology.size) + f" ({nodes} × {sizes.ranks_per_node})" * (topology.size > 1)
         layout = f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
         print(f"{ranks} on {self.device.type}: {layout}")
         print(
@@ -425,12 +426,12 @@ class TrainingJob:
 
     def _draw(self, timeline: Timeline, step: int) -> float:
         """Writes the timelines of all ranks beside the plan (rank 0 does; the others go on), and returns the seconds of
-        communication that nothing hid, in the mean of ranks."""
+        communication that nothing hid, in the mean of ranks. `step` counts from 1, as metrics and loads do."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         trainer, planned = self.trainer, self.trainer.planned
         if self.topology.is_first:
             plan = f"schedule {trainer.followed}{'' if trainer.settled else ' (tried; none is chosen yet)'}"
-            title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks, {plan}"
+            title = f"{self.settings.model.name}, step {step}, {in_words(self.topology.size)}, {plan}"
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
             if planned is not None:
