@@ -1,5 +1,5 @@
-"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on two testbeds. The
-testbeds are `fusedmoe.schedule.testbeds`.
+"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on the two testbeds of
+`fusedmoe.schedule.machines`.
 """
 
 from __future__ import annotations
