@@ -76,15 +76,17 @@ class Run:
 
     def do(self, skip: Sequence[str] = ()) -> int:
         """The rounds one after the other; 0 where nothing failed and nothing was left undone."""
-        place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(self.plan.rounds))
+        # What is skipped leaves its time to the others.
+        rounds = [[part for part in together if part.name not in skip] for together in self.plan.rounds]
+        place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(rounds))
         place.log.say(f"{self._name}: {self.plan.about}, {self.plan.minutes:g} minutes; all of it in {place.stem}.*")
         start, budget = time.monotonic(), 0.0
         for part in (part for together in self.plan.rounds for part in together if part.name in skip):
             place.done[part.name] = Outcome("left out", "as asked for")
         try:
-            for together in self.plan.rounds:
+            for together in rounds:
                 budget += seconds([together])
-                self._round([part for part in together if part.name not in skip], start + factor * budget)
+                self._round(together, start + factor * budget)
         finally:
             self._write()
         place.log.say("")

@@ -6,6 +6,7 @@ A plan is a list of rounds; the parts of a round run side by side. What a round 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from bench.gpu.precompile import WORKERS, precompile
 Rounds = Sequence[Sequence[Part]]
 # Of processes that compile beside others, and of tests: each of these holds a context of half a gigabyte of the GPU.
 _BESIDE, _TESTS = 8, 12
+# To find out what there is.
+_VERSIONS_S = 15.0
 #: How long a rehearsal compiles, to learn how long a kernel takes.
 REHEARSED_S = 45.0
 
@@ -31,6 +34,8 @@ class Plan(NamedTuple):
 
 def versions(place: Place) -> Outcome:
     """Also whether a process gets the GPU at all."""
+    # To look takes as long in a short run as in a long one.
+    place = place.of(place.who, max(place.deadline, time.monotonic() + _VERSIONS_S))
     outcome = judge_exit(place.run(["-m", "bench.gpu.device"], silence_s=60.0))
     if outcome.result != "passed":
         return outcome
@@ -72,7 +77,7 @@ def _part(name: str, seconds: float, about: str, do: Callable[..., Outcome], *ne
     return Part(name, seconds, partial(do, **arguments) if arguments else do, about, needs)
 
 
-_VERSIONS = _part("versions", 15, "the GPU, its driver and the software", versions)
+_VERSIONS = _part("versions", _VERSIONS_S, "the GPU, its driver and the software", versions)
 _REPORT = _part("report", 15, "tables and picture", report)
 
 
