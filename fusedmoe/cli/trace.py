@@ -35,7 +35,7 @@ from fusedmoe.cli.settings import (
     picture_to_write,
     read_costs,
 )
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, step_costs, table_of
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, step_costs, table_of
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.measuring import cached_profile
@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(changes_of(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes, settings = settle(settings, launch)
+    policy_followed(settings, sizes)  # refuses before the machine is measured
     with ranks_of(settings, launch, sizes, "fusedmoe trace") as (topology, device):
         # Given costs are of this machine as somebody measured it; else it is measured now, once.
         costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs

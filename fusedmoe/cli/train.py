@@ -56,7 +56,7 @@ from fusedmoe.cli.job import (
 )
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError, RankError
@@ -124,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_launcher()
         end_with_launcher()
     sizes, settings = settle(settings, launch, fitting_sizes if settings.survive else choose_sizes)
+    policy_followed(settings, sizes)  # refuses before the machine is measured, and before a folder is made
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
         # Each step makes the tensors of the step before; memory that goes back to the kernel costs page faults again.
