@@ -17,11 +17,10 @@ from bench.provenance import age, conditions, difference
 
 #: What the numbers are of.
 MEASURED = (
-    *(f"fusedmoe/{room}" for room in ("autograd", "comm", "engine", "kernels", "layers", "models", "placement")),
-    *(f"fusedmoe/{room}" for room in ("runtime", "schedule", "training")),
-    "fusedmoe/graph",
+    *(f"fusedmoe/{room}" for room in ("autograd", "blocks", "comm", "engine", "graph", "kernels", "layers", "models")),
+    *(f"fusedmoe/{room}" for room in ("placement", "runtime", "schedule", "training")),
     "fusedmoe/cli/trainer.py",
-    *(f"fusedmoe/{door}.py" for door in ("hf", "titan", "megatron")),
+    *(f"fusedmoe/{door}" for door in ("hf", "titan.py", "megatron.py")),
     "bench/cluster",
     *(f":(exclude)fusedmoe/kernels/{room}" for room in ("triton", "gluon")),  # GPUs run these
 )
