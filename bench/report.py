@@ -244,7 +244,7 @@ def _kernels(results: Results) -> str:
 
 
 def _forms(rows: Mapping[tuple[str, str], Any]) -> list[str]:
-    """Of each product that was tuned, the fastest of Triton's forms beside the fastest in Gluon."""
+    """Tabulates of each product that was tuned the fastest of Triton's forms beside the fastest in Gluon."""
     body = []
     for (shape, kernel), row in rows.items():
         if times := row.get("microseconds"):

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
-    """What `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4 ranks, without single layers.
+    """Returns what `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4, without single layers.
 
     Raises:
         RuntimeError: it failed; its last words.

@@ -89,7 +89,7 @@ class Result:
         return float(np.nanmean(self.seconds[BASELINE] / self.seconds[name]))
 
     def speedups(self) -> dict[str, float]:
-        """Of every column."""
+        """Returns the mean speed-up of every column."""
         return {name: self.speedup(name) for name in COLUMNS}
 
     def gaps(self) -> Any:
