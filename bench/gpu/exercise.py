@@ -40,7 +40,7 @@ Pairs = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def main(device: torch.device) -> list[str]:
-    """What is wrong, if anything."""
+    """Runs all parts; returns what is wrong, if anything."""
     torch.manual_seed(0)
     faults = []
     for part in PARTS:

@@ -145,7 +145,7 @@ def replay(
 
 
 def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: PlacementCosts) -> int:
-    """Returns the most bytes that a rank's experts take: while owners change, layer after layer, or in the iteration."""
+    """Returns the most bytes that a rank's experts take: while owners change, layer by layer, or in the iteration."""
     after = decision.placements
     old_LW, new_LW = (np.array([np.bincount(one.owners, minlength=one.ranks) for one in of]) for of in (before, after))
     trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are dropped before a move
