@@ -72,7 +72,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     per_node = settings.ranks_per_node or launch.local_ranks
     if ranks % per_node:
         raise ConfigError(
-            f"{ranks} ranks do not fill nodes of {per_node}; start a multiple of {per_node} with torchrun, or choose "
+            f"{in_words(ranks)} cannot fill nodes of {per_node}; take a multiple of {per_node}, or choose "
             f"--ranks-per-node among the divisors of {ranks}"
         )
     if settings.placement == "ep":

@@ -261,9 +261,10 @@ def _with_copies(
 def _copies_in_words(copies: dict[str, Any], step_s: float) -> str:
     longer = copies["step_s"] / step_s - 1
     most = "not at all" if longer < 0.0005 else f"by {longer:.1%}"
+    experts = f"{copies['overlap']} expert{'s' * (copies['overlap'] != 1)}"
     return (
         f"copies of experts: the links between nodes hide {1e3 * statistics.mean(copies['hidden_s']):.3g} ms a layer; "
-        f"{copies['overlap']} experts of {copies['expert_bytes'] / 2**20:.3g} MiB for each make the step longer {most}"
+        f"sending {experts} of {copies['expert_bytes'] / 2**20:.3g} MiB for each makes the step longer {most}"
     )
 
 
