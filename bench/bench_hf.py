@@ -62,7 +62,7 @@ def make(shape: Shape, family: str = "mixtral") -> Any:
 
 
 def implementations(experts: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The same experts, computed by each of these; they share parameters."""
+    """Makes copies of experts that share parameters, each computed by one of these implementations."""
     import fusedmoe.hf  # noqa: F401  it registers ours
 
     found = {}

@@ -1,4 +1,4 @@
-"""What benchmarks of a GPU share. Where there is none they are skipped, with a word."""
+"""Fixtures and options that benchmarks of a GPU share. Without a GPU they are skipped, with a word."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def outside_experts(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.T
 
 
 def combine_step(shape: Shape, counts: list[int]) -> Callable[[], None]:
-    """What the experts' operation does to rows besides products and activations: gathers and weighted sums."""
+    """Makes a step of what the experts' operation does besides products and activations: gathers and weighted sums."""
     expert_SK = torch.repeat_interleave(torch.arange(shape.E), torch.tensor(counts)).view(shape.K, shape.S).t()
     layout = build_layout(expert_SK, shape.E)
     rows_NM, x_SM, weight_N = torch.randn(layout.rows, shape.M), torch.randn(shape.S, shape.M), torch.rand(layout.rows)

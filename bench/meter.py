@@ -1,4 +1,4 @@
-"""What a step takes besides time: the GPU's energy, and the most memory (FlowMoE, Table 6).
+"""Measures of a step besides its time: the GPU's energy, and the most memory (FlowMoE, Table 6).
 
 Energy is that of the whole GPU by its own counter, what it takes while idle included. Memory on a GPU is what PyTorch
 has allocated; on a CPU it is what is resident, which the kernel keeps the highest value of.

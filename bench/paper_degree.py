@@ -91,7 +91,7 @@ _TOLERANCE = 1e-6
 
 
 def _margins(r: float, times: ChunkTimes, gar: float) -> tuple[float, ...]:
-    """How far each predicate is from changing: it is true where its margin is positive."""
+    """Returns how far each predicate is from changing: it is true where its margin is positive."""
     a2a, ag, x, rs, _ = times
     hidden = r * x - 2 * (r - 1) * a2a
     return (

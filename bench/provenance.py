@@ -1,4 +1,4 @@
-"""Where numbers come from: commit, machine and load of a run; whether the code that they measure is another since.
+"""Provenance of numbers: commit, machine and load of a run; whether the code that they measure is another since.
 
 A row that is older than its code says so in every table, and rows of different commits or machines are in none
 together: a difference between them may be that of the code, or of the machine.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> str | None:
-    """What git says in this repository; None where it is none, or git fails."""
+    """Asks git in this repository; returns None where it is none, or git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -29,7 +29,7 @@ def git(*arguments: str) -> str | None:
 
 
 def provenance(measured: Sequence[str]) -> dict[str, Any]:
-    """Of a run that begins now. `measured`: the paths that its numbers are of."""
+    """Notes the provenance of a run that begins now. `measured`: the paths that its numbers are of."""
     changed = git("status", "--porcelain", "--", *measured)
     return {
         "commit": git("rev-parse", "--short=12", "HEAD"),
@@ -47,7 +47,7 @@ def provenance(measured: Sequence[str]) -> dict[str, Any]:
 
 
 def age(run: Mapping[str, Any], measured: Sequence[str]) -> str | None:
-    """In words how a run is older than the code that it measured, as that is here now; None where it is not.
+    """Says how a run is older than the code that it measured, as that is here now; None where it is not.
 
     `run`: as by `provenance`. Where git does not know the commit, nobody can tell, and that is said.
     """

@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def newest(folder: Path) -> Path | None:
-    """The last results that were written there."""
-    return max(folder.glob("gpu_*.json"), key=lambda path: path.stat().st_mtime, default=None)
+    """The results there whose run began last, by their names: a checkout gives all files the same time."""
+    return max(folder.glob("gpu_*.json"), key=lambda path: path.stem.rpartition("_")[2], default=None)
 
 
 def table(results: Results) -> str:
@@ -244,7 +244,7 @@ def _kernels(results: Results) -> str:
 
 
 def _forms(rows: Mapping[tuple[str, str], Any]) -> list[str]:
-    """Of each product that was tuned, the fastest of Triton's forms beside the fastest in Gluon."""
+    """Tabulates of each product that was tuned the fastest of Triton's forms beside the fastest in Gluon."""
     body = []
     for (shape, kernel), row in rows.items():
         if times := row.get("microseconds"):

@@ -1,4 +1,4 @@
-"""What the library would launch on a GPU, found out and compiled without one.
+"""Launches that the library would make on a GPU, found out and compiled without one.
 
     with standin.recording(90) as launches:         # sm_90; every launch is noted, none is made
         layers.run(shape)                           # or any code of the library, on tensors of device "meta"

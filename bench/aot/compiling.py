@@ -29,7 +29,7 @@ Look = Callable[[Launch, Any], Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a launch.
+    """Outcome of compiling a launch.
 
     Attributes:
         seconds: that it took.
@@ -46,7 +46,7 @@ class Compiled:
 
 
 def compile_one(launch: Launch, look: Look | None = None) -> Compiled:
-    """In this process, which must not interpret kernels."""
+    """Compiles a launch in this process, which must not interpret kernels."""
     from triton import knobs
 
     hits: list[bool] = []
@@ -65,7 +65,7 @@ def compile_one(launch: Launch, look: Look | None = None) -> Compiled:
 
 
 def build_launcher(compiled: Any) -> None:
-    """Up to 3.6 Triton has the C compiler make a function of its own for each signature, which it keeps, too.
+    """Has the C compiler make the launcher of a signature, which Triton needs up to 3.6, and keeps.
 
     It can where CUDA's driver is installed. Nothing here touches a GPU.
     """
@@ -86,7 +86,7 @@ def compile_all(
     look: Look | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Compiled]:
-    """As they are done.
+    """Compiles launches in processes, and yields each as it is done.
 
     Args:
         workers: processes; one a core if not told.
@@ -105,7 +105,7 @@ def compile_all(
 
 
 def processes(workers: int | None = None, environment: Mapping[str, str] = MappingProxyType({})) -> ProcessPoolExecutor:
-    """For what compiles. They end with this one, and none of them interprets kernels."""
+    """Starts processes that compile. They end with this one, and none of them interprets kernels."""
     begin = partial(_begin, os.getpid(), {**environment, "TRITON_INTERPRET": "0"})
     return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=begin)
 

@@ -11,7 +11,7 @@ _OF_THE_GATE = ("logits_kernel", "dx_kernel", "dw_kernel", "choose_kernel")
 
 
 def expected(launch: Launch) -> tuple[str, ...]:
-    """Of tensor cores, and of copies that pass the registers by."""
+    """Returns the instructions that are expected: of tensor cores, and of copies that pass the registers by."""
     told = launch.told
     if ".gluon." in launch.module:
         return ("HGMMA", "UTMALDG", *(["LDGSTS"] if "source_ptr" in told else []))

@@ -1,4 +1,4 @@
-"""What is wrong with compiled code, as far as it can be seen without a GPU.
+"""Faults of compiled code, as far as they can be seen without a GPU.
 
 Spills, shared memory that a GPU does not have, instructions that are missing, and on Hopper and Blackwell products
 that may read shared memory before what asynchronous copies have written there can be seen (`unfenced`).
@@ -72,8 +72,8 @@ _MACHINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?
 
 
 def slow_loops(sass: str) -> str:
-    """What keeps products of Hopper from running on and on, in a kernel whose warps have tasks of their own; "" where
-    nothing does.
+    """Names what keeps products of Hopper from running on and on, in a kernel whose warps have tasks of their own; ""
+    where nothing does.
 
     In the loops with products, one for each of two groups of warps, the last step's are awaited while this one's run,
     nothing is loaded, and nobody waits for more warps than the group's.
@@ -114,8 +114,8 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 class _State(NamedTuple):
-    """Of a thread's asynchronous copies: whether some may be under way, and whether some that have ended may not be
-    visible to products."""
+    """State of a thread's asynchronous copies: whether some may be under way, and whether some that have ended may not
+    be visible to products."""
 
     under_way: bool = False
     unseen: bool = False

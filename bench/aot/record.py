@@ -32,7 +32,7 @@ def launches(target: int) -> tuple[Launch, ...]:
 
 
 def look(launch: Launch, compiled: Any) -> dict[str, Any]:
-    """What compiling returns of each."""
+    """Returns what is recorded of a compiled launch."""
     return judge(compiled, launch.target, expected(launch))
 
 

@@ -61,8 +61,8 @@ class Launch:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of each parameter its value where that is a constant of the code, else its type; a type ends in ":16" where
-        pointer or number is known to be a multiple of 16."""
+        """Returns each parameter's value where that is a constant of the code, else its type; a type ends in ":16"
+        where pointer or number is known to be a multiple of 16."""
         data = json.loads(self.data)
         constants = {path[0]: value for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)}
         aligned = {path[0] for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True) if value}
@@ -90,7 +90,7 @@ class Launch:
 
 
 class Driver:
-    """What Triton asks of a driver before anything is loaded.
+    """Answers what Triton asks of a driver before anything is loaded.
 
     `device`: a name, by which Triton remembers what it has compiled: what is taken down must never be found there.
     """
@@ -162,7 +162,7 @@ def _device(device: torch.device | int) -> Iterator[None]:
 
 
 def _patches(target: int) -> list[tuple[Any, str, Any]]:
-    """What must be different for tensors of device "meta" to pass for a GPU's."""
+    """Returns what must be different for tensors of device "meta" to pass for a GPU's."""
     capability = divmod(target, 10)
     properties = SimpleNamespace(
         major=capability[0],

@@ -126,7 +126,7 @@ def main() -> int:
 def _fitting(
     setting: Setting, parts: list[str], options: argparse.Namespace, seconds: float
 ) -> tuple[list[str], float]:
-    """As many of the parts as fit so many seconds, and what they take: as before, or as estimated."""
+    """Returns as many of the parts as fit so many seconds, and the seconds they take: as before, or as estimated."""
     before = _stored(options.results, [(setting, list(parts))]).get(setting.name, {})
     fitting, total_s = [], float(_START_S)
     for part in parts:
@@ -211,7 +211,7 @@ def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep:
 
 
 def _balanced(setting: Setting, folder: Path) -> Setting:
-    """With a rate of the link between the nodes by what this machine computes now; also left in `folder`."""
+    """Gives a setting the rate of the link that suits what this machine computes now; also left in `folder`."""
     command = [sys.executable, "-m", "bench.cluster.balance", setting.name, str(folder)]
     run_ranks([command] * setting.ranks, [{"GLOO_SOCKET_IFNAME": "lo"}] * setting.ranks, balance.SECONDS)
     found = json.loads((folder / balance.FILE).read_text())
@@ -251,7 +251,7 @@ def run_ranks(
 
 
 def _wait(running: dict[int, Process], deadline: float, look: Callable[[], None]) -> None:
-    """Until all ranks have ended well, and are gone from `running`. The first that does not ends the wait."""
+    """Waits until all ranks have ended well, and are gone from `running`. The first that does not ends the wait."""
     while running:
         for rank in [rank for rank, process in running.items() if not process.running]:
             ended = running.pop(rank).ended()

@@ -153,7 +153,7 @@ class Agents:
         return [-1000 if agent.poll() is None else agent.returncode for agent in self.running]
 
     def wait_for_step(self, run: Path, step: int, seconds: float) -> None:
-        """Until so many steps are done."""
+        """Waits until so many steps are done."""
         deadline = time.monotonic() + seconds
         while max((record["step"] for record in metrics(run)), default=0) < step:
             assert time.monotonic() < deadline, self.said()
@@ -161,12 +161,12 @@ class Agents:
             time.sleep(0.02)
 
     def said(self, most: int = 6000) -> str:
-        """What all of them wrote, the end of it."""
+        """Returns the end of what all agents wrote."""
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-most:]}" for path in self.outputs)
 
 
 def _end_with_parent() -> None:
-    """In a process that is about to begin: it is killed when this one ends, however that ends."""
+    """Has a process that is about to begin be killed when this one ends, however that ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -178,7 +178,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def kept_files() -> list[str]:
-    """What is left in this system's memory of jobs whose agents are gone, once their keepers had time."""
+    """Lists what jobs whose agents are gone have left in this system's memory, once their keepers had time."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         left = [path.name for path in Path("/dev/shm").glob("fusedmoe-survive-*") if not _lives(path.name)]

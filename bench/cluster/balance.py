@@ -45,7 +45,7 @@ _STEPS = 3
 
 
 def step_bytes(setting: Setting, gradient_bytes: int) -> int:
-    """What a step sends from one node to the other, of which a rank's dense part has `gradient_bytes` a layer.
+    """Returns the bytes that a step sends from one node to the other; a rank's dense part has `gradient_bytes` a layer.
 
     Half the rows of an all-to-all stay on their node. An all-reduce over two nodes sends as many bytes as it has: half
     of them before they are summed, the other half after it.
@@ -77,8 +77,8 @@ def compute_s(setting: Setting, of: Computed) -> float:
 
 
 def layer_s(setting: Setting) -> float:
-    """The same of all that the library's layer computes, forward and backward: all experts are on the rank, so that
-    nothing travels, and rows as many as come to it. Collective."""
+    """Returns the seconds of all that the library's layer computes in both passes, on the slowest rank: all experts are
+    on the rank, so that nothing travels, and rows as many as come to it. Collective."""
     layer = make_layer(setting, None, None)
     x_SM, dy_SM = torch.randn(2, setting.S // setting.k, setting.M)
     return _slowest_s(partial(run, layer, x_SM.requires_grad_(), dy_SM))

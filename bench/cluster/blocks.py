@@ -56,7 +56,7 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
 
 
 def with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
-    """The same degrees, and gradients in buckets wherever the one queue for communication is idle."""
+    """Makes a plan of these degrees, with gradients in buckets wherever the one queue for communication is idle."""
     found = plan.degrees
     forward, backward = (
         [ChunkedPass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
@@ -66,7 +66,7 @@ def with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
 
 
 def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: int) -> dict[str, Any]:
-    """What FlowMoE's tuner of S_p finds while steps run, in a fine sweep. Collective."""
+    """Measures what FlowMoE's tuner of S_p finds while steps run, in a fine sweep. Collective."""
     largest, split = max(costs.gradient_bytes), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, LIMIT))
 
     def plan_of(size: int) -> Plan:
@@ -100,5 +100,5 @@ def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: in
 
 
 def _sizes(largest: int) -> list[int]:
-    """From the largest down to its 64th part, each as much smaller than the one before."""
+    """Returns sizes from the largest down to its 64th part, each as much smaller than the one before."""
     return [round(largest * 64 ** (-number / (_SIZES - 1))) for number in range(_SIZES)]

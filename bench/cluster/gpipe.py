@@ -60,8 +60,8 @@ class Stage(nn.Module):
         return (F.linear(self.norm(x), self.head_weight) if self._last else x), aux_1
 
     def examples(self, samples: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What comes in and goes out with so many samples, without values: it is not found out by a run, which would
-        communicate."""
+        """Makes examples of what comes in and goes out with so many samples, without values: a run that found it out
+        would communicate."""
         shape, config = (samples, self.config.seq_len), self.config
         like = self.blocks[0].attention_norm.weight
 
@@ -82,7 +82,8 @@ def schedule_of(
     aux_weight: float,
     group: ProcessGroup | None,
 ) -> ScheduleGPipe:
-    """Of batches of so many samples, which micro-batches must divide. The loss is the mean of all targets."""
+    """Makes the schedule of batches of so many samples, which micro-batches must divide. The loss is the mean of all
+    targets."""
     came, goes = stage.examples(samples // micro_batches)
     made = PipelineStage(stage, number, count, torch.device("cpu"), input_args=came, output_args=goes, group=group)
 

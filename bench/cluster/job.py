@@ -31,7 +31,8 @@ _MICRO_BATCHES = (4, 8)
 
 
 def job_settings(setting: Setting, policy: str) -> Settings:
-    """Of the main job under a schedule. As many rows leave a rank as in the layers; it computes in earnest."""
+    """Makes the settings of the main job under a schedule. As many rows leave a rank as in the layers; it computes in
+    earnest."""
     model = ModelConfig(
         layers=_LAYERS,
         model_dim=setting.M,

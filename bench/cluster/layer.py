@@ -89,7 +89,7 @@ def both_passes(plans: Plans, costs: StepCosts) -> Plan:
 
 
 def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:
-    """Without a topology: with all experts, nothing travels."""
+    """Makes the setting's layer; without a topology it has all experts, and nothing travels."""
     torch.manual_seed(0)
     experts = fusedmoe.experts.FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
     return fusedmoe.MoELayer(
@@ -103,7 +103,7 @@ def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule |
 
 
 def _plans(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> Plans | None:
-    """Those that it follows for such tokens, after one pass; None: it has none."""
+    """Returns the plans that a layer follows for such tokens, after one pass; None: it has none."""
     run(layer, x_SM, dy_SM)
     # A layer without a schedule makes none.
     return next(iter(layer._plans.made.values()), None) if isinstance(layer._plans, ScheduledPlans) else None
@@ -164,7 +164,7 @@ class Wait(torch.autograd.Function):
 
 
 class WaitingChunks:
-    """The same in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
+    """`Waiting` in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
     any_degree = keeps_rows = True
 

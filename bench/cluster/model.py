@@ -172,7 +172,7 @@ def explore(topology: Topology, tuning: PlanTuning, step: Callable[[], object]) 
 
 
 def explored(contest: Contest) -> dict[str, Any]:
-    """What trying plans cost, beside steps that all have the best one."""
+    """Returns what trying plans cost, beside steps that all have the best one."""
     best, tried = contest.best, [one for one in contest.entries if one.seconds]
     return {
         "chosen": best.candidate.name,

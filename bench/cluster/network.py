@@ -26,7 +26,7 @@ _COMMAND_S = 20.0
 
 
 def missing() -> str | None:
-    """What this machine lacks for it, in words; None where all is there."""
+    """Says what this machine lacks for two nodes; None where all is there."""
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -58,7 +58,7 @@ class TwoNodes:
         self.interfaces = tuple(f"fm{os.getpid()}{node}" for node in "ab")
 
     def command(self, node: int, *arguments: str) -> list[str]:
-        """What runs a command inside a node; `ip` becomes the command, so its process is the command's."""
+        """Returns what runs a command inside a node; `ip` becomes the command, so its process is the command's."""
         return ["ip", "netns", "exec", self.names[node], *arguments]
 
     def make(self) -> None:
@@ -85,7 +85,7 @@ class TwoNodes:
                 run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *_shape(rate, bucket_kb))
 
     def remove(self) -> None:
-        """What there is of them, also when `make` was interrupted."""
+        """Removes what there is of the nodes, also when `make` was interrupted."""
         # Interfaces and buckets go with their namespace, which goes when its last process has ended.
         for name in self.names:
             with suppress(subprocess.TimeoutExpired):

@@ -266,7 +266,7 @@ def _row_flop(setting: Setting) -> float:
 
 
 def _costs(setting: Setting) -> PlacementCosts:
-    """What policies know: the setting's own numbers."""
+    """Returns the costs that policies know: the setting's own numbers."""
     assert setting.emulated_flops is not None
     expert_bytes = 4 * 2 * setting.M * setting.H
     return PlacementCosts(

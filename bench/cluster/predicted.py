@@ -1,4 +1,4 @@
-"""What a model of machines says of the two nodes, beside what was measured there (`fusedmoe.schedule.machines`).
+"""Predictions of a model of machines for the two nodes (`fusedmoe.schedule.machines`), beside what was measured there.
 
 The machine is known by its rates alone, those that each link is held to. Lines of collectives are all the model's;
 steps have them in place of the measured ones, and what computes as it was measured. So the difference is the model's
@@ -61,7 +61,7 @@ def costs_of(found: Mapping[str, Any]) -> CostModel:
 
 
 def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:
-    """What a step costs: collectives by `costs`, what computes as measured."""
+    """Returns what a step costs: collectives by `costs`, what computes as measured."""
     setting, profile = found["setting"], found["profile"]
     rows_bytes = 4 * setting["S"] * setting["M"]
     volumes = {name: (line, rows_bytes) for name, line in _LINES.items()}
@@ -85,7 +85,7 @@ def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:
 
 
 def tables(name: str, found: Mapping[str, Any]) -> tuple[Table, Table]:
-    """Of the lines of collectives, and of the steps by every policy's plan."""
+    """Makes the tables of the lines of collectives, and of the steps by every policy's plan."""
     costs = costs_of(found)
     title = f"by a model of machines, from the links' rates alone; {name}, {found['setting']['ranks']} ranks"
     lines, steps = Table(title=title, title_justify="left"), Table(title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""What `placement="fssdp"` costs where it can gain nothing: the main job at even loads, beside expert parallelism.
+"""Price of `placement="fssdp"` where it can gain nothing: the main job at even loads, beside expert parallelism.
 
 The same model, batches and random gate; a step is forward, backward, gradients over ranks and the optimizer, and with
 the placement what it does in every step besides: loads are exchanged, placements found, copies made where they pay.

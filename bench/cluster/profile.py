@@ -1,5 +1,5 @@
-"""What a stack of the benchmark's own layers takes in a setting: by the library's profiler and observation of steps, as
-a job has it (`runtime.profiler`, `runtime.observing`, `schedule.refit`)."""
+"""Times of a stack of the benchmark's own layers in a setting: by the library's profiler and observation of steps, as a
+job has it (`runtime.profiler`, `schedule.refit`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class StackProfile:
-    """What was measured, the same on every rank.
+    """Measured times of a stack, the same on every rank.
 
     `model`, `points`, `seconds`: of the machine (`runtime.profiler.Profile`). `seen`: of steps. `stack`: by both.
     """
@@ -84,7 +84,7 @@ def _probes(costs: StepCosts) -> list[Plan]:
 
 
 def _stack(setting: Setting, step: Step, model: CostModel) -> StepCosts:
-    """What a step costs by lines alone: a rank's rows go in equal shares to all experts."""
+    """Returns what a step costs by lines alone: a rank's rows go in equal shares to all experts."""
     esp = setting.esp
     layer = Workload(1, setting.S * esp, setting.M, setting.H, setting.E, k=1, ep=setting.ep, esp=esp)
     costs = layer.step_costs(model, [step.gradient_bytes] * setting.layers, layer.volumes(), whole=setting.blocks)

@@ -141,7 +141,7 @@ def leave_waits_alone(topology: Topology) -> None:
 
 
 def setting_of(name: str, folder: Path) -> Setting:
-    """With the rate of the link that was chosen by the machine, where it was."""
+    """Returns the setting of a name, with the rate of the link that was chosen by the machine, where it was."""
     setting = SETTINGS[name]
     if setting.inter_mbit is not None:
         return setting

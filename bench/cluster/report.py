@@ -17,11 +17,10 @@ from bench.provenance import age, conditions, difference
 
 #: What the numbers are of.
 MEASURED = (
-    *(f"fusedmoe/{room}" for room in ("autograd", "comm", "engine", "kernels", "layers", "models", "placement")),
-    *(f"fusedmoe/{room}" for room in ("runtime", "schedule", "training")),
-    "fusedmoe/graph",
+    *(f"fusedmoe/{room}" for room in ("autograd", "blocks", "comm", "engine", "graph", "kernels", "layers", "models")),
+    *(f"fusedmoe/{room}" for room in ("placement", "runtime", "schedule", "training")),
     "fusedmoe/cli/trainer.py",
-    *(f"fusedmoe/{door}.py" for door in ("hf", "titan", "megatron")),
+    *(f"fusedmoe/{door}" for door in ("hf", "titan.py", "megatron.py")),
     "bench/cluster",
     *(f":(exclude)fusedmoe/kernels/{room}" for room in ("triton", "gluon")),  # GPUs run these
 )
@@ -39,7 +38,7 @@ _TITLES = {
 
 
 class Goal(NamedTuple):
-    """What a part should show, what it shows, and whether that is enough."""
+    """Goal of a part: what it should show, what it shows, and whether that is enough."""
 
     target: str
     text: str
@@ -59,7 +58,7 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
 
 
 def goals(part: str, found: Mapping[str, Any]) -> list[Goal]:
-    """What should hold of a part by itself; nothing of one that is older than its code."""
+    """Returns the goals of a part by itself; none of one that is older than its code."""
     return [] if age(found["run"], MEASURED) else list(_goals(part, found))
 
 
@@ -222,7 +221,7 @@ def _rows(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def _parts(found: Mapping[str, Any]) -> Table:
-    """By part and schedule, how much more a step should take in it than one that was recorded: where the two part."""
+    """Tabulates by part and schedule how much more a step should take than one that was recorded."""
     rows = {name: row for name, row in found["rows"].items() if "parts" in row and "same_as" not in row}
     table = Table(title="predicted less measured in one step, of measured, by part", title_justify="left")
     for column in ("part", *rows):

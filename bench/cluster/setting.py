@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is measured there, each by itself, what is the real thing first (`bench.cluster.rank`)."""
+        """Lists what is measured of the setting, each by itself, the real thing first (`bench.cluster.rank`)."""
         if self.placed:
             return ("placement", "routers")
         if self.captured:

@@ -64,7 +64,7 @@ class Computation(Protocol):
     def expert_weights(self, layer: int, chunk: slice) -> None: ...
 
     def expert_gradients(self) -> dict[str, Tensor]:
-        """Of the last step, by name; overwritten by the next."""
+        """Returns the experts' gradients of the last step by name; the next step overwrites them."""
         ...
 
 
@@ -252,7 +252,7 @@ class Step:
         return found | self._computation.expert_gradients()
 
     def chunk(self, number: int, degree: int) -> slice:
-        """Of each expert's rows from a rank, those in one of `degree` chunks."""
+        """Returns which of each expert's rows from a rank are in one of `degree` chunks."""
         units = self._capacity // self._setting.unit
         start, stop = (units * n // degree for n in (number, number + 1))
         return slice(start * self._setting.unit, stop * self._setting.unit)
@@ -267,7 +267,7 @@ class Step:
 
 
 class _State:
-    """What the tasks of one run hand each other."""
+    """Tensors that the tasks of one run hand each other."""
 
     def __init__(self, step: Step, plan: Plan) -> None:
         self._step, self._setting, self._computation = step, step._setting, step._computation

@@ -105,7 +105,7 @@ class Trials:
         return _losses(run), _held_out(said)
 
     def trial(self, number: int, right: dict[int, float], held_out: str) -> dict[str, Any]:
-        """What became of a job with the fault of this number: the same in each run with the same seed."""
+        """Runs a job with the fault of this number, the same for the same seed, and returns what became of it."""
         rng, fault = random.Random(f"{self._seed} {number}"), FAULTS[number % len(FAULTS)]
         step, moment, steps = rng.randint(2, self._most), rng.random() * 0.2, self._most + AFTER
         if fault == "copies lost":
@@ -210,7 +210,7 @@ def _held_out(said: str) -> str:
 
 
 def summary(trials: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By fault: how many there were, how many went on as they should, from what, and seconds to go on."""
+    """Sums up by fault: how many there were, how many went on as they should, from what, and seconds to go on."""
     found: dict[str, dict[str, Any]] = {}
     trials = list(trials)
     for fault in FAULTS:
@@ -230,7 +230,7 @@ def summary(trials: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 class Record:
-    """What is in the file, after each trial: pieces of one and the same series.
+    """Record in the file, written after each trial: pieces of one and the same series.
 
     Args:
         conditions: of all pieces; a file with others, or of another commit, begins anew.

@@ -56,19 +56,19 @@ def in_turns(
 
 
 def first_of(keys: Mapping[str, Hashable]) -> dict[str, str]:
-    """By name the first with the same key: plans that are the same are measured once, and chance does not tell them
-    apart."""
+    """Returns for each name the first with the same key: plans that are the same are measured once, and chance does not
+    tell them apart."""
     first: dict[Hashable, str] = {}
     return {name: first.setdefault(key, name) for name, key in keys.items()}
 
 
 def row(seconds: list[float]) -> dict[str, Any]:
-    """What something took in each round."""
+    """Returns the row of what something took in each round."""
     return {**spread(seconds), "rounds_s": seconds}
 
 
 def recorded_step(topology: Topology, step: Callable[[Recorder], object]) -> Timeline:
-    """Of one step on this rank."""
+    """Records the timeline of one step on this rank."""
     recorder = Recorder(topology.rank)
     step(recorder)
     return recorder.timeline()
@@ -96,8 +96,8 @@ def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[],
 def predicted(
     median_s: float, predicted_s: float, plan: Plan | None = None, later: Refitted | None = None
 ) -> dict[str, Any]:
-    """What something should take, beside the median, for its row: by the costs before any of its steps, and by those
-    that its first steps refit."""
+    """Returns what something should take, beside the median, for its row: by the costs before any of its steps, and by
+    those that its first steps refit."""
     found: dict[str, Any] = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
     if plan is not None and later is not None:
         refit_s = makespan(plan, later.costs)

@@ -12,7 +12,7 @@ from bench.gpu.shapes import Shape
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What every variant of a layer is given, routing included; all of it on one device.
+    """Inputs that every variant of a layer is given, routing included; all of them on one device.
 
     Attributes:
         x_SM, dy_SM: tokens and the gradient of their results.
@@ -32,7 +32,7 @@ class Case:
 
 
 def make_case(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
-    """Normal random numbers, scaled so that activations stay near 1 (zeros and small integers would run faster)."""
+    """Makes a case of normal random numbers; activations stay near 1 (zeros and small integers would run faster)."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

@@ -17,7 +17,7 @@ _FALSE_ALARM = "known false alarm: lanes of a reduction that write the same plac
 
 
 def exercise(place: Place) -> Outcome:
-    """Every kernel once, in its default configuration, beside its definition in float64."""
+    """Runs every kernel once, in its default configuration, beside its definition in float64."""
     ended = place.run(["-m", "bench.gpu.exercise"], {"FUSEDMOE_AUTOTUNE": "0", "TRITON_INTERPRET": "0"}, silence_s=90.0)
     result = "unfinished" if ended.code is None else "passed" if PASSED in ended.output else "failed"
     word = last_line(ended.output) + (f"; {ended.why}" if ended.why else "")
@@ -25,12 +25,12 @@ def exercise(place: Place) -> Outcome:
 
 
 def tests(place: Place, count: int) -> Outcome:
-    """Those of kernels that run on a GPU, in so many processes that share it."""
+    """Runs the kernels' tests, in so many processes that share the GPU."""
     return run_tests(place, [_TESTS], count, most=1 if place.rehearsal else None)
 
 
 def sanitizer(place: Place, tool: str) -> Outcome:
-    """The exercise under one of compute-sanitizer's tools. Torch's own kernels (C++ names) are not watched."""
+    """Runs the exercise under one of compute-sanitizer's tools. Torch's own kernels (C++ names) are not watched."""
     program = find_sanitizer()
     if program is None:
         return Outcome("skipped", "there is no compute-sanitizer here")
@@ -44,13 +44,15 @@ def sanitizer(place: Place, tool: str) -> Outcome:
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FUSEDMOE_AUTOTUNE": "0", **forms},
     )
     outcome = judge_sanitizer(ended)
-    if tool == "racecheck" and outcome.result == "failed" and "RACECHECK SUMMARY" in ended.output:
+    # The tool has looked to its end, or until its time was up, which leaves it no summary.
+    looked = ended.code is None or "RACECHECK SUMMARY" in ended.output
+    if tool == "racecheck" and outcome.result == "failed" and looked:
         return outcome._replace(result="alarm", word=f"{outcome.word} ({_FALSE_ALARM})")
     return outcome
 
 
 def judge_sanitizer(ended: Ended) -> Outcome:
-    """Errors of the tool's summary count, warnings are only named."""
+    """Judges by the tool's summary: errors count, warnings are only named."""
     end = ended.output[-8000:]
     if ended.code is None:
         wrong = re.search(r"^=+ (Error: |Invalid ).*", ended.output, re.MULTILINE)
@@ -71,7 +73,7 @@ def find_sanitizer() -> str | None:
 
 
 def profile(place: Place) -> Outcome:
-    """Kernels at one shape under Nsight Compute, one in both forms; the figures are in the log."""
+    """Runs kernels at one shape under Nsight Compute, one in both forms; the figures are in the log."""
     program = _find("ncu")
     if program is None:
         return Outcome("skipped", "there is no ncu here")

@@ -1,4 +1,4 @@
-"""How steps are timed on a GPU: events, medians, turns, and nothing left in the caches.
+"""Clock of steps on a GPU: events, medians, turns, and nothing left in the caches.
 
 A clock is anything with `measure(steps, seconds)`; tests have one that needs no GPU.
 """
@@ -26,7 +26,7 @@ def nothing() -> None:
 
 
 class Step(NamedTuple):
-    """What is timed is `run(before())`, without `before()`. `told`: what its results say besides, once it has run."""
+    """Step that is timed: `run(before())` without `before()`. `told`: what its results say besides, once it has run."""
 
     name: str
     run: Callable[[Any], object]
@@ -50,7 +50,7 @@ class Times(NamedTuple):
 
 class Clock(Protocol):
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
-        """Times of the steps by name, in about so many seconds."""
+        """Measures the times of the steps by name, in about so many seconds."""
 
 
 class CudaClock:
@@ -98,7 +98,7 @@ class CudaClock:
         }
 
     def _lead(self, step: Step) -> int:
-        """Flushes that take longer than the host needs to launch the step."""
+        """Returns so many flushes that they take longer than the host needs to launch the step."""
         prepared = step.before()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What each of the library's operations has to do at the least: the ground of rooflines and of fractions of a limit.
+"""Least work of each of the library's operations: the ground of rooflines and of fractions of a limit.
 
 Of the grouped products there is a function for each launcher. Counted are products, two operations a multiply-add, and
 every tensor once: tokens (however often they are gathered), weights of all experts, and rows. Indices, router weights,
@@ -21,7 +21,7 @@ class Cost(NamedTuple):
 
 
 def gate(tokens: int, dim: int, experts: int, k: int, element_size: int, *, backward: bool = False) -> Cost:
-    """The router's products, and tokens, matrix, float32 logits and choices each read or written once.
+    """Counts the router's products, and tokens, matrix, float32 logits and choices each read or written once.
 
     Backward reads what forward kept, and the weights' gradient, and writes the gradients of tokens and matrix.
     """
@@ -32,24 +32,24 @@ def gate(tokens: int, dim: int, experts: int, k: int, element_size: int, *, back
 
 
 def layout(tokens: int, k: int, experts: int, rows: int) -> Cost:
-    """Experts chosen are read, every array of the layout is written."""
+    """Reads the experts chosen, writes every array of the layout."""
     return Cost(0, 8 * (2 * tokens * k + 2 * rows + experts) + 4 * (experts + 1))
 
 
 def permute(rows: int, dim: int, element_size: int) -> Cost:
-    """Rows are read (again for each of their copies) and written, and their sources read."""
+    """Reads rows, again for each of their copies, and their sources, and writes them."""
     return Cost(0, rows * (2 * dim * element_size + 8))
 
 
 def gather_sum(rows: int, tokens: int, k: int, dim: int, element_size: int, weighted: bool) -> Cost:
-    """Rows kept are read once, tokens written once; indices, and 4 bytes of weight a row."""
+    """Reads rows that are kept, indices, and 4 bytes of weight a row, and writes tokens."""
     flops = rows * dim * (2 if weighted else 1)
     moved = (rows + tokens) * dim * element_size + tokens * k * 8 + (rows * 4 if weighted else 0)
     return Cost(flops, moved)
 
 
 def pack(rows: int, dim: int, element_size: int, packed_size: int) -> Cost:
-    """Packing or unpacking: rows of `dim` elements on the one side, of `packed_size` bytes on the other."""
+    """Packs or unpacks rows: of `dim` elements on the one side, of `packed_size` bytes on the other."""
     return Cost(0, rows * (dim * element_size + packed_size))
 
 

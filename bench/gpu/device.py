@@ -1,4 +1,4 @@
-"""Where results come from: the GPU, how it stands, software and commit."""
+"""Origin of results: the GPU, how it stands, software and commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def has_gpu() -> bool:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """`gpu` is None where the device is none."""
+    """Returns what results come from; `gpu` is None where the device is none."""
     return {
         "gpu": _gpu(device) if device.type == "cuda" else None,
         "versions": {
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def state(device: torch.device) -> dict[str, float]:
-    """Clocks, power and temperature at this moment; empty where nvidia-smi does not tell."""
+    """Reads clocks, power and temperature at this moment; empty where nvidia-smi does not tell."""
     if device.type != "cuda":
         return {}
     keys = {
@@ -48,7 +48,7 @@ def state(device: torch.device) -> dict[str, float]:
 
 
 def state_under_load(device: torch.device) -> dict[str, float]:
-    """The same while the GPU multiplies matrices: an idle one lowers its clocks."""
+    """Reads `state` while the GPU multiplies matrices: an idle one lowers its clocks."""
     if device.type != "cuda":
         return {}
     a = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvidia_smi(device: torch.device, keys: list[str]) -> list[str]:
-    """The values of the keys, or nothing."""
+    """Asks for the values of the keys; returns none where there is no answer."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     which = str(device.index or 0) if uuid is None else f"GPU-{uuid}"
     query = ["nvidia-smi", f"--id={which}", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]

@@ -17,12 +17,18 @@ from bench.gpu.layer import GRADIENTS
 from bench.gpu.reference import make_reference
 from bench.gpu.shapes import Shape
 from fusedmoe import ops
-from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.activation import (
+    ACTIVATIONS,
+    clamped_swiglu,
+    clamped_swiglu_backward,
+    define_clamped_swiglu,
+)
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
 from fusedmoe.kernels.gate import define_choice
-from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute
-from fusedmoe.kernels.layout import build_layout, define_layout
+from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
+from fusedmoe.kernels.layout import Layout, build_layout, define_layout
+from fusedmoe.kernels.pages import PageFault, make_pages
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
 
 PASSED = "exercise: passed"
@@ -34,7 +40,7 @@ Pairs = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def main(device: torch.device) -> list[str]:
-    """What is wrong, if anything."""
+    """Runs all parts; returns what is wrong, if anything."""
     torch.manual_seed(0)
     faults = []
     for part in PARTS:
@@ -70,7 +76,7 @@ def gate(device: torch.device) -> Pairs:
 
 
 def rows(device: torch.device) -> Pairs:
-    """Order, permute, sums."""
+    """Order, permute, sums, and values of pairs."""
     for capacity, priority_S in ((None, None), (50, torch.rand(_S))):
         expert_SK = _choices()
         found = build_layout(
@@ -85,6 +91,13 @@ def rows(device: torch.device) -> Pairs:
         rows_NM = _normal(right.rows, _M)
         summed = gather_sum(rows_NM.to(device), found, weight_N.to(device))
         yield "gather_sum", summed, define_gather_sum(rows_NM.double(), right, weight_N.double())
+        value_SK = torch.rand(_S, _K)
+        value_N = value_SK.view(-1)[right.pair_N]
+        yield "take_pairs", take_pairs(value_SK.to(device), found), value_N
+        yield "put_pairs", put_pairs(value_N.to(device), found), value_SK * (right.row_SK >= 0)
+    # So many that a launch of its own counts them.
+    many_SK = torch.randint(-1, _E, (3000, 1))
+    yield "order of many", build_layout(many_SK.to(device), _E).row_SK, define_layout(many_SK, _E).row_SK
 
 
 def experts(device: torch.device) -> Pairs:
@@ -114,12 +127,46 @@ def experts(device: torch.device) -> Pairs:
                 yield f"experts {name} d{key}", gradient[: len(value)] if key == "weight_N" else gradient, value
 
 
+def activation(device: torch.device) -> Pairs:
+    h_NH, da_NI, bounds = _normal(_S, 2 * _H), _normal(_S, _H), (1.7, 2.0)
+    leaf = h_NH.double().requires_grad_()
+    right = define_clamped_swiglu(leaf, *bounds)
+    yield "clamped_swiglu", clamped_swiglu(h_NH.to(device), *bounds), right
+    (dh_NH,) = torch.autograd.grad(right, leaf, da_NI.double())
+    yield "clamped_swiglu dh", clamped_swiglu_backward(da_NI.to(device), h_NH.to(device), *bounds), dh_NH
+
+
 def wire(device: torch.device) -> Pairs:
     rows_NM = _normal(33, _M)
     packed = pack_fp8(rows_NM.to(device))
     yield "pack_fp8", packed, define_pack_fp8(rows_NM)
     yield "unpack_fp8", unpack_fp8(packed, torch.float32), define_unpack_fp8(packed.cpu(), torch.float32)
     yield "pack_bf16", pack_bf16(rows_NM.float().to(device)), rows_NM
+
+
+def pages(device: torch.device) -> Pairs:
+    """Rows of three chunks into pages of a pool, and out again."""
+    if device.type == "cpu" and not INTERPRET:
+        return
+    from fusedmoe.kernels.triton.pages import check_pages, give_pages, load_chunks, store_rows, take_pages
+
+    counts, bound = torch.tensor([[3, 0, 40], [0, 0, 0], [20, 1, 2]]), 50
+    # The chunks' tables lie in one tensor, as those of `read_metadata` do.
+    offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0)).to(device)
+    row_R = torch.arange(bound, device=device)
+    chunks = [Layout(*given, None, row_R, row_R[:, None]) for given in zip(counts.to(device), offsets, strict=True)]
+    x_CRM, pool = _normal(len(chunks), bound, _M), make_pages(200, 8, device)
+    memory = torch.zeros((200, _M), dtype=x_CRM.dtype, device=device)
+    fault = PageFault(torch.zeros(1, dtype=torch.int64, device=device), 1)
+    table = take_pages(pool, chunks, fault)
+    for chunk, x_RM in enumerate(x_CRM.to(device)):
+        store_rows(pool, table, memory, chunks, x_RM, chunk)
+    for kept, x_RM, found in zip(counts.sum(1), x_CRM, load_chunks(pool, table, memory, chunks), strict=True):
+        yield "pages", found[:kept], x_RM[:kept]
+    check_pages(pool, table, chunks, fault)
+    give_pages(pool, table)
+    yield "pages, faults", fault.own, torch.zeros(1)
+    yield "pages that are free", pool.state[:1], torch.tensor([len(pool.free_P)])
 
 
 def ranks(device: torch.device) -> Pairs:
@@ -154,7 +201,7 @@ def gluon(device: torch.device) -> Pairs:
             yield f"{variant}, {one.config} {fault}", nothing, torch.zeros(1) if fault else nothing
 
 
-PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire, ranks, gluon)
+PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, activation, wire, pages, ranks, gluon)
 
 
 def _normal(*size: int) -> Tensor:

@@ -36,7 +36,7 @@ def fastest_of_forms(times: Mapping[str, float]) -> tuple[float | None, float | 
 
 
 def kernel_costs(shape: Shape) -> dict[str, Cost]:
-    """What each has to do at the least."""
+    """Returns what each kernel has to do at the least."""
     S, M, H, E, K, R = shape.S, shape.M, shape.H, shape.E, shape.K, shape.rows
     return {
         "gate forward": costs.gate(S, M, E, K, _HALF),
@@ -55,7 +55,7 @@ def kernel_costs(shape: Shape) -> dict[str, Cost]:
 
 
 def pass_costs(shape: Shape, name: str) -> list[Cost]:
-    """The costs of a pass's kernels; a pass is given its routing, so the gate is none of them."""
+    """Returns the costs of a pass's kernels; a pass is given its routing, so the gate is none of them."""
     of_kernels = kernel_costs(shape)
     return [of_kernels[kernel] for kernel in PASSES[name]]
 
@@ -66,7 +66,7 @@ class _Chosen(NamedTuple):
 
 
 def kernel_steps(case: Case) -> list[Step]:
-    """One step a kernel, in the order of `KERNELS`. The products need Triton."""
+    """Makes a step of each kernel, in the order of `KERNELS`. The products need Triton."""
     return [*gate_steps(case), *row_steps(case), *grouped_steps(case), *part_steps(case)]
 
 
@@ -91,7 +91,7 @@ def gate_steps(case: Case) -> list[Step]:
 
 
 def row_steps(case: Case) -> list[Step]:
-    """Order, and the two sums over a token's rows."""
+    """Makes the steps of the order, and of the two sums over a token's rows."""
     layout = ops.order(case.expert_SK, case.shape.E)
     rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
     weight_N = gather_sum.take_pairs(case.weight_SK, layout)
@@ -103,7 +103,7 @@ def row_steps(case: Case) -> list[Step]:
 
 
 def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None, shared: bool = False) -> list[Step]:
-    """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already.
+    """Makes the steps of grouped products. What a layer's call shares (tables of tiles) is there already.
 
     Args:
         choose: chooses their configurations instead of the tuner.

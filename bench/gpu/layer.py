@@ -34,10 +34,10 @@ class Layer:
     ours: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
 
     def backward(self, y_SM: Tensor, dy_SM: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of the leaves."""
+        """Returns the gradients of the leaves."""
         return torch.autograd.grad(y_SM, self.leaves, dy_SM)
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same memory, asking for a gradient."""
+    """Returns a tensor of the same memory that asks for a gradient."""
     return tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What a GPU can do at the most, measured in the same run, and the least time that work then takes."""
+"""Limits of a GPU, measured in the same run, and the least time that work then takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ceilings(NamedTuple):
 def measure_ceilings(
     clock: Clock, device: torch.device, size: int = 8192, copied_bytes: int = 4 * 2**30, seconds: float = 1.0
 ) -> Ceilings:
-    """P by a product of [size, size] random matrices, B by a copy."""
+    """Measures P by a product of [size, size] random matrices, B by a copy."""
     a, b, c = (torch.randn((size, size), device=device, dtype=torch.bfloat16) for _ in range(3))
     source = torch.ones(copied_bytes, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -34,11 +34,11 @@ def measure_ceilings(
 
 
 def highest(ceilings: Iterable[Ceilings]) -> Ceilings:
-    """The best of several measurements: the limit is what the GPU has shown it can do."""
+    """Returns the best of several measurements: the limit is what the GPU has shown it can do."""
     flops, moved = zip(*ceilings, strict=True)
     return Ceilings(max(flops), max(moved))
 
 
 def limit_s(parts: Iterable[Cost], ceilings: Ceilings) -> float:
-    """Seconds that kernels take at the least, one after the other: Σ max(FLOP / P, bytes / B)."""
+    """Returns the seconds that kernels take at the least, one after the other: Σ max(FLOP / P, bytes / B)."""
     return sum(max(part.flops / ceilings.flops_per_s, part.bytes / ceilings.bytes_per_s) for part in parts)

@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward for its backward."""
+"""Memory that a layer keeps from its forward for its backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.gpu.layer import Layer
 
 
 def saved_bytes(layer: Layer) -> int:
-    """Bytes of the tensors that autograd keeps, tokens included, the parameters not: these exist anyway."""
+    """Counts bytes of the tensors that autograd keeps, tokens included, the parameters not: these exist anyway."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Notes:
 
 
 def gpu_works() -> bool:
-    """Whether this process's GPU, if it has begun to use one, still takes work: after an illegal access none does."""
+    """Returns whether this process's GPU, if it uses one, still takes work: after an illegal access none does."""
     import torch
 
     if not torch.cuda.is_initialized():

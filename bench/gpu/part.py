@@ -19,7 +19,7 @@ SILENCE_S = 60.0
 
 
 class Outcome(NamedTuple):
-    """`result`: passed, skipped (could not be done here), unfinished (ran out of time), failed, or not run.
+    """Outcome of a part. `result`: passed, skipped (impossible here), unfinished (no time), failed, alarm or not run.
 
     `output`: the end of what was written, where it failed. `found`: what else is told of it, as JSON takes it.
     """
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 class Log:
-    """Everything that is said, in one file as it comes, and in short on the standard output."""
+    """Log of all that is said, in one file as it comes, and in short on the standard output."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._start, self._lock = time.monotonic(), threading.Lock()
@@ -48,7 +48,7 @@ class Log:
         self.note(line)
 
     def note(self, text: str, who: str = "") -> None:
-        """In the file alone; `who` wrote it."""
+        """Writes text that `who` said into the file alone."""
         if self._file is None:
             return
         prefix = f"{who} | " if who else ""
@@ -59,7 +59,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Place:
-    """What a part works with.
+    """Place of a part: what it works with.
 
     Attributes:
         stem: path that the names of all files with results begin with; scratch: a folder that is gone afterwards.
@@ -83,7 +83,7 @@ class Place:
     deadline: float = float("inf")
 
     def file(self, ending: str) -> Path:
-        """One for results."""
+        """Returns the path of a file for results."""
         return self.stem.with_name(self.stem.name + ending)
 
     @property
@@ -91,7 +91,7 @@ class Place:
         return self.deadline - time.monotonic()
 
     def of(self, who: str, deadline: float) -> Place:
-        """The same for one part."""
+        """Returns the place of one part."""
         return replace(self, who=who, deadline=deadline)
 
     def run(
@@ -103,7 +103,7 @@ class Place:
         silence_s: float | None = None,
         sign: Callable[[], object] = lambda: None,
     ) -> Ended:
-        """A Python process (`arguments` follow the interpreter) until its end, at the most until the deadline."""
+        """Runs a Python process (`arguments` follow the interpreter) to its end, at the most until the deadline."""
         return self.run_program([sys.executable, *arguments], environment, who=who, silence_s=silence_s, sign=sign)
 
     def run_program(
@@ -126,7 +126,7 @@ class Place:
 
 
 class Part(NamedTuple):
-    """`seconds`: at the most. `needs`: parts after whose failure this one would say nothing. `about`: in a line."""
+    """Part of a run. `seconds`: at most. `needs`: parts without which it would say nothing. `about`: in a line."""
 
     name: str
     seconds: float
@@ -136,7 +136,7 @@ class Part(NamedTuple):
 
 
 def judge_exit(ended: Ended) -> Outcome:
-    """By the exit status alone; the word is the last line."""
+    """Judges by the exit status alone; the word is the last line."""
     last = last_line(ended.output)
     if ended.code is None:
         return Outcome("unfinished", f"{ended.why}; its last line: {last}", ended.output[-8000:])
@@ -151,12 +151,12 @@ def last_line(output: str) -> str:
 
 
 def size(file: Path) -> int:
-    """That a file grows is a sign of life of whoever writes it."""
+    """Returns the size of a file, 0 where there is none: one that grows is a sign of life of whoever writes it."""
     return file.stat().st_size if file.exists() else 0
 
 
 def write_json(path: Path, found: object) -> None:
-    """Whole or not at all: whoever is killed while writing leaves what was there."""
+    """Writes a file whole or not at all: whoever is killed while writing leaves what was there."""
     part = path.with_name(f".{path.name}")
     part.write_text(json.dumps(found, indent=1) + "\n")
     part.replace(path)

@@ -20,13 +20,13 @@ _RESULTS = ("passed", "skipped", "failed", "did not end", "was running")
 
 
 def run_tests(place: Place, paths: Sequence[str], count: int, most: int | None = None) -> Outcome:
-    """`count` processes, each with its share of the tests under `paths`; `most`: of a share, for a rehearsal."""
+    """Runs tests under `paths` in `count` processes, a share in each; `most`: of a share, for a rehearsal."""
     with ThreadPoolExecutor(count) as threads:
         return judge([*threads.map(lambda index: _share(place, paths, index, count, most), range(count))])
 
 
 def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int | None) -> list[Record]:
-    """The records of one share. Ends with a "broken" one where no process was left to go on with."""
+    """Returns the records of one share, the last one "broken" where no process was left to go on with."""
     notes = place.scratch / f"{place.who.replace(' ', '-')}-{index}.notes"
     options = ["-p", "bench.gpu.notes", "--notes", str(notes), "--share", f"{index}/{count}"]
     options += [] if most is None else ["--most", str(most)]
@@ -54,7 +54,7 @@ def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int
 
 
 def judge(shares: Sequence[Sequence[Record]]) -> Outcome:
-    """What all shares together have found."""
+    """Judges what all shares together have found."""
     records = [record for share in shares for record in share]
     ended: dict[str, list[Record]] = {result: [] for result in _RESULTS}
     for record in records:

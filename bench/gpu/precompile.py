@@ -27,7 +27,7 @@ WORKERS = 16
 
 
 def precompile(place: Place, target: int | None, workers: int, seconds: float | None = None) -> Outcome:
-    """In processes of its own. `target`: 90 for sm_90, None for that of the GPU; `seconds`: to stop after."""
+    """Compiles in processes of its own. `target`: 90 for sm_90, None: that of the GPU; `seconds`: to stop after."""
     report = place.scratch / f"{place.who}.json"
     command = ["-m", "bench.gpu.precompile", "--workers", str(workers), "--report", str(report)]
     command += [] if target is None else ["--target", str(target)]
@@ -39,7 +39,7 @@ def precompile(place: Place, target: int | None, workers: int, seconds: float | 
 
 
 def launches(target: int, shapes: Sequence[Shape] = SHAPES) -> dict[str, list[Launch]]:
-    """What each shape launches that none before it does."""
+    """Returns what each shape launches that none before it does."""
     found: dict[str, list[Launch]] = {}
     seen: set[Launch] = set()
     for shape in shapes:
@@ -51,7 +51,7 @@ def launches(target: int, shapes: Sequence[Shape] = SHAPES) -> dict[str, list[La
 
 
 def makespan_s(seconds: Iterable[float], workers: int) -> float:
-    """How long so many workers take, each with the next task as soon as it has ended one."""
+    """Returns how long so many workers take, each with the next task as soon as it has ended one."""
     ends = [0.0] * workers
     for task in seconds:
         heapq.heapreplace(ends, ends[0] + task)
@@ -59,8 +59,8 @@ def makespan_s(seconds: Iterable[float], workers: int) -> float:
 
 
 def estimate(wanted: Mapping[str, Sequence[Launch]], done: Sequence[Compiled], workers: int) -> dict[str, Any]:
-    """Seconds on so many workers, by what was measured; a kernel that was not, takes what others of its name took, or
-    all others. `measured`: how many were, and `mean_s` of them."""
+    """Estimates seconds on so many workers, by what was measured; a kernel that was not, takes what others of its name
+    took, or all others. `measured`: how many were, and `mean_s` of them."""
     took = {one.launch: one.seconds for one in done if not one.error and not one.cached}
     if not took:
         return {"measured": 0}
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spread(kernels: Sequence[Launch]) -> list[Launch]:
-    """The first one of each name, then the second ones, and so on."""
+    """Orders kernels: the first one of each name, then the second ones, and so on."""
     place: dict[Launch, int] = {}
     counts: dict[str, int] = {}
     for launch in kernels:

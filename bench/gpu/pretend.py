@@ -21,7 +21,7 @@ _earlier: list[weakref.ref[Case]] = []
 
 
 def _only_case(shape: Shape, device: torch.device) -> Case:
-    """The largest shapes fit a GPU only if nothing of the one before is left."""
+    """Makes a case once nothing of the one before is left: the largest shapes fit a GPU only then."""
     assert [ref() for ref in _earlier if ref() is not None] == []
     made = _make_case(shape, device)
     _earlier.append(weakref.ref(made))

@@ -18,8 +18,8 @@ _PATIENCE_S = 10.0
 
 
 class Ended(NamedTuple):
-    """`code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote (to both streams),
-    if it was kept."""
+    """End of a process. `code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote
+    (to both streams), if it was kept."""
 
     code: int | None
     output: str
@@ -52,7 +52,7 @@ class Process:
         return self._process.poll() is None
 
     def news(self) -> str:
-        """What it has written since it was asked last."""
+        """Returns what it has written since it was asked last."""
         # The process writes through the same open file: its position is not to be moved.
         new = os.pread(self._output.fileno(), 2**24, self._heard)
         self._heard += len(new)

@@ -50,7 +50,7 @@ class _Ranks:
 
 
 def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
-    """Each step on all ranks before the next one on any: on one GPU nobody may wait for who has not begun."""
+    """Takes each step on all ranks before the next one on any: on one GPU nobody may wait for who has not begun."""
     for run in runs:
         run.send()
     for run in runs:
@@ -83,18 +83,18 @@ class _Puts(torch.autograd.Function):
 
 
 def _leaves(case: Case, count: int) -> tuple[Tensor, ...]:
-    """The case's tensors, but each rank's matrices by themselves: gradients of slices would be of the whole's size."""
+    """Returns the case's tensors, but each rank's own matrices: gradients of slices would be of the whole's size."""
     parts = (part for whole in (case.w1, case.w2) for part in whole.tensor_split(count))
     return (leaf(case.x_SM), leaf(case.weight_SK), *map(leaf, parts))
 
 
 def _halves(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """W1 and W2 of each rank."""
+    """Returns W1 and W2 of each rank."""
     return weights[: len(weights) // 2], weights[len(weights) // 2 :]
 
 
 def _whole(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients of `_leaves` as those of the case's tensors."""
+    """Returns gradients of `_leaves` as those of the case's tensors."""
     return (*gradients[:2], *(torch.cat([*parts]) for parts in _halves(gradients[2:])))
 
 
@@ -137,7 +137,7 @@ def copies_layer(case: Case, count: int) -> Layer:
 
 
 def part_steps(case: Case, count: int) -> list[Step]:
-    """Dispatch until rows lie sorted at their experts, and from there back to sums, on all ranks."""
+    """Makes the steps of dispatch, until rows lie sorted at their experts, and of combine, on all ranks."""
     ranks = _Ranks(case, count)
     tokens = case.x_SM.tensor_split(count)
 

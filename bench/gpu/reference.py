@@ -1,4 +1,4 @@
-"""What the layer computes, in plain torch in more precision, and how far a variant is from it."""
+"""Reference of the layer, in plain torch in more precision, and how far a variant is from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reference:
 
 
 def make_reference(case: Case, dtype: torch.dtype) -> Reference:
-    """Expert by expert, so that nothing of the size of all rows is kept; the result is linear in the experts' parts."""
+    """Computes expert by expert, so that nothing of the size of all rows is kept; the result is a sum over experts."""
     y_SM, dx_SM = (torch.zeros_like(case.x_SM, dtype=dtype) for _ in range(2))
     dweight_SK = torch.zeros_like(case.weight_SK, dtype=dtype)
     dw1, dw2 = torch.zeros_like(case.w1, dtype=dtype), torch.zeros_like(case.w2, dtype=dtype)
@@ -45,7 +45,7 @@ def make_reference(case: Case, dtype: torch.dtype) -> Reference:
 
 
 def find_errors(layer: Layer, case: Case, right: Reference) -> dict[str, float]:
-    """‖found − right‖ / ‖right‖ of the result and each gradient."""
+    """Returns ‖found − right‖ / ‖right‖ of the result and each gradient."""
     y_SM = layer.forward()
     gradients = layer.ours(layer.backward(y_SM, case.dy_SM))
     errors = {"y": _error(y_SM.detach(), right.y_SM)}
@@ -56,7 +56,7 @@ def find_errors(layer: Layer, case: Case, right: Reference) -> dict[str, float]:
 
 
 def wrong(errors: dict[str, float], tolerance: float = TOLERANCE) -> Sequence[str]:
-    """The names whose error is more than rounding; NaN is more than anything."""
+    """Names what has an error of more than rounding; NaN is more than anything."""
     return [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
 
 

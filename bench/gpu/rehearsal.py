@@ -1,4 +1,4 @@
-"""What stands for a GPU and for published layers where there are none: in rehearsals and in tests."""
+"""Stand-ins for a GPU and for published layers where there are none: in rehearsals and in tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shapes_of(place: Place) -> Sequence[Shape]:
 
 
 def pretending(place: Place, suite: str = "") -> Mapping[str, str]:
-    """What makes a process of a rehearsal take the CPU for a GPU. The products' kernels need Triton's interpreter."""
+    """Returns the environment in which the CPU is taken for a GPU. Kernels of products need Triton's interpreter."""
     if not place.rehearsal:
         return {}
     return {"PYTEST_ADDOPTS": "-p bench.gpu.pretend", "TRITON_INTERPRET": "1" if suite == "kernels" else "0"}

@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = SHAPES) -> dict[str, Any]:
-    """The results of a run, as they go to the file.
+    """Makes the results of a run, as they go to the file.
 
     Every row has limit_ms, measured_ms (a median), fraction = limit / measured, and TFLOP/s of the useful FLOP. The
     limit is by the highest of all measured ceilings; `ceilings` shows how they held.
@@ -43,7 +43,7 @@ def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = S
 
 
 def complete(row: Row, ceilings: Ceilings) -> Row:
-    """The row with what follows from its time and the ceilings."""
+    """Returns the row with what follows from its time and the ceilings."""
     limit_ms = 1e3 * limit_s((Cost(*part) for part in row["parts"]), ceilings)
     return row | {
         "limit_ms": limit_ms,

@@ -75,16 +75,18 @@ class Run:
         self._took: dict[str, float] = {}
 
     def do(self, skip: Sequence[str] = ()) -> int:
-        """The rounds one after the other; 0 where nothing failed and nothing was left undone."""
-        place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(self.plan.rounds))
+        """Does the rounds one after the other; returns 0 where nothing failed and nothing was left undone."""
+        # What is skipped leaves its time to the others.
+        rounds = [[part for part in together if part.name not in skip] for together in self.plan.rounds]
+        place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(rounds))
         place.log.say(f"{self._name}: {self.plan.about}, {self.plan.minutes:g} minutes; all of it in {place.stem}.*")
         start, budget = time.monotonic(), 0.0
         for part in (part for together in self.plan.rounds for part in together if part.name in skip):
             place.done[part.name] = Outcome("left out", "as asked for")
         try:
-            for together in self.plan.rounds:
+            for together in rounds:
                 budget += seconds([together])
-                self._round([part for part in together if part.name not in skip], start + factor * budget)
+                self._round(together, start + factor * budget)
         finally:
             self._write()
         place.log.say("")
@@ -137,12 +139,12 @@ class Run:
         return self.place.done[name].result if name in self.place.done else "not run"
 
     def _write(self) -> None:
-        """The summary so far, as JSON and as text."""
+        """Writes the summary so far, as JSON and as text."""
         write_json(self.place.file(".json"), self.summary())
         self.place.file(".txt").write_text(self._text() + "\n")
 
     def summary(self) -> dict[str, Any]:
-        """What passed, failed (with output) and was not run."""
+        """Returns what passed, failed (with output) and was not run."""
         return {
             "name": self._name,
             "when": self._when.isoformat(timespec="seconds"),
@@ -192,7 +194,7 @@ def _compiling(found: Mapping[str, Any]) -> str:
 
 
 def _environment(scratch: Path, rehearsal: bool) -> dict[str, str]:
-    """Of a rehearsal's processes: no GPU, no kernel that was compiled before, and nothing written down for later."""
+    """Returns the environment of processes; those of a rehearsal have no GPU, and keep nothing for later."""
     if not rehearsal:
         return {}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -200,7 +202,7 @@ def _environment(scratch: Path, rehearsal: bool) -> dict[str, str]:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """As `timeout` asks for: processes are ended, and what is known is written."""
+    """Ends the run as `timeout` asks for: processes are ended, and what is known is written."""
     raise SystemExit(128 + signum)
 
 

@@ -46,7 +46,7 @@ class Session:
         return found
 
     def seconds_for(self, suite: str, shape: Shape) -> float:
-        """The time that this shape may be measured for; as much again is for compiling and checking.
+        """Returns the time that this shape may be measured for; as much again is for compiling and checking.
 
         Raises:
             NotNow: it has been measured already, no time is left, or it has hung before and others have not had
@@ -65,8 +65,8 @@ class Session:
 
     @contextmanager
     def piece(self, suite: str, shape: Shape) -> Iterator[None]:
-        """Around all that is done with a shape. Where it fails, that is noted; where it has cost the GPU, the process
-        ends, and the piece is never noted as ended (nor where it hangs): another process goes on."""
+        """Surrounds all that is done with a shape. Where it fails, that is noted; where it has cost the GPU, the
+        process ends, and the piece is never noted as ended (nor where it hangs): another process goes on."""
         piece = {"suite": suite, "shape": shape.name, "name": suite}
         self.spool.add("begin", **piece)
         try:
@@ -96,13 +96,13 @@ class Session:
 
 
 def open_session(spool_file: Path | None, seconds: float) -> Session:
-    """On the current GPU; `spool_file` takes what is found, and tells what has been found before."""
+    """Opens a session on the current GPU; `spool_file` takes what is found, and tells what was found before."""
     device, spool = torch.device("cuda", torch.cuda.current_device()), Spool(spool_file)
     return Session(device, CudaClock(device, lambda step: spool.add("sign", name=step)), spool, seconds)
 
 
 def waiting(function: Callable[..., object]) -> Callable[..., None]:
-    """The function with the device's work in it, for a host's clock."""
+    """Returns the function with the device's work in it, for a host's clock."""
 
     def run(*arguments: object) -> None:
         function(*arguments)
@@ -113,7 +113,7 @@ def waiting(function: Callable[..., object]) -> Callable[..., None]:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """An error leaves without the tensors of the functions it went through, which its traceback would keep alive."""
+    """Lets an error leave without the tensors of the functions it came through, which a traceback keeps alive."""
     try:
         yield
     except Exception as error:

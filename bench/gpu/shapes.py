@@ -27,7 +27,7 @@ class Shape:
         return self.S * self.K
 
     def flops(self, name: str) -> int:
-        """Of a pass: the products of the experts, two operations a multiply-add."""
+        """Counts the products of the experts in a pass, two operations a multiply-add."""
         forward = 6 * self.rows * self.M * self.H
         return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[name]
 

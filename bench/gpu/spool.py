@@ -1,4 +1,4 @@
-"""What a run has found so far, as lines of JSON: a process that hangs or dies takes nothing with it."""
+"""Findings of a run so far, as lines of JSON: a process that hangs or dies takes nothing with it."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class Spool:
             self.add("end", suite=suite, shape=shape, name=name)
 
     def unfinished(self) -> list[Record]:
-        """The work that has begun and not ended, oldest first."""
+        """Returns the work that has begun and not ended, oldest first."""
         ended = [_work(record) for record in self.of("end")]
         begun = self.of("begin")
         return [record for record in begun if _work(record) not in ended]
 
     def left_out(self) -> set[str]:
-        """Variants that have hung, or have cost a process its GPU."""
+        """Returns the variants that have hung, or have cost a process its GPU."""
         return {work["name"] for work in [*self.unfinished(), *self.of("lost")] if work["name"] != work["suite"]}
 
     def stops(self, suite: str, shape: str) -> int:
-        """How often a process has ended at this shape by what the next one cannot leave out."""
+        """Counts how often a process has ended at this shape by what the next one cannot leave out."""
         here = [work["name"] for work in self.unfinished() if (work["suite"], work["shape"]) == (suite, shape)]
         lost = [work["name"] for work in self.of("lost") if (work["suite"], work["shape"]) == (suite, shape)]
         avoided = {*here, *lost} - {suite, NAME}
@@ -69,12 +69,12 @@ class Spool:
         return self._has("done", suite, shape)
 
     def is_open(self, suite: str, shape: str) -> bool:
-        """Neither done nor failed; one at which a process has ended is tried once more."""
+        """Tells whether it is neither done nor failed; one at which a process has ended is tried once more."""
         closed = any(self._has(event, suite, shape) for event in ("done", "failed"))
         return not closed and self.stops(suite, shape) < 2
 
     def is_fresh(self, suite: str, shape: str) -> bool:
-        """Not done, and no process has ended at it."""
+        """Tells whether it is open, and no process has ended at it."""
         return self.is_open(suite, shape) and not self.stops(suite, shape)
 
     def _has(self, event: str, suite: str, shape: str) -> bool:

@@ -21,7 +21,7 @@ WAYS = ("puts", "copies")
 
 
 def variants() -> dict[str, Callable[[Case], Layer]]:
-    """Both ways on each number of ranks, by name."""
+    """Returns both ways on each number of ranks, by name."""
     return {f"{count} ranks, {way}": partial(_layer, count, way) for count in COUNTS for way in WAYS}
 
 
@@ -40,7 +40,7 @@ def _layer(count: int, way: str, case: Case) -> Layer:
 
 
 def part_costs(shape: Shape, itemsize: int) -> dict[str, Cost]:
-    """Tokens are read and their rows written, or the other way round, wherever they are in between."""
+    """Counts tokens read and their rows written, or the other way round, wherever they are in between."""
     return dict.fromkeys(PARTS, Cost(0, (shape.S + shape.rows) * shape.M * itemsize)) if shape.spread else {}
 
 

@@ -1,4 +1,4 @@
-"""What runs: the parts of a whole run, and of the four steps of half an hour with a GPU that nobody has used before.
+"""Plans of runs: the parts of a whole run, and of the four steps of half an hour with a GPU that is new.
 
 A plan is a list of rounds; the parts of a round run side by side. What a round leaves of its time, later ones may take.
 """
@@ -6,6 +6,7 @@ A plan is a list of rounds; the parts of a round run side by side. What a round 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,12 +18,14 @@ from bench.gpu.precompile import WORKERS, precompile
 Rounds = Sequence[Sequence[Part]]
 # Of processes that compile beside others, and of tests: each of these holds a context of half a gigabyte of the GPU.
 _BESIDE, _TESTS = 8, 12
+# To find out what there is.
+_VERSIONS_S = 15.0
 #: How long a rehearsal compiles, to learn how long a kernel takes.
 REHEARSED_S = 45.0
 
 
 class Plan(NamedTuple):
-    """`minutes`: for everything. `about`: in a line."""
+    """Plan of a run. `minutes`: for everything. `about`: in a line."""
 
     minutes: float
     about: str
@@ -30,7 +33,9 @@ class Plan(NamedTuple):
 
 
 def versions(place: Place) -> Outcome:
-    """Also whether a process gets the GPU at all."""
+    """Finds the versions, and whether a process gets the GPU at all."""
+    # To look takes as long in a short run as in a long one.
+    place = place.of(place.who, max(place.deadline, time.monotonic() + _VERSIONS_S))
     outcome = judge_exit(place.run(["-m", "bench.gpu.device"], silence_s=60.0))
     if outcome.result != "passed":
         return outcome
@@ -42,7 +47,7 @@ def versions(place: Place) -> Outcome:
 
 
 def compile_all(place: Place, workers: int | None = None) -> Outcome:
-    """`workers`: not more than so many, where others work beside; else one a core."""
+    """Compiles everything. `workers`: not more than so many, where others work beside; else one a core."""
     if place.rehearsal:
         return precompile(place, 90, place.cores, REHEARSED_S)
     return precompile(place, None, min(workers or WORKERS, place.cores))
@@ -53,7 +58,7 @@ def whole(place: Place, piece: str) -> Outcome:
 
 
 def report(place: Place) -> Outcome:
-    """Tables and picture of what was measured, also in part."""
+    """Makes tables and a picture of what was measured, also in part."""
     file = suites.keep(place)
     if file is None:
         return Outcome("failed", "nothing was measured")
@@ -72,7 +77,7 @@ def _part(name: str, seconds: float, about: str, do: Callable[..., Outcome], *ne
     return Part(name, seconds, partial(do, **arguments) if arguments else do, about, needs)
 
 
-_VERSIONS = _part("versions", 15, "the GPU, its driver and the software", versions)
+_VERSIONS = _part("versions", _VERSIONS_S, "the GPU, its driver and the software", versions)
 _REPORT = _part("report", 15, "tables and picture", report)
 
 
@@ -153,12 +158,12 @@ PLANS = {
 
 
 def seconds(rounds: Rounds) -> float:
-    """The time budget of all rounds."""
+    """Returns the time budget of all rounds."""
     return sum(max((part.seconds for part in together), default=0.0) for together in rounds)
 
 
 def every_part() -> Plan:
-    """All parts of the steps, each once: for a rehearsal, whose time is their own."""
+    """Plans all parts of the steps, each once: for a rehearsal, whose time is their own."""
     seen: set[str] = set()
     rounds = []
     for plan in (PLANS[step] for step in sorted(set(PLANS) - {"all"})):

@@ -1,4 +1,4 @@
-"""From one shape to its rows of results: check, measure, count."""
+"""Rows of results of one shape: check, measure, count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ContextLost(Exception):
 
 
 def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: float) -> list[Row]:
-    """A row for each step, named as in `kernel_costs`."""
+    """Makes a row for each step, named as in `kernel_costs`."""
     times, costs = clock.measure(steps, seconds), kernel_costs(shape)
     return [
         _row(shape, "kernel", step.name, NAME, [costs[step.name]], costs[step.name].flops, times[step.name])
@@ -45,7 +45,7 @@ def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: 
 
 
 def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spool: Spool) -> list[tuple[Layer, Row]]:
-    """The variants that compute what they should, each with what its rows say of it; the others are skipped.
+    """Returns the variants that compute what they should, each with what its rows say of it; the others are skipped.
 
     Raises:
         WrongResult: this library's layer is wrong.
@@ -81,7 +81,7 @@ def _both(layer: Layer, case: Case) -> None:
 
 
 def pass_steps(layer: Layer, case: Case) -> list[Step]:
-    """A step a pass, named "variant pass". The forward keeps what the backward needs, as in training."""
+    """Makes a step a pass, named "variant pass". The forward keeps what the backward needs, as in training."""
     return [
         Step(f"{layer.name} forward", lambda _: layer.forward()),
         Step(f"{layer.name} backward", lambda y_SM: layer.backward(y_SM, case.dy_SM), layer.forward),
@@ -92,7 +92,7 @@ def pass_steps(layer: Layer, case: Case) -> list[Step]:
 def measure_passes(
     shape: Shape, ready: Sequence[tuple[Layer, Row]], steps: Sequence[Step], clock: Clock, seconds: float
 ) -> list[Row]:
-    """A row for each variant and pass; `steps` are those of `pass_steps` of all the variants."""
+    """Makes a row for each variant and pass; `steps` are those of `pass_steps` of all the variants."""
     times = clock.measure(steps, seconds)
     return [
         _row(shape, "pass", name, layer.name, pass_costs(shape, name), shape.flops(name), times[f"{layer.name} {name}"])

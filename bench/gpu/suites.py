@@ -47,7 +47,7 @@ def measure(place: Place, suite: str) -> Outcome:
 
 
 def rows_file(place: Place) -> Path:
-    """Rows as they come: what is left where everything is killed. They go on where they are."""
+    """Returns the file of rows as they come: what is left where everything is killed. They go on where they are."""
     return place.file(".rows.jsonl")
 
 
@@ -66,7 +66,7 @@ def keep(place: Place) -> Path | None:
 
 
 def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
-    """The size of the spool, a sign of life; results are written where another shape is done."""
+    """Returns what tells the size of the spool, a sign of life, and writes results where another shape is done."""
     seen, kept = -1, len(Spool(spool_file).of("done"))
 
     def sign() -> int:

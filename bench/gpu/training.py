@@ -17,7 +17,7 @@ _RESUMED = 2e-3
 
 
 def train(place: Place, dtype: str) -> Outcome:
-    """All steps in this dtype, and one on the CPU."""
+    """Trains all steps in this dtype, and one on the CPU."""
     ended = _job(place, dtype, "--dtype", dtype, "--steps", str(_steps(place)))
     if ended.result != "passed":
         return ended
@@ -30,7 +30,7 @@ def train(place: Place, dtype: str) -> Outcome:
 
 
 def resume(place: Place) -> Outcome:
-    """Half of the steps, the others by a job that goes on, beside those of `train` in float32."""
+    """Trains half of the steps, the others by a job that goes on, beside those of `train` in float32."""
     half = _steps(place) // 2
     ended = _job(place, "halves", "--steps", str(_steps(place)), "--stop-at", str(half))
     if ended.result != "passed":
@@ -60,7 +60,7 @@ def losses(run: Path) -> list[float]:
 
 
 def _job(place: Place, name: str, *flags: str) -> Outcome:
-    """The command, with the run folder of that name."""
+    """Runs the command, with the run folder of that name."""
     sizes = ["--layers", "1", "--model-dim", "32", "--batch", "2", "--seq-len", "32"] if place.rehearsal else []
     command = ["-m", "fusedmoe", "train", "--device", "cpu" if place.rehearsal else "cuda", *sizes]
     command += ["--eval-batches", "1", "--run-dir", str(place.scratch / name), *flags]

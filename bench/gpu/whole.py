@@ -24,7 +24,7 @@ Layer = fusedmoe.MoELayer
 
 
 def make(device: torch.device) -> tuple[Layer, Tensor]:
-    """A layer, and tokens in bfloat16 that ask for a gradient."""
+    """Makes a layer, and tokens in bfloat16 that ask for a gradient."""
     torch.manual_seed(0)
     S, M, H, E, K = _SIZES[device.type]
     gate = fusedmoe.gates.TopK(experts=E, k=K, capacity_factor=1.25, aux={"balance": 0.01, "z": 0.001})
@@ -33,14 +33,14 @@ def make(device: torch.device) -> tuple[Layer, Tensor]:
 
 
 def step(call: Callable[[Tensor], Tensor], layer: Layer, x_SM: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
+    """Returns the result and all gradients."""
     y_SM = call(x_SM)
     leaves = [x_SM, *layer.parameters()]
     return [y_SM.detach(), *torch.autograd.grad(y_SM.float().square().mean() + layer.aux_loss, leaves)]
 
 
 def waits(device: torch.device) -> None:
-    """PyTorch raises where the host waits."""
+    """Runs a step in which PyTorch raises where the host waits."""
     layer, x_SM = make(device)
     step(layer, layer, x_SM)
     with _no_waiting(device):
@@ -48,7 +48,7 @@ def waits(device: torch.device) -> None:
 
 
 def graph(device: torch.device) -> None:
-    """Replayed on other tokens it gives the step's results, bit for bit."""
+    """Captures the step: replayed on other tokens it gives the step's results, bit for bit."""
     if device.type != "cuda":
         print("graph: needs a GPU")
         return
@@ -70,7 +70,7 @@ def graph(device: torch.device) -> None:
 
 
 def compiled(device: torch.device) -> None:
-    """As one graph, by the compiler that is PyTorch's default; without a GPU by one that needs no C++."""
+    """Compiles the step as one graph, by PyTorch's default compiler; without a GPU by one that needs no C++."""
     layer, x_SM = make(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     call = torch.compile(layer, fullgraph=True, backend=backend)

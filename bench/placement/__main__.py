@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
     parser.add_argument("--balancer", action="store_true", help="time exact balance alone; all else stays in the file")
     options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
     file, run = options.results / FILE, provenance(MEASURED)
     exact: dict[str, Any] = {
         f"{ranks} ranks, {experts} experts": balanced(ranks, experts) for ranks in _RANKS for experts in _EXPERTS
@@ -51,7 +52,7 @@ def main() -> int:
     for name, cases in exact.items():
         print(name, *(f"{case} {one['balance_s'] * 1e3:.1f} ms" for case, one in cases.items()), sep="  ", flush=True)
     if options.balancer:
-        kept = json.loads(file.read_text())
+        kept = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(kept | {"exact_run": run, "exact": exact}, indent=1) + "\n")
         return 0
     found = dict[str, Any]()
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
-    """What `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4 ranks, without single layers.
+    """Returns what `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4, without single layers.
 
     Raises:
         RuntimeError: it failed; its last words.

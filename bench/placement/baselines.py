@@ -58,7 +58,7 @@ CLUSTER_A = costs_of_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, in
 
 @dataclass(frozen=True)
 class Situation:
-    """What a policy may know before the experts of an iteration run.
+    """Situation of a policy before the experts of an iteration run: all that it may know.
 
     Attributes:
         iteration: from 0.
@@ -75,7 +75,7 @@ class Situation:
     costs: PlacementCosts
 
     def layers(self, placements: Sequence[Placement]) -> list[LayerLoads]:
-        """What is known of each layer, as the library's policies are told, with these placements."""
+        """Returns what is known of each layer, as the library's policies are told, with these placements."""
         return [
             LayerLoads(self.iteration, placement, self.history_ILE[:, number], self.nodes, self.costs)
             for number, placement in enumerate(placements)
@@ -371,7 +371,7 @@ class Volume(NamedTuple):
 
 
 def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_bytes: int) -> Volume:
-    """What a gather sends, and what its reduce-scatter does (H2, with the paper's Eq. 2 set right).
+    """Returns the volume of a gather, and so of its reduce-scatter (H2, with the paper's Eq. 2 set right).
 
     An expert on d ranks has travelled d − 1 times, and as often between nodes as it is on more of them than before. For
     a member of its group that is (d − 1)/d of its bytes for each of the two collectives, together those of a ring

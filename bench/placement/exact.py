@@ -168,8 +168,8 @@ def _shared_s(
 
 
 def price_gap(seed: int) -> float:
-    """By what part `cheapest_balance` takes longer than `least_layer_s`: of a made layer of four ranks on two nodes,
-    with room for one copy each, whose links and copies take from far less to far more time than its experts."""
+    """Returns by what part `cheapest_balance` takes longer than `least_layer_s`: of a made layer of four ranks on two
+    nodes, with room for one copy each, whose links and copies take from far less to far more time than its experts."""
     rng, nodes, experts = np.random.default_rng(seed), Nodes(4, 2), 4
     skewed_E = np.exp(rng.uniform(0.3, 2.0) * rng.standard_normal(experts))
     asked_WE = skewed_E * np.exp(0.3 * rng.standard_normal((4, experts)))

@@ -180,7 +180,7 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
 
 
 def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> dict[str, tuple[str, Outcome]]:
-    """What each policy makes of the loads, in the fastest of its settings, and which that is."""
+    """Simulates each policy on the loads; returns the outcome of the fastest of its settings, and which that is."""
     t, m = arguments.overlap, arguments.memory
 
     def periods(policy: Callable[..., Decision], **more: int) -> dict[str, Policy]:
@@ -305,7 +305,7 @@ def _ranks(before: Outcome, after: Outcome, nodes: Nodes, layer: int, policy: st
 
 
 def _ratio(before: float, after: float) -> str:
-    """How many times less; without end where nothing is left."""
+    """Says how many times less; without end where nothing is left."""
     if before == after:
         return "1.0×"
     return f"{before / after:.1f}×" if after else "∞×"

@@ -34,7 +34,7 @@ _DPI = 130
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a policy makes of a trace, from its sixth iteration on: the earlier ones are the first prediction's.
+    """Outcome of a policy on a trace, from its sixth iteration on: the earlier ones are the first prediction's.
 
     Attributes:
         last: [L], the placements of the last iteration.
@@ -145,7 +145,7 @@ def replay(
 
 
 def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: PlacementCosts) -> int:
-    """Of the rank whose experts take most: while owners change, one layer after the other, or in the iteration."""
+    """Returns the most bytes that a rank's experts take: while owners change, layer by layer, or in the iteration."""
     after = decision.placements
     old_LW, new_LW = (np.array([np.bincount(one.owners, minlength=one.ranks) for one in of]) for of in (before, after))
     trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are dropped before a move

@@ -1,1 +1,1 @@
-"""What the four papers print, beside what this library gives for it."""
+"""Figures that the four papers print, beside what this library gives for them."""

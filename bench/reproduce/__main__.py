@@ -106,7 +106,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _names(part: Part) -> set[str]:
-    """What asks for a part: its tables, their papers, and "all"."""
+    """Returns the names that ask for a part: its tables, their papers, and "all"."""
     return {"all", *(head.name for head in part.heads), *(head.paper.lower() for head in part.heads)}
 
 

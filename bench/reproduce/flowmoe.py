@@ -105,7 +105,7 @@ class Pass(NamedTuple):
 
 
 def random_pass(rng: random.Random) -> Pass:
-    """Of random size, with random times."""
+    """Makes a pass of random size, with random times."""
     layers, degree = rng.randint(1, 3), rng.randint(1, 3)
     orders: dict[str, list[Task]] = {"compute": [], "inter": []}
     seconds: dict[Task, float] = {}
@@ -136,7 +136,7 @@ def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
 
 
 def keeps_waiting(plan: Plan, costs: Durations) -> bool:
-    """Whether the link stands idle until an all-reduce is ready, while the next all-to-all is."""
+    """Returns whether the link stands idle until an all-reduce is ready, while the next all-to-all is."""
     spans = {(span.kind, span.chunk, span.layer): span for span in simulate(plan, costs).spans}
     for place, reduce in enumerate(plan.inter):
         behind = next((task for task in plan.inter[place + 1 :] if task.kind != _REDUCE), None)
@@ -158,7 +158,7 @@ def in_parts(of: Pass, parts: int, start_share: float) -> float:
 
 
 def theorems(progress: Progress) -> list[Table]:
-    """How often each holds."""
+    """Tabulates how often each theorem holds."""
     rng = random.Random(0)
     longer: dict[bool, list[bool]] = {False: [], True: []}
     total = _INSERTIONS + _SPLIT_COST * _SPLITS

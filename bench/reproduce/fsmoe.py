@@ -164,7 +164,7 @@ def differing(testbed: Testbed, contention: Contention, limit: int, cases: Seque
 
 
 def degrees(progress: Progress) -> list[Table]:
-    """By the most chunks that are tried."""
+    """Counts the cases whose passes have different best degrees, by the most chunks that are tried."""
     tried = [("B", 8), ("B", 4), ("B", 16), ("A", 8)]
     rows = []
     for number, (name, limit) in enumerate(tried):
@@ -241,7 +241,7 @@ def passes(testbed: Testbed, every: int = 1) -> Passes:
 
 
 def regrets(found: Passes, choose: Callable[[Mapping[str, StageTime], float], int]) -> list[float]:
-    """By pass, how much longer it takes with the chosen degree than with the best one."""
+    """Returns by pass how much longer it takes with the chosen degree than with the best one."""
     return [
         three_queues_s(degree, chunk_times(chunks, degree), gar) / choose_degree(chunks, gar).seconds - 1.0
         for chunks, gar in found
@@ -329,7 +329,7 @@ _FIG_7 = {512: 1.17, 1024: 1.19, 2048: 1.17}
 def gains(
     name: str, layers: int, model_dim: int, hidden: int, expert: str, seq_len: int, over: Sequence[str], alone: bool
 ) -> list[float]:
-    """How many times faster FSMoE's step of such layers is than each policy of `over`."""
+    """Returns how many times faster FSMoE's step of such layers is than each policy of `over`."""
     testbed = TESTBEDS[name]
     work = Workload(1, seq_len, model_dim, hidden, testbed.nodes, 2, 1.2, expert, testbed.nodes, testbed.gpus)
     layer = work.layer_costs(testbed.costs)

@@ -158,7 +158,7 @@ def stragglers(progress: Progress) -> list[Table]:
 
 
 def straggler_rows(found: dict[tuple[str, int], Outcome]) -> list[Row]:
-    """Of outcomes by what is done and m."""
+    """Makes the rows of stragglers, of outcomes by what is done and m."""
     ep, sharded = found["ep", 0], found["sharded", 0]
 
     def of(name: str, how: Callable[[Outcome], float]) -> tuple[float, ...]:
@@ -199,7 +199,7 @@ def straggler_rows(found: dict[tuple[str, int], Outcome]) -> list[Row]:
 
 
 def geomean(one: Outcome, ep: Outcome) -> float:
-    """Of the speed-ups of layers."""
+    """Returns the geometric mean of the speed-ups of layers."""
     return float(np.exp(np.log(one.speedup_L(ep)).mean()))
 
 
@@ -222,7 +222,7 @@ VOLUMES = Table(
 
 
 def volumes(progress: Progress) -> list[Table]:
-    """Of one iteration's placements."""
+    """Tabulates the volumes of one iteration's placements."""
     loads = predict(make_loads(WINDOW, 24, _RANKS.ranks, 32, seed=0).load_ILE)
     even, nbytes = Placement.even(_RANKS.ranks, 32), CLUSTER_A.expert_bytes
     busiest, sent, groups = [], [], []

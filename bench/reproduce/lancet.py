@@ -54,7 +54,7 @@ def random_gaps(rng: random.Random) -> tuple[list[Gap], list[float]]:
 
 
 def gaps_of_step(costs: StepCosts) -> tuple[list[Gap], list[float]]:
-    """The same of a step's backward pass in one piece."""
+    """Returns the gaps of a step's backward pass in one piece."""
     layers = reversed(range(len(costs.layers)))
     tasks = [task for layer in layers for task in pass_tasks(costs, layer, "backward", Degrees(1, 1), weights=True)]
     seconds = costs.durations(tasks)
@@ -63,7 +63,7 @@ def gaps_of_step(costs: StepCosts) -> tuple[list[Gap], list[float]]:
 
 
 def greedy_share(gaps: Sequence[Gap], seconds: Sequence[float]) -> float:
-    """What greedy placement hides over what the best one does; 1 where there is nothing to hide."""
+    """Returns what greedy placement hides over what the best one does; 1 where there is nothing to hide."""
     best_s = placement_hides_s(gaps, seconds, place_exactly(gaps, seconds, limit=0.5))
     return placement_hides_s(gaps, seconds, place_greedily(gaps, seconds)) / best_s if best_s else 1.0
 

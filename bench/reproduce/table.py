@@ -82,7 +82,7 @@ class Table:
                 raise ValueError(f"table {self.name}, {row.what}: a reason that is not there")
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain types; `from_dict` gives it back."""
+        """Returns the table in plain types; `from_dict` gives it back."""
         return asdict(self)
 
     @classmethod
@@ -96,7 +96,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """What is run in one go: one table or two.
+    """Part of a reproduction that is run in one go: one table or two.
 
     Attributes:
         takes_s: seconds on two cores, about; for the time left.

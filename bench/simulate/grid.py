@@ -1,5 +1,5 @@
-"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on two testbeds. The
-testbeds are `fusedmoe.schedule.testbeds`.
+"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on the two testbeds of
+`fusedmoe.schedule.machines`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Result:
         return float(np.nanmean(self.seconds[BASELINE] / self.seconds[name]))
 
     def speedups(self) -> dict[str, float]:
-        """Of every column."""
+        """Returns the mean speed-up of every column."""
         return {name: self.speedup(name) for name in COLUMNS}
 
     def gaps(self) -> Any:

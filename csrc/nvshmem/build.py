@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class Missing(Exception):
-    """What is missing, and where to get it."""
+    """Error that says what is missing, and where to get it."""
 
 
 def tool(*names: str) -> str | None:
-    """A program of this Python's environment or of the system."""
+    """Finds a program of this Python's environment or of the system."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     return next((found for name in names if (found := shutil.which(name, path=path))), None)
 
 
 def cuda_version() -> int:
-    """CUDA's major version: that of PyTorch, else that of the toolkit."""
+    """Returns CUDA's major version: that of PyTorch, else that of the toolkit."""
     import torch
 
     if torch.version.cuda:
@@ -47,7 +47,7 @@ def cuda_version() -> int:
 
 
 def package(install: Path | None) -> Path:
-    """The folder of NVSHMEM's package for this CUDA; installed before, where constraints are given."""
+    """Returns the folder of NVSHMEM's package for this CUDA; installs it first, where constraints are given."""
     from fusedmoe.kernels.libraries import HOW_TO_INSTALL, NVSHMEM_VERSION, nvshmem_home, nvshmem_packages
 
     cuda = cuda_version()

@@ -174,8 +174,8 @@ class Batches:
         self._span = length if mask is not None else length + 1
         if len(text) < self._span:
             raise ConfigError(
-                f"data: {len(text)} bytes of text are less than one sequence of {self._span}; "
-                "give more text or a shorter sequence"
+                f"data: {len(text)} bytes, all there are to train on or all that are held out, are less than one "
+                f"sequence of {self._span}; give more text (--data), a shorter --seq-len, or another --held-out"
             )
 
     def training(self, seed: int, step: int, replica: int) -> ByteBatch:

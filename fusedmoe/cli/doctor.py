@@ -6,7 +6,6 @@ it does not, why, and what to do.
 Collectives are PyTorch's process groups. They carry every plan: Gloo between CPUs, NCCL between
 GPUs. Symmetric memory is for kernels that write into the memory of other ranks by themselves:
   host     processes of this host, with the kernels in Triton's interpreter (for tests)
-  local    virtual ranks of one process
   symm     the GPUs of one node
   nvshmem  GPUs of several nodes; optional, built by make nvshmem
 Where no symmetric memory works, collectives are used, and nothing else changes.
@@ -114,7 +113,7 @@ def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
 def why_not_gloo() -> str:
     """Tries a sum over a world of one, for which Gloo needs a network interface."""
     if not dist.is_gloo_available():
-        return "this PyTorch is a build without Gloo; install one with"
+        return "this PyTorch is built without Gloo: install one that has it"
     try:
         alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PROBE_S / 2))
         alone.allreduce([torch.ones(1)]).wait()
@@ -126,7 +125,7 @@ def why_not_gloo() -> str:
 def why_not_nccl() -> str:
     if reason := no_gpu() or not_for_torch():
         return reason
-    return "" if dist.is_nccl_available() else "this PyTorch is a build without NCCL; install one with"
+    return "" if dist.is_nccl_available() else "this PyTorch is built without NCCL: install one that has it"
 
 
 def why_no_heap(backend: str, device: str) -> str:
@@ -139,8 +138,6 @@ TRANSPORTS = (
     TransportProbe("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
     TransportProbe("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
     TransportProbe("host", SYMMETRIC, "processes of this host", partial(why_no_heap, "host", "cpu")),
-    # Virtual ranks need memory of this process alone: nothing stands against them.
-    TransportProbe("local", SYMMETRIC, "virtual ranks of one process", str),
     TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
     TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
 )

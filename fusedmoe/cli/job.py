@@ -55,6 +55,11 @@ class Sizes:
     mp: int
 
 
+def in_words(ranks: int) -> str:
+    """Returns "1 rank", "2 ranks"."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
 def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     """Settles the sizes: those asked for, else the paper's layout (FSMoE, F7) as far as the model allows it.
 
@@ -67,7 +72,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     per_node = settings.ranks_per_node or launch.local_ranks
     if ranks % per_node:
         raise ConfigError(
-            f"{ranks} ranks do not fill nodes of {per_node}; start a multiple of {per_node} with torchrun, or choose "
+            f"{in_words(ranks)} cannot fill nodes of {per_node}; take a multiple of {per_node}, or choose "
             f"--ranks-per-node among the divisors of {ranks}"
         )
     if settings.placement == "ep":

@@ -177,6 +177,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     for layer, axes in zip(shown, panels, strict=True):
         picture = axes.imshow(_columns(over_ILE[:, layer]).T, **options)
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_title(f"layer {layer}", size=9, color=_INK)
     for axes in panels[::across]:
         axes.set_ylabel("expert", color=_FAINT)
@@ -184,11 +185,12 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     uneven = drawn.add_subplot(grid[rows, :])
     middle_I = np.linspace(begins + 0.5, ends - 0.5, len(vio_IL))
     for layer in range(trace.layers):
-        colour = colours(0.25 + 0.7 * layer / max(1, trace.layers - 1))
+        colour = colours(0.95 - 0.7 * layer / max(1, trace.layers - 1))
         label = f"layer {layer}" if layer in shown else None
         uneven.plot(middle_I, vio_IL[:, layer], label=label, color=colour, linewidth=1.0)
     uneven.axhline(0, color=_RULE, zorder=0)
     uneven.set(title="max_vio: the busiest expert's load over the mean, less 1")
+    uneven.xaxis.set_major_locator(MaxNLocator(integer=True))
     uneven.set(xlabel="step", xlim=(begins, ends), ylim=(0, None))
     uneven.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
     for axes in (*panels, uneven):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -62,7 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parsed = _parse(arguments, quiet=rank > 0)
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if _is_read():
+            raise
+        return 1
     except ConfigError as error:
         if rank:
             time.sleep(_RANK_0_SPEAKS_S)
@@ -79,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The others wait somewhere else for this rank: they end with its reason.
         tell_others(error)
         return 1
+
+
+def _is_read() -> bool:
+    """Returns whether anybody still reads the output; else what is left of it goes nowhere."""
+    look = select.poll()
+    look.register(sys.stdout, 0)
+    if not look.poll(0):
+        return True
+    # `head`, say, has seen enough. Python flushes once more at its end, and would complain.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return False
 
 
 def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:

@@ -43,7 +43,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fusedmoe.cli.job import Launch, Sizes, ranks_of, settle
+from fusedmoe.cli.job import Launch, Sizes, in_words, ranks_of, settle
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, picture_to_write, read_costs
 from fusedmoe.cli.step_plans import (
@@ -107,7 +107,7 @@ class Report:
         self.plan, step = plans[self.policy]
         self.step_s = {name: makespan(*planned) for name, planned in plans.items()}
         self.timeline = self.drawn = simulate(self.plan, step)
-        self.title = f"{settings.model.name}, {launch.ranks} ranks, {self.policy}"
+        self.title = f"{settings.model.name}, {in_words(launch.ranks)}, {self.policy}"
         self._model, self._passes = settings.model, stretches(self.plan, self.timeline)
         copies = None
         # Hecate's placement alone moves as much as links have time for; others move as much as they need.
@@ -168,7 +168,7 @@ class Report:
         facts, console = self.facts, make_console()
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
         console.print(describe(self._model), markup=False)
-        console.print(f"{ranks} ranks ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
+        console.print(f"{in_words(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
         console.print(f"costs: {facts['machine'] or 'of an unnamed machine'}", markup=False)
         console.print(self._passes_table())
         console.print(self._splitting(), soft_wrap=True)
@@ -261,9 +261,10 @@ def _with_copies(
 def _copies_in_words(copies: dict[str, Any], step_s: float) -> str:
     longer = copies["step_s"] / step_s - 1
     most = "not at all" if longer < 0.0005 else f"by {longer:.1%}"
+    experts = f"{copies['overlap']} expert{'s' * (copies['overlap'] != 1)}"
     return (
         f"copies of experts: the links between nodes hide {1e3 * statistics.mean(copies['hidden_s']):.3g} ms a layer; "
-        f"{copies['overlap']} experts of {copies['expert_bytes'] / 2**20:.3g} MiB for each make the step longer {most}"
+        f"sending {experts} of {copies['expert_bytes'] / 2**20:.3g} MiB for each makes the step longer {most}"
     )
 
 
@@ -286,10 +287,12 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
 
+# Flags that a training job's plan depends on, or what its steps were measured to take.
 _FLAGS = (
-    *("--batch", "--seq-len", "--dtype", "--layers", "--model-dim", "--heads", "--kv-heads"),
-    *("--expert", "--hidden", "--experts", "--experts-per-rank", "--moe-every", "--k", "--capacity-factor"),
-    *("--gate", "--order", "--ranks-per-node", "--ep", "--esp", "--mp", "--wire-dtype", "--schedule", "--device"),
+    *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
+    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
+    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
+    *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device"),
     *("--placement", "--placement-overlap", "--rematerialise", "--timeout"),
 )
 

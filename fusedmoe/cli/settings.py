@@ -124,10 +124,16 @@ class Settings:
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Returns the settings with some values replaced; names of the model's are written "model.layers"."""
+        """Returns the settings with some values replaced; names of the model's are written "model.layers". Options of
+        the gate are added to those that the same gate has already."""
         model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
-        return replace(self, model=replace(own.pop("model", self.model), **model), **own)
+        before = own.pop("model", self.model)
+        if model.keys() & {"gate", "gate_options"}:
+            # Another gate would refuse the options of the one before.
+            kept = before.gate_options if model.get("gate", before.gate) == before.gate else {}
+            model["gate_options"] = {**kept, **model.get("gate_options", {})}
+        return replace(self, model=replace(before, **model), **own)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the settings in plain types; `from_json` gives equal ones back."""
@@ -281,7 +287,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "is lost; 0: no copies",
             metavar="N",
         ),
-        Flag("timeline_step", "the step whose timeline is drawn"),
+        Flag("timeline_step", "steps before the one whose timeline is drawn"),
     ),
 }
 
@@ -339,8 +345,8 @@ def add_flags(
                 "--gate-option",
                 action="append",
                 metavar="NAME=VALUE",
-                help="a further argument of the gate, as JSON or text; may be repeated: --gate-option noise=1 "
-                """--gate-option 'aux={"balance": 1, "z": 0.1}'""",
+                help="an argument of the gate, beside those of the model; as JSON or text; may be repeated: "
+                """--gate-option noise=1 --gate-option 'aux={"balance": 1, "z": 0.1}'""",
             )
 
 
@@ -383,7 +389,8 @@ def _option(text: str) -> tuple[str, Any]:
 def describe(model: ModelConfig) -> str:
     """Describes a model in one line."""
     routing = f"{model.experts} {model.expert} experts of {model.hidden}, gate {model.gate}, k {model.k}"
-    return f"{model.name}: {model.layers} layers, model dim {model.model_dim}, {model.heads} heads, {routing}"
+    layers = f"{model.layers} layer{'s' * (model.layers > 1)}"
+    return f"{model.name}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}"
 
 
 def file_to_write(text: str) -> Path:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.job import Launch, StopRequest, ranks_of, settle
+from fusedmoe.cli.job import Launch, StopRequest, in_words, ranks_of, settle
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,
@@ -35,7 +35,7 @@ from fusedmoe.cli.settings import (
     picture_to_write,
     read_costs,
 )
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, step_costs, table_of
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, step_costs, table_of
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.measuring import cached_profile
@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(changes_of(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes, settings = settle(settings, launch)
+    policy_followed(settings, sizes)  # refuses before the machine is measured
     with ranks_of(settings, launch, sizes, "fusedmoe trace") as (topology, device):
         # Given costs are of this machine as somebody measured it; else it is measured now, once.
         costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
             by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
         # The median step: the first ones warm up caches, and any may be disturbed.
         middle = sorted(by_step, key=_step_s)[len(by_step) // 2]
-        title = f"{settings.model.name}, {launch.ranks} ranks, schedule {settings.schedule}"
+        title = f"{settings.model.name}, {in_words(launch.ranks)}, schedule {settings.schedule}"
         both = [simulate(*planned), *align(middle)]
         draw(both[:MAX_TIMELINES], arguments.png, title=title)
         save_trace(both, arguments.json)

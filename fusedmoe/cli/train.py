@@ -49,13 +49,14 @@ from fusedmoe.cli.job import (
     StopRequest,
     choose_device,
     choose_sizes,
+    in_words,
     make_topology,
     process_group,
     settle,
 )
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError, RankError
@@ -123,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_launcher()
         end_with_launcher()
     sizes, settings = settle(settings, launch, fitting_sizes if settings.survive else choose_sizes)
+    policy_followed(settings, sizes)  # refuses before the machine is measured, and before a folder is made
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
         # Each step makes the tensors of the step before; memory that goes back to the kernel costs page faults again.
@@ -227,7 +229,7 @@ class TrainingJob:
         loss = None
         if not stopped and done == settings.steps:
             if topology.is_first:
-                print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
+                print(f"held-out text: {settings.eval_batches * self.trainer.shares} batches", flush=True)
             loss = self.trainer.held_out_loss()
         # Stopped in training, or while the held-out text was read.
         if loss is None:
@@ -291,7 +293,7 @@ class TrainingJob:
                 drawn = trainer.followed
                 # A recorded step waits for each kernel, so it runs once and does not count for tuning.
                 report, timeline = trainer.recorded_step(done)
-                values["exposed_s"] = self._draw(timeline, done)
+                values["exposed_s"] = self._draw(timeline, done + 1)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -374,7 +376,7 @@ class TrainingJob:
         else:
             source, done = "the beginning: none was whole in memory, and there is no checkpoint", 0
         if self.topology.is_first:
-            ranks = f"{self.topology.size} rank{'s' * (self.topology.size > 1)}"
+            ranks = in_words(self.topology.size)
             print(f"survival: {ranks} go on after step {done} with the state from {source}", flush=True)
         return done
 
@@ -413,7 +415,7 @@ class TrainingJob:
         nodes = topology.size // sizes.ranks_per_node
         print(describe(settings.model))
         print(f"{parameters:,} parameters, {active:,} of them active for a token")
-        ranks = f"{topology.size} ranks ({nodes} × {sizes.ranks_per_node})" if topology.size > 1 else "1 rank"
+        ranks = in_words(topology.size) + f" ({nodes} × {sizes.ranks_per_node})" * (topology.size > 1)
         layout = f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
         print(f"{ranks} on {self.device.type}: {layout}")
         print(
@@ -425,12 +427,12 @@ class TrainingJob:
 
     def _draw(self, timeline: Timeline, step: int) -> float:
         """Writes the timelines of all ranks beside the plan (rank 0 does; the others go on), and returns the seconds of
-        communication that nothing hid, in the mean of ranks."""
+        communication that nothing hid, in the mean of ranks. `step` counts from 1, as metrics and loads do."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         trainer, planned = self.trainer, self.trainer.planned
         if self.topology.is_first:
             plan = f"schedule {trainer.followed}{'' if trainer.settled else ' (tried; none is chosen yet)'}"
-            title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks, {plan}"
+            title = f"{self.settings.model.name}, step {step}, {in_words(self.topology.size)}, {plan}"
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
             if planned is not None:

@@ -306,7 +306,7 @@ class Trainer:
             # The norm is a sum over all ranks, so all refuse together, and nobody waits for a rank that ended.
             if not math.isfinite(norm):
                 raise RankError(
-                    f"rank {topology.rank}: the gradient of step {step} is not finite (norm {norm}); "
+                    f"rank {topology.rank}: the gradient of step {step + 1} is not finite (norm {norm}); "
                     "lower --lr, or go on from the last checkpoint with another --seed"
                 )
             self.optimizer.step()

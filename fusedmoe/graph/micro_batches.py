@@ -26,7 +26,7 @@ from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
 from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
 
-# Of the solver's work (`fusedmoe.schedule.lancet`).
+# Of the solver's work (`fusedmoe.schedule.policies.lancet_plans`).
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 

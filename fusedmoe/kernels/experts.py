@@ -181,7 +181,7 @@ def experts_backward(
         x_SM: None where no gradient of W1 is wanted.   h_NH: None where none but the output bias's is.
         into: gradients of other rows, to whose parameters' part this one's is added: in place, half precision in new
             float32 memory.
-        wanted: what is computed; each has the same bits whatever else is.
+        wanted: what is computed; each is the same whatever else is, in plain torch to the last bit.
         shared: as of `experts_forward`.
     """
     if has_kernels(dy_SM):  # whose halves share nothing but what the first one leaves

@@ -115,7 +115,7 @@ class Load:
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
     """[E] int64: slots that chose each expert; no host synchronisation."""
     # Empty slots, -1, go to a column of their own, which is cut off: no selection, whose size a host would wait for.
-    column = expert_SK.reshape(-1) + 1
+    column = expert_SK.reshape(-1).long() + 1
     return column.new_zeros(experts + 1).scatter_add_(0, column, torch.ones_like(column))[1:]
 
 

@@ -24,11 +24,14 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.measuring import Recorder, recorded
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
+from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.plans import Workload, uniform_share
 
 # Target of a position that does not count, cross_entropy's own.
 IGNORE = -100
+# Arguments of gates that a model has settings of its own for.
+_OF_THE_MODEL = ("experts", "k", "capacity_factor")
 
 
 def make_gate(config: ModelConfig) -> Gate:
@@ -40,11 +43,20 @@ def make_gate(config: ModelConfig) -> Gate:
     kind = GATES[config.gate]
     known = inspect.signature(kind).parameters
     # Some gates fix k, and some have no capacity: such settings of a model are not theirs.
-    arguments = {name: getattr(config, name) for name in ("experts", "k", "capacity_factor") if name in known}
+    arguments = {name: getattr(config, name) for name in _OF_THE_MODEL if name in known}
     for name in config.gate_options:
+        if name in _OF_THE_MODEL:
+            raise ConfigError(f"gate option {name!r} is a setting of the model: give it as such")
         if name not in known:
-            raise ConfigError(f"gate {config.gate} has no option {name!r}; it has {', '.join(known)}")
-    return kind(**{**arguments, **config.gate_options})
+            options = ", ".join(option for option in known if option not in _OF_THE_MODEL)
+            raise ConfigError(f"gate {config.gate} has no option {name!r}; it has {options}")
+    try:
+        return kind(**arguments, **config.gate_options)
+    except TypeError as error:
+        if not config.gate_options:
+            raise
+        given = ", ".join(f"{name}={value!r}" for name, value in config.gate_options.items())
+        raise ConfigError(f"gate {config.gate} does not take the options {given}: {error}") from error
 
 
 def make_experts(config: ModelConfig, hidden: int | None = None) -> FeedForward:
@@ -372,7 +384,7 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
         experts=config.experts,
         k=1,
         capacity_factor=rows,
-        expert=config.expert,
+        expert="swiglu" if ACTIVATIONS[config.nonlinearity].gated else "ffn",
         ep=ep,
         esp=esp,
         itemsize=itemsize,

@@ -115,6 +115,12 @@ def test_an_alarm_of_racecheck_is_no_failure(monkeypatch: pytest.MonkeyPatch, tm
     stub(monkeypatch, tmp_path, "compute-sanitizer", f'echo "{PASSED}"; echo "{summary}"')
     outcome = sanitizer(place, "racecheck")
     assert outcome.result == "alarm" and "1 error" in outcome.word and "issue 7264" in outcome.word
+    late = Ended(None, "========= Error: Race reported between Read access at up_kernel", 81.0, "its time was up")
+    with monkeypatch.context() as patched:
+        patched.setattr(Place, "run_program", lambda *arguments, **others: late)
+        outcome = sanitizer(place, "racecheck")
+        assert outcome.result == "alarm" and "Race reported" in outcome.word
+        assert sanitizer(place, "memcheck").result == "failed"
     stub(monkeypatch, tmp_path, "compute-sanitizer", "echo experts: off by 1.0e+00; exit 1")
     assert sanitizer(place, "racecheck").result == "failed"
 

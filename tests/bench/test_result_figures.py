@@ -42,7 +42,7 @@ CONDITIONS = (
         "PyTorch 2.11",
         "transformers 5.23",
     ),
-    "at least 3.5 times less",  # which tests/placement/test_replay.py holds it to
+    "at least 3.5 times less",  # which tests/bench/test_placement_replay.py holds it to
 )
 
 

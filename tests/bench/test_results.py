@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bench.gpu.results import RESULTS, document, save
 from bench.gpu.shapes import SHAPES
 from bench.gpu.spool import Spool
 from bench.gpu.suite import measure_kernels, measure_passes, pass_steps, ready_layers
+from bench.provenance import ROOT
 from bench.report import PUBLISHED
 
 CPU = torch.device("cpu")
@@ -124,6 +126,24 @@ def test_report_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert report.main([]) == 1
     (tmp_path / "gpu_other.json").write_text("{}")
     assert report.main([]) == 1
+
+
+def test_the_newest_results_are_those_of_the_last_run(tmp_path: Path) -> None:
+    """Whichever file was written last: all are when they are checked out."""
+    names = ("gpu_nvidia-h100_20261127T012657.json", "gpu_nvidia-h200_20261126T211316.json")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    assert report.newest(tmp_path) == tmp_path / names[0]
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["report", "cluster.report", "cluster.link_bytes", "cluster.survive", "placement.__main__", "reproduce.__main__"],
+)
+def test_code_that_numbers_are_of_is_there(module: str) -> None:
+    """Git says of a path that is not there that nothing has changed."""
+    for path in import_module(f"bench.{module}").MEASURED:
+        assert (ROOT / path.removeprefix(":(exclude)")).exists(), path
 
 
 def test_both_forms_stand_beside_each_other(results: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from bench.gpu import precompile, suites, training
 from bench.gpu.kernels import KERNELS, PASSES
 from bench.gpu.part import Log, Outcome, Part, Place
-from bench.gpu.process import ROOT
+from bench.gpu.process import ROOT, Ended
 from bench.gpu.results import RESULTS
 from bench.gpu.run import Run, main
 from bench.gpu.spool import Spool
@@ -145,6 +145,32 @@ def test_time_that_is_left_goes_on(tmp_path: Path) -> None:
 
     Run("try", Plan(10, "", [[part("one", notes, 20)], [part("two", notes, 40)]]), tmp_path, tmp_path).do()
     assert 190 < left[0] <= 200 and 590 < left[1] <= 600
+
+
+def test_what_is_skipped_leaves_its_time(tmp_path: Path) -> None:
+    left: list[float] = []
+
+    def notes(place: Place) -> Outcome:
+        left.append(place.left)
+        return Outcome("passed", "")
+
+    rounds = [[part("one", notes, 20)], [part("long", good, 1000)], [part("two", notes, 40)]]
+    Run("try", Plan(10, "", rounds), tmp_path, tmp_path).do(["long"])
+    assert 190 < left[0] <= 200 and 590 < left[1] <= 600
+
+
+def test_a_short_run_has_time_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there takes as long to find out, whatever is measured afterwards."""
+    left: list[float] = []
+
+    def looks(place: Place, arguments: object, **others: object) -> Ended:
+        left.append(place.left)
+        return Ended(0, '{"gpu": {"name": "some"}, "versions": {}}', 0.0)
+
+    monkeypatch.setattr(Place, "run", looks)
+    (versions,), *_ = PLANS["1"].rounds
+    assert Run("try", Plan(0.1, "", [[versions], [part("long", good, 500)]]), tmp_path, tmp_path).do() == 0
+    assert 14 < left[0] <= 15
 
 
 @pytest.mark.slow

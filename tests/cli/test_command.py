@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from io import FileIO, TextIOWrapper
 
 import pytest
 
@@ -34,6 +36,20 @@ def test_a_flag_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("buffered", [True, False])
+def test_whoever_reads_the_output_may_stop(
+    buffered: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `fusedmoe doctor --json | head -1` does."""
+    monkeypatch.setattr("fusedmoe.cli.doctor.examine", lambda: {"transports": [{"works": True}]})
+    read, write = os.pipe()
+    os.close(read)
+    with TextIOWrapper(FileIO(write, "w") if not buffered else open(write, "wb"), write_through=not buffered) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["doctor", "--json"]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_python_runs_the_package() -> None:
     found = subprocess.run([sys.executable, "-m", "fusedmoe", "--version"], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, f"fusedmoe {__version__}\n")

@@ -16,7 +16,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.comm.one_sided import heaps
 from tests.lifetime import left_in_shared_memory
 
-NAMES = ["gloo", "nccl", "host", "local", "symm", "nvshmem"]
+NAMES = ["gloo", "nccl", "host", "symm", "nvshmem"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES:
         _, works, reason = found[name]
         assert works == ("no" if reason else "yes"), name
-    for name in ("gloo", "host", "local"):
+    for name in ("gloo", "host"):
         assert found[name][1] == "yes"
     if not torch.cuda.is_available():
         assert not any("/dev/shm" in name for name in found)
@@ -95,6 +95,12 @@ def test_the_guide_has_the_same_names() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/one-sided.md").read_text()
     named = re.findall(r"^\| `(\w+)` \|", page.partition("## Transports")[2].partition("##")[0], re.MULTILINE)
     assert named == ["host", "symm", "nvshmem"] and set(named) == set(heaps.BACKENDS) and set(named) < set(NAMES)
+
+
+def test_symmetric_memory_is_what_a_job_can_open() -> None:
+    """A probe of anything else would say that transports work, and end with 0, where none does."""
+    known = [one.name for one in doctor.TRANSPORTS if one.kind == doctor.SYMMETRIC]
+    assert known == list(heaps.BACKENDS)
 
 
 def test_where_nothing_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

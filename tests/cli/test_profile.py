@@ -74,7 +74,7 @@ def test_a_picture_of_many_lines(tmp_path: Path) -> None:
         (["--budget", "100"], "more than 0 and less than 100"),
         (["--plot", "there/is/none.png"], "there is no folder there/is"),
         (["--plot", "lines.txt"], "none of .png, .svg and .pdf"),
-        (["--ranks-per-node", "3", "--ep", "2"], "do not fill nodes of 3"),
+        (["--ranks-per-node", "3", "--ep", "2"], "cannot fill nodes of 3"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:

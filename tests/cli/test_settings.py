@@ -123,6 +123,19 @@ def test_flags_that_are_not_given_change_nothing() -> None:
     assert saved.changed(changes_of(parse("--steps", "9"))) == replace(saved, steps=9)
 
 
+def test_a_gate_option_leaves_the_others_and_another_gate_takes_none() -> None:
+    """Without its groups DeepSeek-V3's gate would be another; topk has no groups."""
+    model = named_model("DeepSeek-V3")
+    flags = ("--model", "DeepSeek-V3", "--gate-option", "route_scale=1")
+    settings = Settings().changed(changes_of(parse(*flags)))
+    assert settings.model == replace(model, gate_options={**model.gate_options, "route_scale": 1})
+    assert settings.changed(changes_of(parse("--gate", "deepseek_v3"))) == settings
+    other = settings.changed(changes_of(parse("--gate", "topk")))
+    assert other.model == replace(model, gate="topk", gate_options={})
+    other = settings.changed(changes_of(parse("--gate", "topk", "--gate-option", "noise=1")))
+    assert other.model.gate_options == {"noise": 1}
+
+
 def test_a_gate_option_needs_a_value() -> None:
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         changes_of(parse("--gate-option", "noise"))

@@ -121,6 +121,21 @@ def test_a_resumed_job_goes_on_to_the_same_losses(
     assert losses(parts) == losses(whole)
 
 
+@pytest.mark.parametrize("command", ["train", "trace"])
+def test_a_schedule_that_the_gate_does_not_allow_is_refused_at_once(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before ranks meet: measuring the machine would take half a minute, and a folder would be left."""
+    monkeypatch.chdir(tmp_path)
+    for name, number in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    for module in ("train", "job"):
+        monkeypatch.setattr(f"fusedmoe.cli.{module}.process_group", lambda *_: pytest.fail("ranks would meet"))
+    assert main([command, "--gate", "expert_choice", "--schedule", "flowmoe"]) == 2
+    assert "splits whole layers, but gate expert_choice looks at whole batches" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("done", "last", "steps", "said"),
     [

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
-from fusedmoe.layers.load import RoutingCounters
+from fusedmoe.layers.load import RoutingCounters, expert_load
 from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, on_a_made_up_gpu
@@ -51,6 +51,14 @@ def balance(routed: list[int]) -> float:
     """E · Σ mean probability · share, by hand."""
     counts, S = [routed.count(e) for e in range(E)], len(routed)
     return E * sum((count / 2 + (S - count) / 6) / S * count / S for count in counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_load_of_choices_of_any_integers(dtype: torch.dtype) -> None:
+    """A gate may return numbers of few bits, of which the last one has no successor."""
+    expert_SK = torch.tensor([[127, 0], [127, 3]]).to(dtype)
+    load_E = expert_load(expert_SK, 128)
+    assert load_E.dtype == torch.int64 and load_E[[0, 3, 127]].tolist() == [1, 1, 2] and load_E.sum() == 4
 
 
 OF_ANY = {"moe/router_entropy": math.log(2) / 2 + math.log(6) / 2, "moe/z_loss": math.log(6) ** 2}

@@ -13,8 +13,10 @@ from torch import Tensor
 from fusedmoe.blocks.pipeline import Along
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts import Place
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.transformer import Transformer, block_workload
+from fusedmoe.models.transformer import Transformer, block_workload, make_experts
+from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.training import plan_step, sync_gradients
@@ -147,3 +149,14 @@ def test_rows(settings: dict[str, Any], rows: int) -> None:
     assert block_workload(config, 4, 1, 1, 4).rows == pytest.approx(rows)
     # Twice as many ranks on an expert's shards bring twice as many tokens.
     assert block_workload(config, 4, 2, 1, 4).rows == pytest.approx(2 * rows)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_flop_of_experts(activation: str) -> None:
+    """A gated activation has a third product, whichever --expert it is given with."""
+    config = ModelConfig(expert="ffn", activation=activation, layers=1)
+    expert = make_experts(config)
+    expert.setup(config.model_dim, Place(), device="meta")
+    work = block_workload(config, 1, 1, 1, 4)
+    elements = sum(p.numel() for p in expert.parameters())
+    assert work.volumes()["expert"] == pytest.approx(2 * work.rows * elements)

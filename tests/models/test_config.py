@@ -82,6 +82,8 @@ def test_dimensions_that_do_not_fit_are_refused(changes: dict[str, Any], message
         ({"gate": "best"}, "deepseek_v3"),
         ({"order": "random"}, "sparse"),
         ({"gate_options": {"volume": 11}}, "volume"),
+        ({"gate_options": {"k": 3}}, "'k' is a setting of the model"),
+        ({"gate_options": {"noise": "much"}}, "noise='much'"),
         ({"experts": None}, "with_experts"),
         ({"k": 9}, "9"),
     ],

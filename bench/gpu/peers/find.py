@@ -9,7 +9,7 @@ from bench.gpu.layer import Unavailable
 
 
 def find(name: str) -> ModuleType:
-    """The module, or `Unavailable`; a library that is there may fail to import in many ways."""
+    """Returns the module, or raises `Unavailable`; a library that is there may fail to import in many ways."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

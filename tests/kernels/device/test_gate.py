@@ -269,6 +269,22 @@ def test_tokens_without_a_right_choice_are_counted(name: str, one_kernel: bool, 
     assert choice.bad == count_bad(choice.logits_SE) == bad_S.sum()
 
 
+def test_more_sequences_than_a_grid_has_room_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's second axis ends at 65,535; each sequence has two sums."""
+    rule, logits_SE = GateRule(2, statistics=True, sequence=2), torch.randn(30, 5, device=device)
+    whole = kernels.choose(logits_SE, rule)
+    monkeypatch.setattr(products, "_MOST_SUMS", 4)
+    launched = []
+    launch = products.sum_kernel.__class__.__getitem__
+    monkeypatch.setattr(
+        products.sum_kernel.__class__, "__getitem__", lambda kernel, grid: launched.append(grid) or launch(kernel, grid)
+    )
+    found, right = kernels.choose(logits_SE, rule), define_choice(logits_SE.double(), rule)
+    assert torch.equal(found.score_BE, whole.score_BE) and torch.equal(found.count_BE, right.count_BE.float())
+    torch.testing.assert_close(found.score_BE.double(), right.score_BE, rtol=1e-5, atol=1e-6)
+    assert max(grid[1] for grid in launched if len(grid) > 1) == 4
+
+
 def test_no_tokens(device: torch.device) -> None:
     rule = GateRule(2, sequence=5, **ALL)
     x_SM = torch.empty(0, 100, device=device, requires_grad=True)

@@ -26,6 +26,8 @@ _PROGRAMS = 264
 # Elements that a program takes apart, or adds up at a time.
 _BLOCK = 2048
 _SUMMED = 4096
+# Sums of a launch: CUDA's grids have no more along their second axis.
+_MOST_SUMS = 65535
 
 Capability = tuple[int, int]
 HOPPER = (9, 0)
@@ -412,6 +414,12 @@ def sum_of_parts(parts: Tensor, *results: Tensor) -> None:
     rows, columns = parts.shape[-2:]
     first, second = results[0], results[-1]
     block, sums = block_of_parts(rows), parts.numel() // (rows * columns)
+    if sums > _MOST_SUMS:  # short sequences, each of which has sums of its own
+        for whole, result in zip(parts.view(len(results), -1, rows, columns), results, strict=True):
+            pieces = whole.split(_MOST_SUMS), result.view(-1, columns).split(_MOST_SUMS)
+            for piece, own in zip(*pieces, strict=True):
+                sum_of_parts(piece, own)
+        return
     grid = (triton.cdiv(columns, block["COLUMNS"]), sums)
     sum_kernel[grid](parts, first, second, rows, columns, sums // len(results), **block, num_warps=8)
 

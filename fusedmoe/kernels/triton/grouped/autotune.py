@@ -150,6 +150,7 @@ class Tuner:
         allowed: whether this is a moment to tune.
         check_apart: the same as `check` in other processes, for configurations of the Gluon form; they have ended when
             the last verdict comes. None: `check` serves for these, too.
+        fixed: whether choices must be those of any machine: then they are by the table, whatever was timed before.
     Attributes:
         record: as given.
     """
@@ -162,13 +163,14 @@ class Tuner:
         record: Record,
         allowed: Callable[[], bool],
         check_apart: CheckApart | None = None,
+        fixed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._candidates, self._check, self._measure = candidates, check, measure
         self._check_apart = check_apart
-        self.record, self._allowed = record, allowed
+        self.record, self._allowed, self._fixed = record, allowed, fixed
         self._chosen: dict[Key, Config] = {}
-        # Choices without tuning, and how many verdicts there were: to look through all again takes as long as a launch.
-        self._passing: dict[Key, tuple[int, Config]] = {}
+        # Choices without tuning, until the next verdict: to look through all again takes as long as a launch.
+        self._passing: dict[Key, Config] = {}
         self._unknown: set[tuple[Variant, Config]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
@@ -179,22 +181,22 @@ class Tuner:
             RuntimeError: every configuration gives wrong results; or one has taken the GPU from this process, by a
                 launch that does not end or an illegal access. It is written down, so that the next process goes on.
         """
+        fixed = self._fixed()
         # Without the lock: a choice never changes, and every launch comes here.
-        if key in self._chosen:
+        if key in self._chosen and not fixed:
             return self._chosen[key]
-        verdicts, passing = self._passing.get(key, (-1, None))
-        if passing is not None and verdicts == len(self.record.faults) and not self._may_tune(key):
+        passing = self._passing.get(key)
+        if passing is not None and (fixed or not self._may_tune(key)):
             return passing
         configs = by_shape(self._candidates(key), key.rows, key.depth)
         if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
             return configs[0]
         with self._lock:
-            chosen = self._chosen.get(key) or self._recorded(key, configs)
+            chosen = None if fixed else self._chosen.get(key) or self._recorded(key, configs)
             if chosen is None:
-                if not self._may_tune(key):
-                    passing = self._untuned(key, configs)
-                    self._passing[key] = len(self.record.faults), passing
-                    return passing
+                if fixed or not self._may_tune(key):
+                    self._passing[key] = self._untuned(key, configs)
+                    return self._passing[key]
                 chosen = self._tune(key, configs, launch)
             self._chosen[key] = chosen
         return chosen
@@ -342,6 +344,7 @@ class Tuner:
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
         self.record.faults[_name(key, config)] = fault
         self.record.save()
+        self._passing.clear()
         if fault:
             warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
 
@@ -391,8 +394,9 @@ def tuner(device: torch.device) -> Tuner:
         lambda variant, config: check(variant, config, device),
         measure,
         Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
-        lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
+        lambda: not torch.cuda.is_current_stream_capturing(),
         lambda variant, configs: check_apart(variant, configs, device),
+        torch.are_deterministic_algorithms_enabled,
     )
 
 
@@ -402,7 +406,8 @@ def _sources() -> str:
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
     forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")
-    for file in (kernels / "grouped.py", *(file for form in forms for file in sorted(form.glob("*.py")))):
+    compiling = (kernels / "grouped.py", kernels / "triton" / "jit.py", kernels / "gluon" / "__init__.py")
+    for file in (*compiling, *(file for form in forms for file in sorted(form.glob("*.py")))):
         together.update(file.read_bytes())
     return together.hexdigest()[:12]
 
