@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,21 @@ def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
         Topology.from_sizes(ep=2)
     with pytest.raises(ConfigError, match="mp = 3"):
         Topology.from_sizes(mp=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"ep": -1, "esp": -1}, "ep·esp = 1 does not divide"),
+        ({"mp": -1}, "mp = -1 does not divide"),
+        ({"ranks_per_node": -2}, "ranks_per_node = -2"),
+        ({"timeout_s": 0.0}, "timeout_s = 0.0"),
+        ({"timeout_s": float("nan")}, "timeout_s = nan"),
+    ],
+)
+def test_numbers_that_are_not_positive_are_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Topology.from_sizes(**arguments)
 
 
 def test_launched_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

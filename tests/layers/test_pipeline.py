@@ -132,6 +132,35 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
     assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
 
 
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2)])
+def test_inference_mode(degrees: tuple[int, int]) -> None:
+    """Micro-batches are put together by the threads of links, and training goes on afterwards."""
+    blocks = make_blocks("topk", 2, None, Topology())
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    pipe = fusedmoe.pipeline(blocks, degrees)
+    with torch.inference_mode():
+        got = pipe(x_BLM)
+    assert got.is_inference()
+    want = pipe(x_BLM)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    (want.sum() + sum(block.experts.aux_loss for block in blocks)).backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+@pytest.mark.slow  # it imports the compiler
+def test_compiled_models_call_blocks_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(M, M).double(), fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (2, 3)))
+    other = copy.deepcopy(model)
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    compiled = torch.compile(other, backend="eager")
+    want, got = model(x_BLM), compiled(x_BLM)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    want.sum().backward()
+    got.sum().backward()
+    for one, right in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, right.grad, rtol=1e-10, atol=1e-10)
+
+
 # Each degree, and each batch, that of one sample and that of none on a rank among them.
 DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
 
