@@ -250,7 +250,11 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
             tensor.copy_(result.view(tensor.shape))
         return tensor
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    wait(dist.all_reduce(tensor.detach(), ops[op], group=handle, async_op=True), group, operation)
+    # Backends reduce memory as it lies, which may be in another order on another rank, or have gaps.
+    flat = tensor.detach().contiguous()
+    wait(dist.all_reduce(flat, ops[op], group=handle, async_op=True), group, operation)
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat)
     return tensor
 
 
