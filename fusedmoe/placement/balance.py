@@ -90,12 +90,9 @@ class Balance:
         sent_EV[:, rank] += ways.kept_EW[:, rank]
         return sent_EV
 
-    def load(self) -> PlacementLoad:
-        """Counts the rows of ranks and links in one all-to-all."""
-        return self._load
-
     @cached_property
-    def _load(self) -> PlacementLoad:
+    def load(self) -> PlacementLoad:
+        """The rows of ranks and links in one all-to-all."""
         ways = self._ways
         near, far = (
             [int(ways_EW.sum(axis=0).max()) for ways_EW in both]
@@ -196,7 +193,7 @@ def auto_balance(
         tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
     """
     nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
-    now_s = layer_s(nearest.load(), costs)
+    now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
     tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
@@ -235,7 +232,7 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
 
 def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:
     """Tells whether copies are longer on their way than the rows of one all-to-all."""
-    rows_s = exchange_s(found.load(), costs) / EXCHANGES
+    rows_s = exchange_s(found.load, costs) / EXCHANGES
     return transfers_s(transfers, found.nodes, costs, costs.expert_bytes) > rows_s
 
 
@@ -248,7 +245,7 @@ def _cheapest(
     for found in balances:
         # All ranks wait for the answer: what takes longer to count is counted where the rest does not settle it.
         if found.busiest * costs.token_s < best_s:
-            found_s = layer_s(found.load(), costs)
+            found_s = layer_s(found.load, costs)
             if found_s < best_s:
                 found_s += exposed_s(before, found, costs, hidden_s)
             if found_s < best_s:
