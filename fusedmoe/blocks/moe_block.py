@@ -44,7 +44,7 @@ class DenseResult(NamedTuple):
         shared: what comes to the experts' results before `MoEBlock.end`, like x; None: nothing.
         scores: of the gate, [S, …] each, of the tokens that this rank routes.
         routing: by these scores.
-        own: what later micro-batches of the same samples need of this one; empty where they are whole samples.
+        own: tensors that later micro-batches of the same samples need; empty where micro-batches are whole samples.
     """
 
     y: Tensor
@@ -68,7 +68,7 @@ class MoEBlock:
         makes_rows: rows are made by an order by products, and restored in `end`; else they are copies of tokens.
         ends: experts' results go through `end`; else they are added to y as they come.
         limited: experts have no room for more rows than the gate's capacity.
-        waits: it takes all tokens of a batch to know which rows there is no room for.
+        waits: which rows are dropped is known only once all tokens of a batch are routed.
         mp: ranks that have the same tokens, of which each routes a slice; a group of one where each has its own.
         any_degree: both passes may have chunks of their own.
     """
@@ -329,7 +329,7 @@ class _DensePart(nn.Module):
     def _found(
         self, x: Tensor, past: Sequence[tuple[Tensor, ...]], beside: object
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Returns y and u, what later micro-batches need of this one, and scores, if the dense part makes them."""
+        """Returns y and u, the tensors that later micro-batches need, and scores, if the dense part makes them."""
         if isinstance(self.dense, RoutingDense):
             y, u, scores = self._results(self.dense(x, beside), x, ("y", "u", "scores"))
             return y, u, (), scores

@@ -117,7 +117,7 @@ class Topology:
         Args:
             ep, esp, mp: dimensions of the mesh; `mp` and `esp` may name the same.
             pp: the dimension along which ranks hold different layers (pipeline stages). The topology is then of this
-                rank's stage: its ranks are all that there are for gradients, norms and checkpoints of its layers.
+                rank's stage: gradients, norms and checkpoints of its layers are over the stage's ranks alone.
             ranks_per_node, timeout_s, duplex: as for `from_sizes`.
         Raises:
             ConfigError: a name is not a dimension of the mesh, two axes that need one each have the same, the mesh
@@ -171,15 +171,18 @@ class Topology:
             experts: [EP, ESP] or [EDP, EP, ESP], places in the group, each once; by default EP over all of them.
             ranks_per_node: as for `from_sizes`.
         Raises:
-            ConfigError: `experts` does not hold every place once.
+            ConfigError: `experts` does not hold every place once, or has another number of axes.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
         if handle is None or len(ranks) == 1:
             return cls()
         places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
-        if sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
-            raise ConfigError(f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once")
+        if places.dim() not in (2, 3) or sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
+            raise ConfigError(
+                f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once, as [EP, ESP] or "
+                "[EDP, EP, ESP]"
+            )
         per_node = _ranks_per_node(ranks_per_node)
         job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
@@ -351,7 +354,7 @@ class Topology:
         Raises:
             RankError: a wait ended early; it names rank, peer, the awaited rows, expected and seen signal.
         """
-        # On a GPU the host waits for such kernels nowhere else.
+        # On a GPU the host waits for these kernels nowhere else.
         for heap in list(self.job.heaps):
             if not heap.abandoned:
                 heap.check()

@@ -107,7 +107,7 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
     ]
     assert all_reduce(group, torch.tensor([rank + 1.0])).item() == world * (world + 1) / 2
     assert all_reduce(group, torch.tensor([rank]), "max").item() == world - 1
-    # More than an envelope holds, as it lies in memory: with gaps on rank 0, by columns on rank 1, by rows on the others.
+    # More than an envelope holds: in memory with gaps on rank 0, by columns on rank 1, by rows on the others.
     values = torch.arange(800.0).view(20, 40)
     stores = (torch.zeros(20, 80)[:, ::2], torch.zeros(40, 20).t(), torch.zeros(20, 40))
     summed = stores[min(rank, 2)].copy_(values)
