@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
 )
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
 from tests.marks import slowly
 
@@ -126,6 +126,32 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
 )
 def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
     cluster.run(world, ragged, dtype)
+
+
+def sizes_that_do_not_fit(rank: int, world: int, name: str) -> str:
+    group = Topology.from_sizes(ep=world, timeout_s=20).ep
+    rows = torch.ones(3 + (rank == 0), 2)  # rank 0 has one more than it says
+    try:
+        if name == "all-to-all":
+            all_to_all_rows(group, rows, [1, 2], [1 + rank, 1 + rank])
+        elif name == "all-gather":
+            all_gather_rows(group, rows, [3, 3])
+        else:
+            reduce_scatter_rows(group, rows, [1, 2])
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["all-to-all", *slowly("all-gather", "reduce-scatter")])
+def test_numbers_of_rows_that_do_not_fit_are_refused_by_name(cluster: Cluster, name: str) -> None:
+    for error in cluster.run(2, sizes_that_do_not_fit, name):
+        assert f"{name} over the ep group [0, 1]" in error and "4 rows" in error, error
+
+
+def test_reductions_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'mean' is not one of sum, max, min"):
+        all_reduce(Topology().world, torch.ones(2), "mean")
 
 
 def apart_and_together(rank: int, world: int) -> list[float]:
