@@ -129,6 +129,8 @@ def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch
 
 
 def sizes_that_do_not_fit(rank: int, world: int, name: str) -> str:
+    with pytest.raises(ConfigError, match=r"as \[EP, ESP\]"):
+        Topology.from_group(dist.group.WORLD, torch.arange(world))
     group = Topology.from_sizes(ep=world, timeout_s=20).ep
     rows = torch.ones(3 + (rank == 0), 2)  # rank 0 has one more than it says
     try:
