@@ -160,7 +160,7 @@ class _Run:
                 self._work.append(layer.experts.rows)
                 tokens_WE, placed = self._trace.tokens_ILWE[self._step, number], layer.placed
                 if placed is not None and placed.balances is not None:
-                    found = placed.balances(placed.now, tokens_WE, False).load()
+                    found = placed.balances(placed.now, tokens_WE, False).load
                 else:
                     found = load(tokens_WE, self._even if placed is None else placed.now, self._nodes)
                 self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))

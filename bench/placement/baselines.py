@@ -166,7 +166,7 @@ def _balanced(
     placements = tuple(one.placement for one in found)
     sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
     sent += given_up * now.costs.expert_bytes
-    return Decision(placements, waits_s, sent, loads=tuple(one.load() for one in found))
+    return Decision(placements, waits_s, sent, loads=tuple(one.load for one in found))
 
 
 def shadowing(now: Situation, *, m: int) -> Decision:

@@ -178,5 +178,5 @@ def price_gap(seed: int) -> float:
     costs = PlacementCosts(1e-6, 1000, expert_bytes, 0, inter_bytes_s, 1e10)
     even = Placement.even(4, experts)
     found = cheapest_balance(even, tokens_WE, nodes, 1, costs)
-    found_s = layer_s(found.load(), costs) + exposed_s(even, found, costs)
+    found_s = layer_s(found.load, costs) + exposed_s(even, found, costs)
     return found_s / least_layer_s(even, tokens_WE, nodes, 1, costs) - 1

@@ -206,7 +206,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
-            # Drops are rows that a token does not have: `gather_sum` adds up what there is.
+            # A token has no row where it was dropped: `gather_sum` adds up the others.
             assert rows.sent is not None
             drows.append(gather_sum(self.use(rows.drows), rows.sent.tokens))
         if micro_batches[0].ordered is None:

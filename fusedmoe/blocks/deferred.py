@@ -19,7 +19,10 @@ from fusedmoe.kernels.derivatives import Function
 
 
 class DeferredGradients(TorchFunctionMode):
-    """`parameters`: leaves; a gradient is told by its place among them. Of those that need none, there is none."""
+    """Context whose linear maps by some parameters have their weight gradients computed later.
+
+    `parameters`: leaves; `run` tells a gradient by its parameter's place among them. A frozen one has none.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()

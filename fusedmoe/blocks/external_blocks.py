@@ -260,7 +260,7 @@ class ExternalPipeline:
         Raises:
             ConfigError: in training, where nobody would see that nothing overlaps.
         """
-        # Tensors of inference mode are not to be written by the threads that send.
+        # Tensors of inference mode do not count their changes, which tell whether blocks follow each other.
         if self.blocks.plans is None or torch.is_inference_mode_enabled():
             return True
         why = self._door.refuses(block, kwargs)

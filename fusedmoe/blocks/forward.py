@@ -33,9 +33,9 @@ class BlocksForward(BlockPass, ForwardPass):
 
     Args:
         blocks, states: each block's modules, and its state (`MoEBlock.begin`).
-        mask: [B, …], false for padding, on the host; None: there is none.
+        mask: [B, …], false for padding, on the host; None: no token is padding.
         keep: a backward pass will follow.
-        refusal: why there is none, if so: the first exchange tells all ranks.
+        refusal: why this rank's batch is refused, if so: the first exchange tells all ranks.
         calls: what blocks of another library are called with beside x; None: nothing.
     """
 
@@ -111,7 +111,7 @@ class BlocksForward(BlockPass, ForwardPass):
             # Else `permute` gives rows their places, once all micro-batches are routed.
             if not (self._modules[number].waits and state.degrees.permutes):
                 self._route(number, chunk)
-        except ConfigError as error:  # other ranks wait for this one's rows: the next exchange tells them
+        except ConfigError as error:  # the next exchange tells the other ranks, which wait for rows
             self._refusal = str(error)
 
     def permute(self, task: Task) -> None:
@@ -164,7 +164,7 @@ class BlocksForward(BlockPass, ForwardPass):
         )
 
     def _route(self, number: int, chunk: range) -> None:
-        """Gives the rows of some dense micro-batches their places, and drops those that there is no room for."""
+        """Gives the rows of some dense micro-batches their places, and drops those beyond an expert's capacity."""
         state, block, capacity = self.blocks[number], self._modules[number], self._capacities[number]
         E, axis = block.num_experts, self.split.axis
         assert chunk.start == self._placed[number], "micro-batches must be routed in order"
@@ -400,7 +400,7 @@ def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: T
     """Rows that an order by products makes of tokens, none of which is to be dropped any more."""
     ordered = block.order(u_SM, expert_SK, weight_SK)
     layout = ordered.layout.exact()
-    # Where there are none, the matrix that restores tokens has the weights.
+    # Without weights here, the matrix that restores tokens has them.
     weights = ordered.weight_SK
     weight_N = weight_SK.new_ones(layout.rows) if weights is None else take_pairs(weights, layout)
     return RowState(layout, weight_N, ordered.kept_E, ordered)

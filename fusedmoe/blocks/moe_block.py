@@ -44,7 +44,7 @@ class DenseResult(NamedTuple):
         shared: what comes to the experts' results before `MoEBlock.end`, like x; None: nothing.
         scores: of the gate, [S, …] each, of the tokens that this rank routes.
         routing: by these scores.
-        own: what later micro-batches of the same samples need of this one; empty where they are whole samples.
+        own: tensors that later micro-batches of the same samples need; empty where micro-batches are whole samples.
     """
 
     y: Tensor
@@ -68,7 +68,7 @@ class MoEBlock:
         makes_rows: rows are made by an order by products, and restored in `end`; else they are copies of tokens.
         ends: experts' results go through `end`; else they are added to y as they come.
         limited: experts have no room for more rows than the gate's capacity.
-        waits: it takes all tokens of a batch to know which rows there is no room for.
+        waits: which rows are dropped is known only once all tokens of a batch are routed.
         mp: ranks that have the same tokens, of which each routes a slice; a group of one where each has its own.
         any_degree: both passes may have chunks of their own.
     """
@@ -84,9 +84,7 @@ class MoEBlock:
         # positions nobody knows what the samples before it will ask for.
         self.waits = self.limited and (gate.k > 1 or in_positions)
         self._dense = _DensePart(dense, layer, in_positions, self.ends)
-        # A decoder block of another library has its experts inside; their gradients come by the exchange.
-        of_experts = {id(parameter) for parameter in layer.experts.parameters()}
-        self._names = [name for name, one in self._dense.named_parameters() if id(one) not in of_experts]
+        self._names: list[str] = []  # of `dense_parameters` when the last call began
         # A batch in pieces begins with no batch to try algorithms with.
         algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
         self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
@@ -128,8 +126,12 @@ class MoEBlock:
 
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
-        named = dict(self._dense.named_parameters())
-        return [named[name] for name in self._names]
+        return list(self._named_parameters().values())
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        # A decoder block of another library has its experts inside; their gradients come by the exchange.
+        of_experts = {id(parameter) for parameter in self.layer.experts.parameters()}
+        return {name: one for name, one in self._dense.named_parameters() if id(one) not in of_experts}
 
     def dense(
         self,
@@ -251,7 +253,8 @@ class MoEBlock:
             keep: a backward pass will follow.
         """
         # Leaves in place of the model's parameters: hooks on those see whole gradients only, not micro-batches'.
-        own = self.dense_parameters
+        named = self._named_parameters()  # in each call anew: adapters may have come since the last
+        self._names, own = list(named), list(named.values())
         leaves = [parameter.detach().requires_grad_(keep and parameter.requires_grad) for parameter in own]
         cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
         experts, placed = self.layer.experts, self.layer.placed
@@ -329,7 +332,7 @@ class _DensePart(nn.Module):
     def _found(
         self, x: Tensor, past: Sequence[tuple[Tensor, ...]], beside: object
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Returns y and u, what later micro-batches need of this one, and scores, if the dense part makes them."""
+        """Returns y and u, the tensors that later micro-batches need, and scores, if the dense part makes them."""
         if isinstance(self.dense, RoutingDense):
             y, u, scores = self._results(self.dense(x, beside), x, ("y", "u", "scores"))
             return y, u, (), scores

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -85,6 +85,7 @@ class PipelinedBlocks(nn.Module):
         along: Along = "samples",
         recompute: bool = False,
     ) -> None:
+        _keep_out_of_graphs()
         super().__init__()
         parts = [_parts_of(block, number) for number, block in enumerate(blocks)]
         if not parts:
@@ -196,6 +197,12 @@ class PipelinedBlocks(nn.Module):
             for block in self._blocks:
                 x = block.whole(x, mask, self.recorder)
             return x
+        return self._by_plans(x, mask, followed, calls)
+
+    def _by_plans(
+        self, x: Tensor, mask: Tensor | None, followed: _Assigned, calls: Sequence[ExternalCall] | None
+    ) -> Tensor:
+        """Runs the blocks in micro-batches: `forward` where there are plans."""
         for block in self._blocks:
             block.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
@@ -324,6 +331,13 @@ class PipelinedBlocks(nn.Module):
         plans = () if self.plans is None else (self.plans.forward, self.plans.backward)
         degrees = tuple(max(plan.degrees.values(), default=1) for plan in plans) or "off"
         return f"degrees={degrees}, along={self.along!r}"
+
+
+@cache
+def _keep_out_of_graphs() -> None:
+    """Has compiled models call `_by_plans` as it is: no graph can hold a plan's threads, and graphs of micro-batches.
+    Said with the first blocks, not with the module, as it imports the compiler."""
+    PipelinedBlocks._by_plans = torch.compiler.disable(PipelinedBlocks._by_plans)  # type: ignore[method-assign]
 
 
 class _ThroughBlocks(Function):

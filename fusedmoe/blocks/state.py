@@ -70,8 +70,8 @@ class DenseState:
         y_to, u_to, shared_to: where the gradients of the three results go.
         micro_batch: which of its tokens this rank routes.
         scores, routing: of the gate, for these tokens.
-        own, past: what later micro-batches of the same samples need of this one (keys and values, say), and what this
-            one needs of earlier ones, leaves.
+        own, past: tensors that later micro-batches of the same samples need (keys and values, say), and those of
+            earlier micro-batches that this one has used, as leaves.
         own_grads: what later micro-batches have given of the gradients of `own`.
         later: weight gradients that are computed later; None: none are.
         sent: row micro-batches that have gone.
@@ -147,7 +147,7 @@ class BlockState:
         own: the parameters of dense part and gate, the model's.
         parameters: leaves in their place, so that hooks on the model's see whole gradients only.
         held: experts that this rank has, under a placement; None: as many as every other.
-        returns: sends gradients of copies of experts to their owners; None: there are none, or nothing learns.
+        returns: sends gradients of copies of experts to their owners; None: no expert is copied, or nothing learns.
         dense, rows: the micro-batches, by number.
         z: what the block gives, as far as it has come.
         chunks: of the forward pass.

@@ -157,8 +157,8 @@ class TwoLevel(AllToAll):
 
     Attributes:
         inside: the ranks of this node.
-        across: the ranks that exchange with this one across nodes, one of each; None: the leader does it for this one.
-        nodes: how many there are.
+        across: the ranks, one of each node, with which this rank exchanges; None: its node's leader does that.
+        nodes: their number.
         leads: the first rank of each node exchanges for all of them (1DH); else each does for itself.
     """
 
@@ -232,7 +232,7 @@ class TwoLevel(AllToAll):
         return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
 
     def cross(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
-        """Takes rows to the nodes that they are for: [n, ...] by node -> those for this one, by the rank that sent
+        """Takes rows to the nodes that they are for: [n, ...] by node -> those for this node, by the rank that sent
         them; none where the leader forwards them. Collective."""
         out_pN, in_np = self._crossing(nodes_npN)
         if self.leads:
@@ -304,13 +304,13 @@ class LastTokens:
     """Tokens that come last of those for their rank, and so in the last chunks: those with pairs of some experts there.
 
     Each source's tokens for a rank are split so that none of these is in its first chunks, however many a source has.
-    Both ends know counts of pairs alone: a token with two such pairs counts twice.
+    Both ends know counts of pairs alone: a token with two pairs that come last counts twice.
 
     Worked example, four chunks: 60% of a rank's pairs come last. The first two chunks have none; of a source's 8 tokens
     of which 5 come last they have 2 and 1, and the others 2 and 3. Of 8 tokens of which none does each has 2.
 
     Attributes:
-        last_PE: [ranks, experts of each] booleans, such experts.
+        last_PE: [ranks, experts of each] booleans, true for the experts whose tokens come last.
         share_P: of a rank's pairs those that come last, the same numbers on all ranks.
     """
 

@@ -40,6 +40,8 @@ T = TypeVar("T")
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
 
 def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """Waits for `work`, looking at the failure board between short waits.
@@ -153,13 +155,15 @@ def all_to_all_rows(
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     Raises:
-        RankError: ranks call different operations; a verdict stands; or as `wait`.
+        RankError: numbers of rows that do not fit; ranks call different operations; a verdict stands; or as `wait`.
     """
     handle = group.handle
     if handle is None:
         return rows
     if group.board.standing is not None:
         raise group.ended(operation, group.board.standing)
+    if not len(send) == len(recv) == group.size or sum(send) != len(rows):
+        group.refuse(operation, f"{len(rows)} rows, of which {list(send)} are to be sent and {list(recv)} received")
     # A detached copy or view: Gloo lets go of tensors on a thread of its own, which must not free an autograd graph.
     rows = rows.detach().contiguous()
     if not agreed:
@@ -196,6 +200,8 @@ def all_gather_rows(
         return rows
     if group.board.standing is not None:
         raise group.ended(operation, group.board.standing)
+    if len(counts) != group.size or counts[group.index] != len(rows):
+        group.refuse(operation, f"{len(rows)} rows of this rank, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
     if not (group.on_gpu or agreed):
         small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= ROOM
@@ -237,6 +243,8 @@ def _sum(parts: Tensor) -> Tensor:
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "all-reduce") -> Tensor:
     """Reduces `tensor` over the group in place ("sum", "max" or "min") and returns it."""
+    if op not in _REDUCTIONS:
+        raise ConfigError(f"{operation}: {op!r} is not one of {', '.join(_REDUCTIONS)}")
     handle = group.handle
     if handle is None:
         return tensor
@@ -249,8 +257,11 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
         with torch.no_grad():
             tensor.copy_(result.view(tensor.shape))
         return tensor
-    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    wait(dist.all_reduce(tensor.detach(), ops[op], group=handle, async_op=True), group, operation)
+    # Backends reduce memory as it lies, which may be in another order on another rank, or have gaps.
+    flat = tensor.detach().contiguous()
+    wait(dist.all_reduce(flat, _REDUCTIONS[op], group=handle, async_op=True), group, operation)
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat)
     return tensor
 
 

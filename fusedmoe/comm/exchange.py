@@ -304,7 +304,7 @@ class Sized(Part):
         elif bool(wrong_R.any()):
             ep, esp = self.algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
-            # Where another shard has passed them on, the rank that sent them is in neither group of this one.
+            # Where another shard has passed them on, the rank that sent them is in neither group of this rank.
             passed_on = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
             culprit = passed_on if self._ranks_QP is None else int(self._ranks_QP[peer, source])
             raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
@@ -314,7 +314,7 @@ class Bad(NamedTuple):
     """Numbers that should be finite and are not, for the ranks to tell each other without the host's waiting for them.
 
     Attributes:
-        number: how many, an integer scalar on the device of the rows; 0 where there are none.
+        number: their count, an integer scalar on the device of the rows.
         text: what is wrong then, and its cure; the same on all ranks.
     """
 

@@ -183,7 +183,7 @@ class SparseCollectives:
         except RankError:
             raise
         except BaseException as error:
-            # The other ranks wait for this one: what the thread does next must not reach them instead.
+            # The other ranks wait for this rank's experts, and must not take what the thread sends next for them.
             self._group.board.post(self._group.job.rank, call.operation, f"{type(error).__name__}: {error}")
             raise
         return arrived

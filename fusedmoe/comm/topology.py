@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,14 +82,15 @@ class Topology:
             duplex: on CPUs, two process groups an axis, so that all-to-all, all-gather and reduce-scatter use both
                 directions of a link at once: up to twice as fast between hosts, no gain on loopback.
         Raises:
-            ConfigError: the sizes do not divide the world, ranks were launched that have no process group, or duplex is
-                asked for on GPUs.
+            ConfigError: the sizes do not divide the world, a number is not positive, ranks were launched that have no
+                process group, or duplex is asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         size, per_node = _world_size(), _ranks_per_node(ranks_per_node)
         met = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
-        for name, need in (("ep·esp", ep * esp), ("mp", mp)):
-            if need < 1 or size % need:
+        for name, axes in (("ep·esp", (ep, esp)), ("mp", (mp,))):
+            need = math.prod(axes)
+            if min(axes) < 1 or size % need:
                 alone = "" if dist.is_initialized() else " (torchrun, then torch.distributed.init_process_group)"
                 raise ConfigError(
                     f"{name} = {need} does not divide the world of {size} ranks (ep={ep}, esp={esp}, mp={mp}). "
@@ -115,7 +117,7 @@ class Topology:
         Args:
             ep, esp, mp: dimensions of the mesh; `mp` and `esp` may name the same.
             pp: the dimension along which ranks hold different layers (pipeline stages). The topology is then of this
-                rank's stage: its ranks are all that there are for gradients, norms and checkpoints of its layers.
+                rank's stage: gradients, norms and checkpoints of its layers are over the stage's ranks alone.
             ranks_per_node, timeout_s, duplex: as for `from_sizes`.
         Raises:
             ConfigError: a name is not a dimension of the mesh, two axes that need one each have the same, the mesh
@@ -169,15 +171,18 @@ class Topology:
             experts: [EP, ESP] or [EDP, EP, ESP], places in the group, each once; by default EP over all of them.
             ranks_per_node: as for `from_sizes`.
         Raises:
-            ConfigError: `experts` does not hold every place once.
+            ConfigError: `experts` does not hold every place once, or has another number of axes.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
         if handle is None or len(ranks) == 1:
             return cls()
         places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
-        if sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
-            raise ConfigError(f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once")
+        if places.dim() not in (2, 3) or sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
+            raise ConfigError(
+                f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once, as [EP, ESP] or "
+                "[EDP, EP, ESP]"
+            )
         per_node = _ranks_per_node(ranks_per_node)
         job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
@@ -349,7 +354,7 @@ class Topology:
         Raises:
             RankError: a wait ended early; it names rank, peer, the awaited rows, expected and seen signal.
         """
-        # On a GPU the host waits for such kernels nowhere else.
+        # On a GPU the host waits for these kernels nowhere else.
         for heap in list(self.job.heaps):
             if not heap.abandoned:
                 heap.check()
@@ -424,6 +429,8 @@ def _world_size() -> int:
 
 
 def _ranks_per_node(given: int | None) -> int:
+    if given is not None and given < 1:
+        raise ConfigError(f"topology: ranks_per_node = {given} must be at least 1; None takes the launcher's")
     return given or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
 
 
@@ -435,6 +442,8 @@ def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
 
 def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> _Met:
     """Waits for these ranks, by default all; returns their job, and the process groups that each of them holds."""
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"topology: timeout_s = {timeout_s} must be above 0 and finite, as it bounds all waits")
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
         return Job(timeout_s=timeout_s), None

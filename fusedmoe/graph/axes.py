@@ -234,6 +234,8 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -
         return None if crosses else _element(node, axis, chunks)
     if not isinstance(node.target, torch._ops.OpOverload) or None in map(shape_of, node.all_input_nodes):
         return None
+    if node.target is torch.ops.aten.view.dtype:  # no reshape in spite of its name: bits as elements of another dtype
+        return None
     if crosses:
         found = _crossed(node, axis, shape, crosses)
     else:

@@ -288,28 +288,24 @@ def _each(node: fx.Node, rows: Rows) -> Operation:
     assert callable(target)
 
     def each_row(*given: Any) -> ChunkRows:
-        place_N = _all_places([value for value in given if isinstance(value, ChunkRows)])
-        values = [(_in_order if isinstance(value, ChunkRows) else at_places)(value, place_N) for value in given]
+        chunks = [value for value in given if isinstance(value, ChunkRows)]
+        place_N = chunks[0].place_N
+        if all(chunk.place_N is place_N or torch.equal(chunk.place_N, place_N) for chunk in chunks):
+            ordered = [chunk.values_NF for chunk in chunks]
+        else:
+            # Each choice of a token has rows of its own, in places that the others do not have.
+            place_N = torch.cat([chunk.place_N for chunk in chunks]).unique()
+            ordered = [_in_order(chunk, place_N) for chunk in chunks]
+        rest = iter(ordered)
+        values = [next(rest) if isinstance(value, ChunkRows) else at_places(value, place_N) for value in given]
         own_args, own_kwargs = fx.node.map_arg((args, kwargs), lambda one: values[inputs.index(one)])
         return ChunkRows(target(*own_args, **own_kwargs), place_N)
 
     return each_row
 
 
-def _all_places(chunks: Sequence[ChunkRows]) -> Tensor:
-    """Returns the places that any of these chunks of one operator's inputs has."""
-    first_N = chunks[0].place_N
-    if all(chunk.place_N is first_N or torch.equal(chunk.place_N, first_N) for chunk in chunks):
-        return first_N
-    # Each choice of a token has rows of its own, in places that the others do not have.
-    place_N: Tensor = torch.cat([chunk.place_N for chunk in chunks]).unique()
-    return place_N
-
-
 def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
     """Returns the values of a chunk in the order of these places, zeros where it has none."""
-    if chunk.place_N is place_N or torch.equal(chunk.place_N, place_N):
-        return chunk.values_NF
     # Products group rows by matrix, all-to-alls by rank: two ways that lead to one operator may differ in it. What puts
     # tokens into places leaves zeros in all others; whether they still are zeros here the first run compares.
     found = chunk.values_NF.new_zeros(len(place_N), chunk.values_NF.shape[1])

@@ -31,7 +31,7 @@ class GraphRanks:
     """The ranks that run a graph together.
 
     Args:
-        groups: the process groups of the graph's collectives, or their names.
+        groups: the process groups of the graph's collectives, at least one, or their names.
         timeout_s: how long a rank waits for the others.
     Attributes:
         ranks: their numbers in the job.
@@ -43,10 +43,9 @@ class GraphRanks:
         together = sorted({rank for ranks in members for rank in ranks})
         # Groups that cross each other can touch all ranks, step by step.
         whole = any(set(ranks) == set(together) for ranks in members)
-        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
-        # A graph without collectives is planned by each rank for itself.
-        self._rank = dist.get_rank() if groups else 0
-        self.leader = not groups or self._rank == self.ranks[0]
+        self.ranks = together if whole else list(range(dist.get_world_size()))
+        self._rank = dist.get_rank()
+        self.leader = self._rank == self.ranks[0]
         self._timeout_s = timeout_s
         # They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a
         # graph which others do not is told so, and does not disturb what these send meanwhile.

@@ -3,9 +3,9 @@
 A prediction does not know what the gates choose. After them every rank knows all counts, [W, E], and all ranks come to
 the same answer by themselves, in three steps:
 
-1. Rows are given to the copies that there are, near their rank. What a rank then has too much moves along chains of
-   ranks that hold the same experts (augmenting paths), as long as that helps. This is exact: no other way to share rows
-   over these copies gives a busiest rank with fewer.
+1. Rows go to copies near their rank. Rows that a rank then has above the mean move along chains of ranks that hold the
+   same experts (augmenting paths), as long as that helps. This is exact: no other way to share rows over these copies
+   gives a busiest rank with fewer.
 2. What is left goes to new copies: the largest piece of any rank's surplus to the rank that it just fills, or else to
    the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
 3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
@@ -90,12 +90,9 @@ class Balance:
         sent_EV[:, rank] += ways.kept_EW[:, rank]
         return sent_EV
 
-    def load(self) -> PlacementLoad:
-        """Counts the rows of ranks and links in one all-to-all."""
-        return self._load
-
     @cached_property
-    def _load(self) -> PlacementLoad:
+    def load(self) -> PlacementLoad:
+        """The rows of ranks and links in one all-to-all."""
         ways = self._ways
         near, far = (
             [int(ways_EW.sum(axis=0).max()) for ways_EW in both]
@@ -144,7 +141,7 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
     """Shares rows over copies, and adds the copies that it takes for ranks to have `level` times the mean at most.
 
     Args:
-        placement: owners, and copies that there are; these stay, and their number is not among what is made small.
+        placement: owners, and the copies of now; these stay, whether they compute anything or not.
         tokens_WE: [W, E] integers, the rows of each rank for each expert: the same numbers on every rank.
         m: memory, the number of copies that a rank may hold, those of `placement` among them.
         level: 1 or more. Where it is more, fewer copies are made.
@@ -178,7 +175,7 @@ def auto_balance(
     look_s: float = 0.0,
     hidden_s: float = 0.0,
 ) -> Balance:
-    """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies there are.
+    """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies of now.
 
     It is looked for where ranks and links that all had the mean would save more than `look_s`, and 2% of the layer's
     time. New copies must save that share as well, and what their ways take that nothing hides (`exposed_s`). They may
@@ -196,7 +193,7 @@ def auto_balance(
         tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
     """
     nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
-    now_s = layer_s(nearest.load(), costs)
+    now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
     tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
@@ -235,7 +232,7 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
 
 def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:
     """Tells whether copies are longer on their way than the rows of one all-to-all."""
-    rows_s = exchange_s(found.load(), costs) / EXCHANGES
+    rows_s = exchange_s(found.load, costs) / EXCHANGES
     return transfers_s(transfers, found.nodes, costs, costs.expert_bytes) > rows_s
 
 
@@ -248,7 +245,7 @@ def _cheapest(
     for found in balances:
         # All ranks wait for the answer: what takes longer to count is counted where the rest does not settle it.
         if found.busiest * costs.token_s < best_s:
-            found_s = layer_s(found.load(), costs)
+            found_s = layer_s(found.load, costs)
             if found_s < best_s:
                 found_s += exposed_s(before, found, costs, hidden_s)
             if found_s < best_s:
@@ -261,7 +258,7 @@ def _with_copies(
 ) -> list[Balance]:
     """Returns balances with new copies beside those of `placement`, by level: with copies for ranks that compute more
     than the mean alone, and with copies that keep rows on their node before those. Places of `before` that they leave
-    free keep their copies. `exact`: of the copies that there are."""
+    free keep their copies. `exact`: the balance over the copies of `before`."""
     rows, tokens_WE, nodes = int(exact.tokens_WE.sum()), exact.tokens_WE, exact.nodes
     if not (placement.extra_W() < m).any():
         return []
@@ -379,7 +376,7 @@ class _Sharing:
         return Placement.holding(self.before.owners, self.holds_VE.T)
 
     def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
-        """Moves rows between copies that there are, until no rank computes more than `most`.
+        """Moves rows between copies, of which it adds none, until no rank computes more than `most`.
 
         `among_VV`: from which rank to which they may move. Returns `most`; or, where that cannot be, what the busiest
         rank has at least however rows are shared.
@@ -465,7 +462,7 @@ class _Sharing:
                 insort(room, (space - moved, target))
 
     def bridge(self, most: int) -> bool:
-        """Adds a copy on a rank that is full and can pass rows on to one that is not; False: there is none."""
+        """Adds a copy on a full rank that can pass rows on to one with room; returns False where no rank can."""
         passes_V = self.work_V < most
         while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
             passes_V |= more_V

@@ -89,7 +89,7 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
             `sparse_collectives.hidden_s` reads it off a timeline), or else, by the paper's formula (section 4.2), the
             seconds that the attention before the layer takes forward.
         expert_bytes: of one expert's parameters.
-        bytes_per_s: of a rank's link between nodes; of any other where there is but one node.
+        bytes_per_s: of a rank's link between nodes; inside the node where all ranks share one.
     """
     if not (idle_s >= 0 and expert_bytes > 0 and bytes_per_s > 0 and math.isfinite(idle_s * bytes_per_s)):
         raise ConfigError(
@@ -107,7 +107,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
 
     Args:
         placement: a sharding; or one with replicas, to which more are added (calibration). These count against `m`,
-            and the load of an expert is shared by the copies that there are.
+            and an expert's load is shared by its owner and these.
         load_E: [E], what each expert will be asked for, in any unit.
         t: overlap degree, the number of experts that may travel.
         m: memory, the number of replicas that a rank may hold.
@@ -155,7 +155,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
 def _choose(
     wanted: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
 ) -> list[int]:
-    """Chooses ranks for `wanted` more replicas, as far as there are slots; takes these, and adds `part` to `work`."""
+    """Chooses ranks for `wanted` more replicas, as far as slots are free; fills these, and adds `part` to `work`."""
     chosen: list[int] = []
     covered = {nodes.of(rank) for rank in holding}
     free_N, work_N = (
@@ -191,7 +191,8 @@ def _require_loads(loads: NDArray[np.float64], what: str) -> None:
 def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
     """Returns `placement`, or one with more replicas that is cheaper with their gather counted.
 
-    Algorithm 1 runs again with the tokens as they are, from the copies that there are, in the memory that is left.
+    Algorithm 1 runs again, from the copies of `placement`, with the tokens that the gates chose, in the memory that is
+    left.
 
     Args:
         placement: what was materialised on the prediction.

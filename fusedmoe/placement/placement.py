@@ -62,12 +62,12 @@ class Placement:
     """Owner of each expert, and the other ranks that hold it, in order of their numbers.
 
     Attributes:
-        ranks: how many there are; a rank may hold nothing.
+        ranks: their number; a rank may hold nothing.
         owners: [E], a rank for each expert.
         replicas: [E], ranks for each expert, the owner not among them.
 
-    Two placements are equal when they say the same. Raises `ConfigError`, naming the expert, for ranks that there are
-    not, and for a rank that holds an expert twice.
+    Two placements with the same ranks, owners and replicas are equal. Raises `ConfigError`, naming the expert, for a
+    number that is no rank's, and for a rank that holds an expert twice.
     """
 
     ranks: int
@@ -139,11 +139,11 @@ class Placement:
         return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.ranks)
 
     def both(self, other: Placement) -> Placement:
-        """Returns the placement of what this one and `other`, with the same owners, both hold."""
+        """Returns the placement of the copies that both this placement and `other`, with the same owners, have."""
         return Placement.holding(self.owners, self.holds_EW & other.holds_EW)
 
     def is_within(self, other: Placement) -> bool:
-        """Returns whether `other` has the same owners, and all that this one holds at least."""
+        """Returns whether `other` has the same owners, and at least all copies of this placement."""
         same = (self.ranks, self.owners) == (other.ranks, other.owners)
         return same and not (self.holds_EW & ~other.holds_EW).any()
 

@@ -6,7 +6,7 @@ rank, and what experts take that move first.
 Sparse collectives (section 3.1): SparseAllGather(before, after) brings each expert from where it is to where it shall
 be; SparseReduceScatter(after, before) sums gradients along the same ways back. An expert goes along a chain: from its
 owner once to each other node that lacks it, from node to node in the order of a ring, and in each node from where it
-arrived from rank to rank. So it crosses the network as often as there are nodes without it, and on each kind of link no
+arrived from rank to rank. So it crosses the network once for each node without it, and on each kind of link no
 rank sends or receives more than λS, the bytes of all experts that travel (Eq. 1). An owner that sent to everyone would.
 """
 

@@ -6,7 +6,7 @@
     choice-….json    what was measured to be the fastest while a job trained, for each machine and step
 
 Rank 0 reads and writes, and all ranks have what it read. A damaged file, or one of something else, is made again; where
-a file cannot be written there is a warning, and the job goes on. Numbers of captured graphs lie there, too
+a file cannot be written a warning says so, and the job goes on. Numbers of captured graphs lie there, too
 (`fusedmoe.graph`).
 """
 
@@ -89,7 +89,7 @@ def cached_profile(
     budget_s: float = BUDGET_S,
     again: bool = False,
 ) -> tuple[Profile, Path]:
-    """Returns the profile of this machine and its path; measured where there is none. Collective over all ranks.
+    """Returns the profile of this machine and its path; measured where none is kept. Collective over all ranks.
 
     While it is measured, rank 0 shows a bar. Lines that are far from what was measured are a warning on rank 0.
 
@@ -335,7 +335,7 @@ def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], 
 def read_choice(
     topology: Topology, costs_of: Callable[[bool], StepCosts], path: Path
 ) -> tuple[float, list[PlanCandidate]] | None:
-    """Returns the seconds of a kept choice, and its plans; None where there is none. Collective over all ranks.
+    """Returns the seconds of a kept choice, and its plans; None where none is kept. Collective over all ranks.
 
     A damaged file is a warning, and so is one whose plans are not of these layers.
 

@@ -112,6 +112,8 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
     agreed: list[BaseException] = []
     skipped: set[Task] = set()
     links: list[tuple[Helper, Future[None]]] = []
+    inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
 
     def fail(error: BaseException) -> None:
         errors.append(error)
@@ -149,7 +151,10 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
 
     def link(resource: str) -> None:
         try:
-            with torch.no_grad():  # a thread starts with gradients on
+            # Modes are a thread's own, and hooks compute here, too. Casts without gradients are not for the caller, who
+            # would find them in the cache.
+            cast = torch.autocast("cpu", dtype, cache_enabled=False) if autocast else nullcontext()
+            with torch.inference_mode(inference), torch.no_grad(), cast:
                 work(resource)
         except BaseException as error:
             fail(error)

@@ -76,6 +76,9 @@ def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x
     """Returns `operation(x)`, as a span of the forward and one of the backward pass when there is a recorder."""
     if recorder is None and not profiling():
         return operation(x)
+    if not (x.requires_grad and torch.is_grad_enabled()):  # no gradient will come by to close a span of the backward
+        with span(recorder, kind, kind=kind, phase="forward"):
+            return operation(x)
     # Autograd runs the backward of a region on its own: going backward, the mark where the result leaves opens the
     # span, and the one where the input enters closes it.
     back = span(recorder, kind, kind=kind, phase="backward")
@@ -122,7 +125,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Forgets all spans, open ones too, and starts again at zero. Waits for the device, if any."""
-        self._records: list[_Record] = []
+        self._records: list[tuple[Span, Any, Any]] = []  # with the marks of its start and its end
         self._added: list[Span] = []
         # An idle device passes the event at once, so host and device zero are a few microseconds apart.
         self._wait()
@@ -180,7 +183,7 @@ class Recorder:
         records, added = tuple(self._records), tuple(self._added)  # before the wait: others may go on recording
         self._wait()
         seconds = self._seconds
-        measured = [each.what._replace(start_s=seconds(each.start), end_s=seconds(each.end)) for each in records]
+        measured = [what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records]
         return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
 
 
@@ -210,21 +213,20 @@ class _Range(AbstractContextManager[None]):
 
 
 class _Record:
-    """A span that is being recorded; its times are marks of the recorder."""
+    """A span that is being recorded, once for each time that it is entered."""
 
-    __slots__ = ("_mark", "_records", "what", "start", "end")
+    __slots__ = ("_mark", "_records", "_what", "_start")
 
-    def __init__(self, mark: Callable[[], Any], records: list[_Record], what: Span) -> None:
+    def __init__(self, mark: Callable[[], Any], records: list[tuple[Span, Any, Any]], what: Span) -> None:
         # The list of now: a recorder that is cleared meanwhile has another one, and forgets this span.
-        self._mark, self._records, self.what = mark, records, what
+        self._mark, self._records, self._what = mark, records, what
 
     def __enter__(self) -> None:
-        self.start = self._mark()
+        self._start = self._mark()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.end = self._mark()
-            self._records.append(self)
+            self._records.append((self._what, self._start, self._mark()))
 
 
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:

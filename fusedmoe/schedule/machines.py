@@ -143,8 +143,9 @@ class Machine:
         experts that are split over more than a node, and a spread that is no number from 0.
         """
         node = self.node(ranks)
-        for what, need in (("ep · esp", ep * esp), ("mp", mp)):
-            if need < 1 or ranks % need:
+        for what, axes in (("ep · esp", (ep, esp)), ("mp", (mp,))):
+            need = math.prod(axes)
+            if min(ranks, *axes) < 1 or ranks % need:
                 raise ConfigError(f"{what} = {need} does not divide the {ranks} ranks")
         if node % esp:
             raise ConfigError(f"esp = {esp}: an expert is split over ranks of one node of {node}; choose a divisor")

@@ -347,7 +347,7 @@ class Contest:
         self._spent_before_s += took_s
 
     def _choose(self) -> Generator[Entry, float, None]:
-        """Tries candidates until there are no more, or they cost too much."""
+        """Tries candidates until none is left, or trying has cost too much."""
         # Every search has to stay within the same share of all steps.
         self._spent_before_s, self._tried_before = self.spent_s, self.tried
         self.settled, before = False, [self.best.candidate] if self.entries else []
@@ -456,7 +456,7 @@ class Contest:
         return one.median_s <= least.median_s * (1 + margin)
 
     def _watch(self) -> Generator[Entry, float, None]:
-        """Keeps to the best until steps take longer or shorter, and there is something to spend on finding out."""
+        """Keeps to the best plan until steps take longer or shorter, and time is left to try others."""
         self.settled, chosen, settled_s = True, self.best, self.best.median_s
         while True:
             window = []

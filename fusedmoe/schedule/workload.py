@@ -45,7 +45,7 @@ class Workload:
 
     A row for each (token, k) pair is computed, and `share` of a row travels for it: 1 as in the papers, and less where
     a token goes once to each rank (`uniform_share`). The matrices that are `trained` have gradients: backward, nothing
-    is computed for the others, and where none is trained there are no W tasks of experts.
+    is computed for the others, and experts of which none is trained have no W tasks.
 
     Raises `ConfigError` for a number that is not positive, and an unknown expert network or matrix.
     """
@@ -141,7 +141,7 @@ class Workload:
 
     def attention_flop(self) -> float:
         """Returns the FLOP of attention forward."""
-        # Beside the projections there are the scores, and their product with the values.
+        # The projections, the scores, and the product of these with the values.
         return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
 )
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
 from tests.marks import slowly
 
@@ -45,6 +46,21 @@ def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
         Topology.from_sizes(ep=2)
     with pytest.raises(ConfigError, match="mp = 3"):
         Topology.from_sizes(mp=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"ep": -1, "esp": -1}, "ep·esp = 1 does not divide"),
+        ({"mp": -1}, "mp = -1 does not divide"),
+        ({"ranks_per_node": -2}, "ranks_per_node = -2"),
+        ({"timeout_s": 0.0}, "timeout_s = 0.0"),
+        ({"timeout_s": float("nan")}, "timeout_s = nan"),
+    ],
+)
+def test_numbers_that_are_not_positive_are_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Topology.from_sizes(**arguments)
 
 
 def test_launched_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +107,11 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
     ]
     assert all_reduce(group, torch.tensor([rank + 1.0])).item() == world * (world + 1) / 2
     assert all_reduce(group, torch.tensor([rank]), "max").item() == world - 1
+    # More than an envelope holds: in memory with gaps on rank 0, by columns on rank 1, by rows on the others.
+    values = torch.arange(800.0).view(20, 40)
+    stores = (torch.zeros(20, 80)[:, ::2], torch.zeros(40, 20).t(), torch.zeros(20, 40))
+    summed = stores[min(rank, 2)].copy_(values)
+    assert all_reduce(group, summed) is summed and torch.equal(summed, world * values)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +126,34 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
 )
 def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
     cluster.run(world, ragged, dtype)
+
+
+def sizes_that_do_not_fit(rank: int, world: int, name: str) -> str:
+    with pytest.raises(ConfigError, match=r"as \[EP, ESP\]"):
+        Topology.from_group(dist.group.WORLD, torch.arange(world))
+    group = Topology.from_sizes(ep=world, timeout_s=20).ep
+    rows = torch.ones(3 + (rank == 0), 2)  # rank 0 has one more than it says
+    try:
+        if name == "all-to-all":
+            all_to_all_rows(group, rows, [1, 2], [1 + rank, 1 + rank])
+        elif name == "all-gather":
+            all_gather_rows(group, rows, [3, 3])
+        else:
+            reduce_scatter_rows(group, rows, [1, 2])
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["all-to-all", *slowly("all-gather", "reduce-scatter")])
+def test_numbers_of_rows_that_do_not_fit_are_refused_by_name(cluster: Cluster, name: str) -> None:
+    for error in cluster.run(2, sizes_that_do_not_fit, name):
+        assert f"{name} over the ep group [0, 1]" in error and "4 rows" in error, error
+
+
+def test_reductions_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'mean' is not one of sum, max, min"):
+        all_reduce(Topology().world, torch.ones(2), "mean")
 
 
 def apart_and_together(rank: int, world: int) -> list[float]:

@@ -95,6 +95,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], set[int]]] = {
     "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [floats(4, 2, 3, 8)], {0, 1}),
     "all-to-all": (lambda a: all_to_all_single(a, None, None, dist.group.WORLD), [floats(4, 6, 2)], {1, 2}),
     "random": (lambda a: torch.bernoulli(a), [torch.rand(4, 6)], set()),
+    "bits of another dtype": (lambda a: a.view(torch.int64), [floats(4, 6)], set()),
     "unknown": (lambda a: torch.linalg.inv_ex(a)[0], [floats(4, 4)], set()),
 }
 

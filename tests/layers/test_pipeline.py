@@ -132,6 +132,67 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
     assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
 
 
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2)])
+def test_inference_mode(degrees: tuple[int, int]) -> None:
+    """Micro-batches are put together by the threads of links, and training goes on afterwards."""
+    blocks = make_blocks("topk", 2, None, Topology())
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    pipe = fusedmoe.pipeline(blocks, degrees)
+    with torch.inference_mode():
+        got = pipe(x_BLM)
+    assert got.is_inference()
+    want = pipe(x_BLM)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    (want.sum() + sum(block.experts.aux_loss for block in blocks)).backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+class LowRank(nn.Module):
+    """An adapter in the place of the linear map that it adds to, as PEFT puts it there."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a_RM = nn.Parameter(torch.randn(2, base.in_features, dtype=torch.double))
+        self.b_MR = nn.Parameter(torch.randn(base.out_features, 2, dtype=torch.double))
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        return self.base(x_SM) + x_SM @ self.a_RM.t() @ self.b_MR.t()
+
+
+def test_parameters_that_dense_parts_get_later_are_trained() -> None:
+    blocks = make_blocks("topk", 2, None, Topology())
+    pipe = fusedmoe.pipeline(blocks, (2, 3))
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    pipe(x_BLM)
+    for dense, _ in blocks:
+        dense.out = LowRank(dense.out)  # type: ignore[arg-type]
+        nn.utils.parametrizations.weight_norm(dense.qkv)  # type: ignore[arg-type]
+    other = nn.ModuleList([copy.deepcopy(module) for block in blocks for module in block])
+    run = one_after_the_other([Parts(*pair) for pair in zip(other[::2], other[1::2], strict=True)])
+    pipe(x_BLM).sum().backward()
+    run(x_BLM).sum().backward()
+    own = nn.ModuleList([module for block in blocks for module in block])
+    for (name, one), right in zip(own.named_parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == name.endswith(("base.weight", "base.bias")), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, right.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow  # it imports the compiler
+def test_compiled_models_call_blocks_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(M, M).double(), fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (2, 3)))
+    other = copy.deepcopy(model)
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    compiled = torch.compile(other, backend="eager")
+    want, got = model(x_BLM), compiled(x_BLM)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    want.sum().backward()
+    got.sum().backward()
+    for one, right in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, right.grad, rtol=1e-10, atol=1e-10)
+
+
 # Each degree, and each batch, that of one sample and that of none on a rank among them.
 DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
 

@@ -174,7 +174,7 @@ def test_by_hand():
 def test_rows_of_ranks_and_links(case, m):
     placement, tokens_WE, nodes = case
     found = balance(placement, tokens_WE, nodes, m)
-    flow_WV, tokens = sent_of(found).sum(axis=1), found.load()
+    flow_WV, tokens = sent_of(found).sum(axis=1), found.load
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
@@ -188,9 +188,9 @@ def test_copies_where_they_pay():
     tokens_WE = trace.tokens_ILWE[0, 0]
     found = cheapest_balance(even, tokens_WE, nodes, 2, CLUSTER_A)
     check(found, even, 2)
-    seconds = layer_s(found.load(), CLUSTER_A) + gathered_s(even, found.placement, nodes, CLUSTER_A)
+    seconds = layer_s(found.load, CLUSTER_A) + gathered_s(even, found.placement, nodes, CLUSTER_A)
     without = balance(even, tokens_WE, nodes, 0)
-    assert seconds < layer_s(without.load(), CLUSTER_A) / 2
+    assert seconds < layer_s(without.load, CLUSTER_A) / 2
     dear = replace(CLUSTER_A, expert_bytes=10**12)
     assert cheapest_balance(even, tokens_WE, nodes, 2, dear).placement == even
     light = replace(CLUSTER_A, expert_bytes=0, token_bytes=0)
@@ -210,7 +210,7 @@ COSTS = (
 def auto_seconds(found: Balance, before: Placement, costs: PlacementCosts) -> float:
     """By the definition: copies that are in neither place before travel to it, and their gradients back."""
     kept = Placement.holding(before.owners, before.holds_EW & found.placement.holds_EW)
-    return layer_s(found.load(), costs) + gathered_s(kept, found.placement, found.nodes, costs)
+    return layer_s(found.load, costs) + gathered_s(kept, found.placement, found.nodes, costs)
 
 
 @settings(deadline=None)
@@ -262,7 +262,7 @@ def test_copies_keep_rows_on_their_node():
         costs = PlacementCosts(1.0, 1, expert_bytes, 0, 1.0, 1.0)
         found = cheapest_balance(even, tokens_WE, Nodes(2, 1), 1, costs)
         assert found.placement == (Placement.parse("0: 0 +1\n1: 1 +0") if copied else even)
-        assert found.load().busiest_inter == (0 if copied else 10) and found.busiest == 20
+        assert found.load.busiest_inter == (0 if copied else 10) and found.busiest == 20
     # Those with the most rows come first, on the rank of the node with the least work; rank 1 has room for none more.
     before = Placement.parse("0: 0 1\n1: 2 3 +0\n2: 4 5\n3: 6 7")
     tokens_WE = np.tile([[5, 90, 70, 3, 4, 4, 4, 4]], (4, 1))
@@ -276,7 +276,7 @@ def test_what_hides_copies_by_hand():
     before, after = Placement.parse("0: 0 2\n1: 1"), Placement.parse("0: 0 2\n1: 1 +0")
     tokens_WE, computed_EV = np.array([[4, 2, 2], [2, 1, 0]]), np.array([[4, 2], [0, 3], [2, 0]])
     costs, found = PlacementCosts(1.0, 1, 5, 0, 1.0, 1.0), Balance(after, tokens_WE, computed_EV, Nodes(2, 1))
-    assert found.load().busiest_inter == 2
+    assert found.load.busiest_inter == 2
     assert exposed_s(before, found, costs) == 4 + 5
     assert exposed_s(before, found, costs, hidden_s=3.0) == 4 + 2
     assert exposed_s(before, found, costs, hidden_s=5.0) == 4
@@ -304,7 +304,7 @@ def simulated_s(before: Placement, found: Balance, costs: PlacementCosts, hidden
         transfers_s(gather(old, new, nodes), nodes, costs, costs.expert_bytes)
         for old, new in ((before.sharding, before), (before, after))
     )
-    rows_s, forward_EV = exchange_s(found.load(), costs) / EXCHANGES, found.computed_EV * costs.token_s / 3
+    rows_s, forward_EV = exchange_s(found.load, costs) / EXCHANGES, found.computed_EV * costs.token_s / 3
     copied = add_sparse(plan, [1], late={1: 1} if there_s > rows_s else {})
     exposed = [0.0]
     for rank in np.flatnonzero(new_EV.any(axis=0)).tolist():

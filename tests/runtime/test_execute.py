@@ -62,6 +62,25 @@ def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
             assert {thread for _, thread, _ in log} == {here}  # a chain gains nothing from threads
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_links_compute_in_the_modes_of_the_caller(inference: bool, autocast: bool) -> None:
+    seen: dict[str, tuple[bool, bool, torch.dtype]] = {}
+    left = torch.ones(2, 2)
+
+    def body(task: Task) -> None:
+        seen[threading.current_thread().name] = (
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            (left @ left).dtype,
+        )
+
+    with torch.inference_mode(inference), torch.autocast("cpu", torch.float16, enabled=autocast):
+        execute(Plan.from_orders(three_queues(PIPELINE, 2)), dict.fromkeys(PIPELINE, body), stop=pytest.fail)
+    assert len(seen) == 3
+    assert set(seen.values()) == {(inference, False, torch.float16 if autocast else torch.float32)}
+
+
 def test_links_and_computation_overlap() -> None:
     """The dispatch of chunk 1 and the expert of chunk 0 wait for each other: only at the same time can both end."""
     plan = Plan.from_orders(three_queues(("dispatch", "expert", "combine"), 2))

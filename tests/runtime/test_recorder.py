@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Recorder, recorded, span
 from fusedmoe.schedule.timeline import Span, align
 
 
@@ -62,6 +63,31 @@ def test_a_body_that_raises_leaves_no_span():
     with recorder.span("y", kind="gate"):
         pass
     assert [s.name for s in recorder.timeline().spans] == ["y"]
+
+
+def test_a_region_is_recorded_each_time_that_a_gradient_passes():
+    recorder = Recorder(clock=count().__next__)
+    x = torch.ones(2, requires_grad=True)
+    y = recorded(recorder, torch.exp, x, kind="attention").sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    _, first, second = recorder.timeline().spans
+    assert (first.phase, second.phase) == ("backward", "backward") and first.end_s < second.start_s
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_backward_is_opened_that_no_gradient_would_close(grad: bool):
+    opened: list[str | None] = []
+
+    class Noting(Recorder):
+        def span(self, name, *, phase=None, **what):
+            opened.append(phase)
+            return super().span(name, phase=phase, **what)
+
+    x = torch.ones(2, 2, requires_grad=not grad)
+    with torch.set_grad_enabled(grad):
+        recorded(Noting(), torch.nn.Linear(2, 2), x, kind="attention")
+    assert opened == ["forward"]
 
 
 def test_clear_starts_again_at_zero_and_forgets_open_spans():

@@ -150,6 +150,8 @@ def test_a_measured_spread() -> None:
         ({"ranks": 6}, "fill nodes of 4"),
         ({"ranks": 8, "ep": 3}, "ep · esp = 3"),
         ({"ranks": 8, "ep": 0}, "ep · esp = 0"),
+        ({"ranks": 8, "ep": -2, "esp": -1}, "ep · esp = 2"),
+        ({"ranks": 0}, "0 ranks"),
         ({"ranks": 8, "mp": 3}, "mp = 3"),
         ({"ranks": 16, "esp": 8}, "one node of 4"),
         ({"ranks": 12, "ep": 6, "esp": 1}, "evenly"),

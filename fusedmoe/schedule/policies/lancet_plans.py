@@ -105,7 +105,7 @@ def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
 
 def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
     """Returns the solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found, the same on
-    every rank; None where there is none.
+    every rank; None where it found no solution.
 
     `limit`: of its work, in units of about a second that are the same on every machine.
     """
@@ -210,7 +210,8 @@ def best_ranges(
 def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[Task], list[Task], list[Gap]]:
     """Returns the collectives of a pass in order, its weight gradients, and the gap of each collective."""
     before = standard_dependencies(tasks)
-    # All that a task waits for, by whatever way: a weight gradient beside such a collective would wait in a circle.
+    # All that a task waits for, by whatever way: a weight gradient beside a collective among these would wait in a
+    # circle.
     ancestors: dict[Task, set[Task]] = {}
     for task in tasks:
         ancestors[task] = set().union(*({one} | ancestors[one] for one in before[task])) if before[task] else set()

@@ -42,7 +42,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
     if not own:
         raise ConfigError(f"timeline: layer {layer} has no dispatch between nodes in its {phase} pass")
     first_s = min(own)
-    # The last combine of whichever layer and pass; before the first layer forward there is none.
+    # The last combine of whichever layer and pass; nothing is combined before the first layer forward.
     since_s = max((span.end_s for span in rows if span.start_s < first_s), default=timeline.start_s)
     return idle_s(timeline.on("inter"), since_s, first_s)
 
