@@ -18,8 +18,9 @@ from weakref import finalize
 T = TypeVar("T")
 _Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
-# A thread begins in less than a millisecond, where the machine is busy in some more; a look costs nothing.
-_BEGIN_S, LOOK_S = 5.0, 0.25
+# A thread begins in less than a millisecond, but where 40 processes want two cores it has taken more than 5 s. A look
+# costs nothing.
+_BEGIN_S, LOOK_S = 30.0, 0.25
 _CURE = "Raise the limit of its memory (ulimit -v, the container's), or make its batch smaller"
 
 

@@ -27,13 +27,14 @@ from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.order import permute, take_pairs, unpermute
+from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
+from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
@@ -148,7 +149,7 @@ class Collectives(Dispatcher):
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
+        weight_N = weight_of_rows(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
@@ -262,7 +263,8 @@ class Collectives(Dispatcher):
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
             return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
-        return self.cross(routed.x_SM, self.meet(routed), experts)
+        with unselected():
+            return self.cross(routed.x_SM, self.meet(routed), experts)
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
         """Does what `through_experts` does once the ranks have met. Collective.
@@ -279,7 +281,8 @@ class Collectives(Dispatcher):
             rows_RM, handle = self._dispatch(x_SM, met)
             y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
             # Experts that learn take part in the backward also where they have used none of their parameters.
-            if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
+            own = experts.parameters() if isinstance(experts, nn.Module) else ()
+            if torch.is_grad_enabled() and not y_RM.requires_grad and any(one.requires_grad for one in own):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
         if not chunk_experts.any_degree:
@@ -318,10 +321,6 @@ def _with_backward(x_SM: Tensor, met: Met) -> tuple[Tensor, Met]:
         if met.exchange.weights_learn and met.weight_N is not None and not met.weight_N.requires_grad:
             met = met._replace(weight_N=met.weight_N.detach().requires_grad_())
     return x_SM, met
-
-
-def _learn(experts: LocalExperts) -> bool:
-    return isinstance(experts, nn.Module) and any(parameter.requires_grad for parameter in experts.parameters())
 
 
 @dataclass(frozen=True, eq=False)

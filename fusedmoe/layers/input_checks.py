@@ -16,6 +16,7 @@ from fusedmoe.autograd.checks import check_choice, check_count, check_floats, ch
 from fusedmoe.comm.collectives import all_gather_rows, device_of
 from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.layers.gates import Gate
@@ -243,9 +244,7 @@ class InputChecks:
 
     def refuse(self, refusal: str | None) -> None:
         """Raises it, if there is any, and tells the other ranks."""
-        if refusal:
-            self._topology.fail(CHECK, refusal)
-            raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+        dispatcher.refuse(self._topology, refusal)
 
 
 def of_input(
@@ -273,14 +272,14 @@ def of_input(
     return None
 
 
-def real_tokens(mask: object, x: Tensor, refusal: str | None) -> tuple[Tensor, str | None]:
+def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tuple[Tensor, str | None]:
     """Finds the tokens among padding: their places among the tokens of x, ascending, and what is wrong, if anything.
 
     Args:
         mask: true for a token.   x: [..., M].   refusal: of x; then there are none.
     """
     if refusal is None:
-        refusal = of_mask("MoELayer", mask, x)
+        refusal = of_mask("MoELayer", mask, x) or _cut_sequences(mask, gate.loss_sequence)
     if refusal is not None:
         return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
     assert isinstance(mask, Tensor)
@@ -294,6 +293,20 @@ def of_mask(who: str, mask: object, x: Tensor) -> str | None:
         return None
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
+
+
+def _cut_sequences(mask: object, sequence: int | None) -> str | None:
+    """Says that a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several."""
+    assert isinstance(mask, Tensor)
+    if sequence is None or torch.compiler.is_compiling() or mask.numel() % sequence:
+        return None  # in a graph, and of tokens that do not divide, the loss itself says so
+    mask_BL = mask.reshape(-1, sequence)
+    if (mask_BL == mask_BL[:, :1]).all():
+        return None
+    return (
+        f"MoELayer got a mask that cuts sequences of {sequence} tokens, in each of which the gate takes a loss; "
+        "mask whole sequences, or make the gate without `sequence`"
+    )
 
 
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:

@@ -201,7 +201,7 @@ class MoELayer(nn.Module):
         x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         if mask is not None:  # from here to the end the padding is not there
-            real_S, refusal = input_checks.real_tokens(mask, x, refusal)
+            real_S, refusal = input_checks.real_tokens(mask, x, refusal, self.gate)
             x_SM = x_SM.index_select(0, real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)

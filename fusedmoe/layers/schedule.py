@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
@@ -68,9 +69,9 @@ class Schedule:
             bound. For L layers and n micro-batches alive at once L·n, and some to spare. Too little is told of as late.
 
     Raises:
-        ConfigError: an unknown policy, a degree below 1, or degrees for a policy of your own, which chooses them; a
-            `row_factor` or `stash_factor` that is not positive, where kernels do not send by themselves, or the latter
-            without the former.
+        ConfigError: an unknown policy, a degree or `limit` that is no integer of at least 1, or degrees for a policy of
+            your own, which chooses them; a `row_factor` or `stash_factor` that is not positive, where kernels do not
+            send by themselves, or the latter without the former.
     """
 
     policy: str | PolicyFunction | Policy = "fsmoe"
@@ -96,6 +97,7 @@ class Schedule:
             object.__setattr__(self, "policy", own_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _names():
             raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_names())}{_elsewhere(self.policy)}")
+        check_count("Schedule", "limit", self.limit, 1)
         if self.degrees is not None:
             require_degrees(self.degrees)
             if self._planned_by.own:
@@ -216,8 +218,9 @@ def _elsewhere(name: object) -> str:
 
 
 def require_degrees(degrees: object) -> None:
-    """Two numbers, one for each pass; one number for both is a mistake easily made."""
-    if not (isinstance(degrees, Sequence) and len(degrees) == 2 and min(degrees) >= 1):
+    """Raises `ConfigError` unless these are two integers, one for each pass: one for both is a mistake easily made."""
+    counts = isinstance(degrees, Sequence) and [type(degree) is int and degree >= 1 for degree in degrees]
+    if counts != [True, True]:
         raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
 
 

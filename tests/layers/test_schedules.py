@@ -483,9 +483,13 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match=match):
             Schedule(name)
     degrees: Any
-    for degrees in ((0, 1), 2, (2, 2, 2)):
+    for degrees in ((0, 1), 2, (2, 2, 2), (1.5, 2), (True, 2), "12"):
         with pytest.raises(ConfigError, match=f"each at least 1.* not {re.escape(repr(degrees))}"):
             Schedule("fsmoe", degrees)
+    limit: Any
+    for limit in (0, 1.5, None):
+        with pytest.raises(ConfigError, match=f"limit must be an integer of at least 1, got {limit}"):
+            Schedule("fsmoe", limit=limit)
 
 
 ASSIGNED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\ninter: D0 C0")

@@ -113,7 +113,7 @@ class Gate(nn.Module):
         aux: name of an auxiliary loss -> coefficient, out of the class's `losses`; None: the class's default.
 
     Raises:
-        ConfigError: an argument is out of range, or `aux` names a loss that this gate does not define.
+        ConfigError: an argument is out of range, or `aux` is no mapping or names a loss that this gate does not define.
     """
 
     splits: ClassVar[bool] = False
@@ -149,6 +149,9 @@ class Gate(nn.Module):
         )
         # {} turns the class's default losses off; None leaves them.
         aux = self.default_aux if aux is None else aux
+        self.require(
+            isinstance(aux, Mapping), f"aux must give each loss a coefficient, {{'balance': 0.01}}, not {aux!r}"
+        )
         for name, coefficient in aux.items():
             self.require(
                 name in self.losses,
@@ -182,6 +185,11 @@ class Gate(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.model_dim = model_dim
         self.reset_parameters()
+
+    @property
+    def loss_sequence(self) -> int | None:
+        """Tokens of a sequence, where a loss is taken in each of them; None: losses are over all tokens."""
+        return None
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the parameters that `setup` makes."""
