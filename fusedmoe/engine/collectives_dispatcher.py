@@ -442,8 +442,8 @@ class _ByPlan(Function):
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         sent, exchange, experts = batch.sent, batch.exchange, batch.experts
         # Codes and router weights cross in one message of their own before the first chunk: pairs lie by token.
-        own_N = weight_N if weight_N is None or sent.row_N is None else weight_N[sent.row_N]
-        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
+        own_P = exchange_operators.by_pair(weight_N, sent.row_N, exchange.pairs.sent)
+        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_P, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
@@ -469,7 +469,9 @@ class _ByPlan(Function):
         chunks = forward_chunks if degree == count else batch.chunks(ctx.pairs, degree)
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        kept, ctx.kept = (rest[:count] if batch.experts.any_degree else ctx.kept), None
+        kept = rest[:count] if batch.experts.any_degree else ctx.kept
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.kept = None
         parameters = rest[count:] if batch.experts.any_degree else rest
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
@@ -480,9 +482,8 @@ class _ByPlan(Function):
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM
-        dx_TM, dx_SM, dweight_N = backward.run(), None, None
-        if dx_TM is not None:
-            dx_SM = kernels.gather_sum(dx_TM, chunks.layout)
+        dx_TM, dweight_N = backward.run(), None
+        dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
         if ctx.rows is not None and exchange.weights_learn:
             # Gradients of weights go home in one message after the last chunk, as the weights have come.
             dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]

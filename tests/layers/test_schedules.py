@@ -456,6 +456,22 @@ def test_modules_have_one_degree(cluster: Cluster) -> None:
     cluster.run(2, modules)
 
 
+def twice_backward(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(world)
+    layer = build("topk", "sparse", "custom", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
+    x = torch.randn(4 + rank, M, dtype=torch.float64, requires_grad=True)
+    y = layer(x).square().sum()
+    leaves = [x, *layer.experts.parameters()]
+    first = torch.autograd.grad(y, leaves, retain_graph=True)
+    for one, again in zip(first, torch.autograd.grad(y, leaves), strict=True):
+        assert torch.equal(one, again)
+
+
+def test_modules_go_back_twice(cluster: Cluster) -> None:
+    """With `retain_graph` the graph of each chunk is there the second time, too."""
+    cluster.run(2, twice_backward)
+
+
 def unknown_work(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     experts = Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
