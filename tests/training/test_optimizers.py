@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -30,6 +31,7 @@ from fusedmoe.training import (
     clip_grad_norm,
     distributed_data_parallel,
     load_checkpoint,
+    optimizers,
     save_checkpoint,
     sync_gradients,
 )
@@ -422,6 +424,23 @@ def test_whole_tensors_are_refused_before_the_first_step(cluster: Cluster) -> No
         assert "ByNorm looks at more of experts.b1 than one rank has: ep splits" in said[2] and "AdamW" in said[2]
         assert "PerMatrix looks at more of experts.w1 than one rank has: esp splits" in said[3]
         assert said[4:] == [""] * 4
+
+
+def looked_at_once(rank: int, world: int) -> list[bool]:
+    optimizers._unchecked.clear()  # of models that other tests have left
+    topology = Topology.from_sizes(ep=world, timeout_s=20.0)
+    layer = MoELayer(4, TopK(4), FeedForward(4), topology=topology)
+    optimizer, hooked = torch.optim.SGD(layer.parameters(), 0.1), []
+    for _ in range(2):
+        layer(torch.ones(3, 4) + rank).sum().backward()
+        sync_gradients(layer, topology)
+        hooked.append(bool(_global_optimizer_pre_hooks))
+        optimizer.step()
+    return hooked
+
+
+def test_other_optimizers_are_left_alone_after_the_first_step(cluster: Cluster) -> None:
+    assert cluster.run(2, looked_at_once) == [[True, False]] * 2
 
 
 def refused_elsewhere(rank: int, world: int, path: str) -> None:
