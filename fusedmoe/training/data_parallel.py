@@ -343,10 +343,14 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     Returns:
         The norm before clipping, a float64 scalar where the gradients are.
     Raises:
-        ConfigError: no topology, and a layer of this library that is split over ranks, or parameters of one name that
-            are no copies: experts without a mesh that says which ranks split them.
+        ConfigError: a `max_norm` below 0 or NaN; no topology, and a layer of this library that is split over ranks, or
+            parameters of one name that are no copies: experts without a mesh that says which ranks split them.
         RankError: another rank failed or did not come.
     """
+    if not max_norm >= 0:
+        raise ConfigError(
+            f"clip_grad_norm: max_norm = {max_norm}; give a number of at least 0, math.inf to clip nothing"
+        )
     if topology is None:
         topology, counted = _by_meshes(model)
     else:

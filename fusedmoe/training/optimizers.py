@@ -139,6 +139,9 @@ class PerMatrix(Optimizer):
             elif any(given.get(key) is not state[key] for given, state in states):
                 stack = torch.stack([state[key] for _, state in states])
                 kept[key] = stack[: lead.numel()].reshape(*lead, *value.shape)
+                # Fused steps read a state in the order in which its parameter lies in memory.
+                if not parameter.is_contiguous() and kept[key].shape == parameter.shape:
+                    kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(kept[key])
 
 
 def _matrices(parameter: Tensor) -> dict[tuple[int, ...], nn.Parameter]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
@@ -170,8 +171,9 @@ class ShardedExperts:
             raise ConfigError(
                 f"placement policy {policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}, or give a function"
             )
-        if memory < 0 or (overlap is not None and overlap < 0):
-            raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
+        check_count("ShardedExperts", "memory", memory, 0)
+        if overlap is not None:
+            check_count("ShardedExperts", "overlap", overlap, 0)
         if balance not in PLACEMENT_BALANCES or (balance != "predicted" and calibrates):
             raise ConfigError(
                 f"ShardedExperts: balance = {balance!r} and calibrates = {calibrates!r}; choose one of "

@@ -82,6 +82,7 @@ def hugging_face(params: Any, **settings: Any) -> torch.optim.Optimizer:
 KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.01}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
     "eight": (Eight, {"lr": 0.02}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "hugging face": (hugging_face, {"beta1": 0.9}),
@@ -116,7 +117,7 @@ class SingleMatrices:
             parameter.copy_(torch.stack(list(stack)).reshape(parameter.shape))
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "eight", "adamw", slow("hugging face")])
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "eight", "adamw", "fused", slow("hugging face")])
 def test_as_single_matrices(kind: str) -> None:
     """Of three and four dimensions, not contiguous, while the learning rate changes, through a state that is loaded."""
     of, settings = KINDS[kind]
