@@ -1,7 +1,7 @@
-"""Threads that make calls for an owner, and that nobody waits for without a bound, whatever becomes of them.
+"""Threads that make calls for their owner, and are never waited for without a bound.
 
 Where memory is out a thread may end before it does anything, or before it tells of what it did. `Thread.start` waits
-for ever for such a thread, and so does whoever waits for its work.
+for ever for that thread, and so would a caller that waits for its work.
 """
 
 from __future__ import annotations
@@ -103,5 +103,5 @@ def _work(calls: _Calls) -> None:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        # They hold on to whoever asked.
+        # They refer to the caller's objects.
         del call, work, done

@@ -53,7 +53,7 @@ BAD_NUMBERS = "the input or router logits are NaN or infinite. Look at the layer
 
 
 class Way:
-    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as somebody holds it.
+    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as it is held.
 
     Ways over the same process groups, by the same algorithm, have the same name, whichever layers and topologies they
     are of. It has no ranks in it, so that ranks that do the same compile the same graphs.

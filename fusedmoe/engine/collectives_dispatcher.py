@@ -90,7 +90,7 @@ class Collectives(Dispatcher):
         choose: chooses another way for the first batch and all that follow, all ranks alike; None: that is settled.
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
-        name: of who calls, for messages.
+        name: of the caller, for messages.
         local: experts by autograd, as operators find them, called with rows, layout and weights; those by kernels they
             are given.
         number: by which operators find it when a graph runs, a scalar on the host.
@@ -377,7 +377,7 @@ class _TokensPass(Pass):
         return tensor
 
     def run(self) -> Tensor | None:
-        """Runs the plan, and returns what came of the rows, in chunk order; None: nobody needs it."""
+        """Runs the plan, and returns what came of the rows, in chunk order; None: no rank needs it."""
         # Copies of experts, and gradients beside the last pass, have the link before this layer's rows.
         if self.settings.copies is not None:
             self.settings.copies.wait()

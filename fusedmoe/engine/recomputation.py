@@ -38,7 +38,7 @@ class Checkpoints(NamedTuple):
 def enclosing_checkpoints() -> Checkpoints:
     """Finds the checkpoints around the caller, on Python's stack.
 
-    Torch hands out no such thing: what it keeps of a checkpoint are local variables of its functions.
+    Torch has no interface for this: it keeps a checkpoint in local variables of its functions.
     """
     forward: list[Any] = []
     frame: FrameType | None = sys._getframe(1)

@@ -45,7 +45,7 @@ class NonFiniteMonitor:
         self._bad.add_(bad)
 
     def seen(self) -> int:
-        """Bad numbers in forwards that the device has finished, as far as the host knows; never waits."""
+        """Returns the bad numbers in forwards that the device has finished, as far as the host knows; never waits."""
         if self._bad is None or not self._bad.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
         count = 0
@@ -61,7 +61,7 @@ class NonFiniteMonitor:
         return count
 
     def wait(self) -> int:
-        """Bad numbers in all forwards so far; waits for the device. Starts again at none."""
+        """Returns the bad numbers in all forwards so far, and starts again at none; waits for the device."""
         count = 0 if self._bad is None else int(self._bad)
         self._bad = self._arriving = None
         return count
@@ -108,7 +108,7 @@ class InputChecks:
     Layers of other libraries, whose routers are not ours, have their tokens and router weights looked at instead.
 
     Args:
-        name: who is at fault, for such layers; "" for a `MoELayer`, whose logits are.
+        name: of another library's layer, for errors; "" for a `MoELayer`, whose router logits are looked at.
         carried: an exchange tells the ranks of `bad_logits`.
     """
 
@@ -119,7 +119,7 @@ class InputChecks:
         self._watch = NonFiniteMonitor()
 
     def tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
-        """[S, M] of [..., M], and what is wrong with x, if anything; then they are none."""
+        """Returns the tokens of x as [S, M], and what is wrong with x, if anything; then there are no tokens."""
         like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
         refusal = of_input("MoELayer got input", x, model_dim, like)
         if refusal is None:
@@ -216,7 +216,7 @@ class InputChecks:
             self.refuse(f"{many}{self._what} in forwards before this one. {self._cure}")
 
     def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
-        """Tokens [S, M] that MP ranks pass in, or summands of them: each has as many, in one dtype.
+        """Checks that MP ranks pass in equally many tokens [S, M], or summands of them, in one dtype. Collective.
 
         Returns:
             the same tokens, or none where a rank refuses them, and what is wrong with them here. All ranks hear of that
@@ -310,7 +310,7 @@ def _cut_sequences(mask: object, sequence: int | None) -> str | None:
 
 
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
-    """[0, M] that stand for a refused x, by a parameter of the experts."""
+    """Makes [0, M] tokens in place of a refused x, in the dtype and on the device of a parameter of the experts."""
     # Experts without parameters compute in any dtype.
     if like is None:
         like = x.float() if isinstance(x, Tensor) else torch.empty(0)
@@ -354,7 +354,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
 
 
 def no_routing(x_SM: Tensor) -> Routing:
-    """Tokens without experts."""
+    """Makes the routing of tokens without experts."""
     nothing = x_SM.new_zeros(len(x_SM), 1)
     return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
 

@@ -96,7 +96,7 @@ class MoELayer(nn.Module):
             summand of the group's mean.
         load_E, dropped: how many slots chose each expert in the last forward, on this rank; how many were dropped.
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
-        number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
+        number: its place among the model's layers with experts, from 0, in timelines and profiles; None: not set.
 
     Saves for backward, parameters aside, for P rows that the experts here compute (P = N where nothing travels), T
     tokens sent and R tokens received, with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward experts (H is

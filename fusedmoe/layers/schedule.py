@@ -107,7 +107,7 @@ class Schedule:
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """The schedule of a name: "off" (None), "auto", or a policy, which measures its costs.
+        """Returns the schedule of a name: "off" (None), "auto", or a policy, which measures its costs.
 
         Raises:
             ConfigError: another name.
@@ -132,7 +132,7 @@ class Schedule:
         *,
         any_degree: bool = True,
     ) -> Plans:
-        """The plans of a layer with such parts; the same for the same arguments, so on every rank.
+        """Returns the plans of a layer that runs these kinds of tasks; the same for the same arguments, so on all ranks.
 
         Args:
             kinds: those that the layer can run (`fusedmoe.runtime.execute`).
@@ -172,7 +172,7 @@ _FUSED = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send an
 
 
 def _names() -> tuple[str, ...]:
-    """The names of all policies of a layer."""
+    """Lists the names of all policies of a layer."""
     return (*layer_policies(), FUSED_POLICY)
 
 
@@ -186,8 +186,8 @@ class _Fused(NamedTuple):
 def _best_fused(
     kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, any_degree: bool
 ) -> _Fused | None:
-    """The best numbers of chunks of those that ran here; else one chunk, by what it takes beside the lines. None:
-    nothing is known of the operation.
+    """Chooses the numbers of chunks that took the least time here; of an operation that never ran, one chunk, by its
+    predicted time. None: nothing is known of the operation.
 
     Different numbers cost a copy of what the forward pass keeps (`LayerCosts.regroup_s`).
     """
@@ -304,7 +304,7 @@ class ScheduledPlans(LayerPlans):
 
     @property
     def compiles(self) -> bool:
-        # In graphs collectives send; who names kernels that send by themselves wants these.
+        # In graphs collectives send, and "fused" asks for kernels that send by themselves.
         return super().compiles and self.schedule.policy != FUSED_POLICY
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
@@ -383,8 +383,7 @@ class ScheduledPlans(LayerPlans):
         kinds: tuple[str, ...],
         all_to_all: AllToAll | None = None,
     ) -> Plans:
-        """Makes plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured
-        for."""
+        """Makes plans of these kinds of tasks. A layer's first call is collective over all ranks where it measures."""
         costs = None
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))

@@ -217,7 +217,7 @@ class ShardedExperts:
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
         facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
         facts |= {"averaged": len(self.averaged), "rematerialises": rematerialises}
-        # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
+        # Ranks with other settings would decide for other placements, and wait for experts that no rank sends.
         topology.agree(facts | {"costs": self._costs, "heap": heap is not None}, "ShardedExperts")
         # Now, and not in the step in which owners change for the first time, a hundred steps from here.
         on_all_ranks(

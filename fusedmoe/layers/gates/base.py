@@ -277,7 +277,7 @@ class Gate(nn.Module):
         weighted = [
             terms[name]() * coefficient if coefficient != 1 else terms[name]() for name, coefficient in self.aux.items()
         ]
-        # A tensor also without losses, so that who adds it up need not ask.
+        # A tensor also without losses, so that callers can add it up without asking.
         return sum(weighted[1:], weighted[0]) if weighted else like.new_zeros(())
 
     def require(self, condition: bool, text: str) -> None:
@@ -368,7 +368,7 @@ class RouterGate(Gate):
         return (router_logits(x_SM, self.weight_EM),)
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Returns whether there are kernels for such operands, tokens and matrix or logits."""
+        """Returns whether kernels serve these operands: tokens and matrix, or logits."""
         # Kernels choose by themselves: where experts are given, or noted, plain torch does.
         return (
             uses_triton(tensors[0])
