@@ -132,7 +132,7 @@ class Schedule:
         *,
         any_degree: bool = True,
     ) -> Plans:
-        """Returns the plans of a layer that runs these kinds of tasks; the same for the same arguments, so on all ranks.
+        """Returns the plans of a layer that runs these kinds of tasks; the same on all ranks for the same arguments.
 
         Args:
             kinds: those that the layer can run (`fusedmoe.runtime.execute`).

@@ -310,8 +310,8 @@ def save_communication() -> tuple[Any, Any]:
 
     In a graph of `torch.compile` a layer with a schedule is one operator: it is kept with all that it saves for
     backward, pre-activations too, and not computed again. (Without a compiler such a layer goes without its schedule
-    here.) A checkpoint without this policy sends twice, and so does a layer with hooks or placement="fssdp" in one with
-    it.
+    here.) A checkpoint without this policy sends twice; with it so do layers with hooks or placement="fssdp", and
+    Tutel's.
     """
     return create_selective_checkpoint_contexts(_policy)
 
