@@ -259,7 +259,9 @@ class Collectives(Dispatcher):
     # By a plan, where there is one.
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        if selects() and not isinstance(routed.refusal, str) and not self.hooks:
+        if not selects():
+            return self.cross(routed.x_SM, self.meet(routed), experts)
+        if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
             return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
@@ -267,10 +269,7 @@ class Collectives(Dispatcher):
             return self.cross(routed.x_SM, self.meet(routed), experts)
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
-        """Does what `through_experts` does once the ranks have met. Collective.
-
-        `copies`: of experts, that travel in turns with rows; then there is a plan.
-        """
+        """Does what `through_experts` does once the ranks have met; by a plan where `copies` take turns. Collective."""
         x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
         chunk_experts = None if assigned is None else self.in_chunks(experts, x_SM)
