@@ -10,7 +10,7 @@ class ConfigError(ValueError):
 class DerivativeError(ConfigError, NotImplementedError):
     """A derivative that an operation does not have; the message names the operation.
 
-    It is PyTorch's own error for such, too, which is a RuntimeError.
+    It is PyTorch's own error for missing derivatives, too, which is a RuntimeError.
     """
 
 

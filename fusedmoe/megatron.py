@@ -79,7 +79,7 @@ class MegatronMoELayer(MoELayer):
         submodules: Any = None,
         layer_number: int | None = None,
         pg_collection: Any = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = _TIMEOUT_S,
         schedule: str | Schedule = "off",
     ) -> None:
         # Before Megatron makes its own dispatcher, whose refusals would speak of other things.

@@ -11,7 +11,7 @@ generation: router weights, losses and gradients are of its own live logits, at 
 `read_sglang` take what these engines return.
 
 Served are the routers of `MoELayer` (with `fusedmoe.pipeline`, too), of transformers' models, torchtitan's, Megatron's
-and `fusedmoe.tutel`'s layers, whoever computes their experts. Compiled models run eagerly meanwhile.
+and `fusedmoe.tutel`'s layers, whichever library computes their experts. Compiled models run eagerly meanwhile.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def read_vllm(
         sequences: of each sequence its prompt's [P, L, K] and its generated tokens' [G, L, K], int16, as arrays of
             NumPy or tensors.
         tokens: of each sequence as it is trained: P + G, or one more where the last token's choice is not among them,
-            which nobody computed. That token chooses live.
+            which was never made. That token chooses live.
         moe_layers: which of L are the model's layers with experts, where dense layers are counted, too (of DeepSeek-V3
             `range(3, 61)`); None: all.
         padded_to: tokens to which each sequence is padded, on the right or on the `left`; padding chooses live. None:

@@ -1,7 +1,7 @@
-"""Threads that make calls for an owner, and that nobody waits for without a bound, whatever becomes of them.
+"""Threads that make calls for their owner, and are never waited for without a bound.
 
 Where memory is out a thread may end before it does anything, or before it tells of what it did. `Thread.start` waits
-for ever for such a thread, and so does whoever waits for its work.
+for ever for that thread, and so would a caller that waits for its work.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from weakref import finalize
 T = TypeVar("T")
 _Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
-# A thread begins in less than a millisecond, where the machine is busy in some more; a look costs nothing.
-_BEGIN_S, LOOK_S = 5.0, 0.25
+# A thread begins in less than a millisecond, but where 40 processes want two cores it has taken more than 5 s. A look
+# costs nothing.
+_BEGIN_S, LOOK_S = 30.0, 0.25
 _CURE = "Raise the limit of its memory (ulimit -v, the container's), or make its batch smaller"
 
 
@@ -102,5 +103,5 @@ def _work(calls: _Calls) -> None:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        # They hold on to whoever asked.
+        # They refer to the caller's objects.
         del call, work, done

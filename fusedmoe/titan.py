@@ -94,7 +94,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
-        timeout_s: float = 300.0
+        timeout_s: float = _TIMEOUT_S
         """Seconds that a rank waits for others (see `fusedmoe.Topology`)."""
         schedule: Any = "off"
         """When tokens travel and the experts that this serves compute; as of `fusedmoe.MoELayer`."""

@@ -53,7 +53,7 @@ BAD_NUMBERS = "the input or router logits are NaN or infinite. Look at the layer
 
 
 class Way:
-    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as somebody holds it.
+    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as it is held.
 
     Ways over the same process groups, by the same algorithm, have the same name, whichever layers and topologies they
     are of. It has no ranks in it, so that ranks that do the same compile the same graphs.
@@ -249,6 +249,16 @@ def _(
     return send_PC, send_PC.new_empty((shards, *send_PC.shape))
 
 
+def by_pair(weight_N: Tensor | None, row_N: Tensor | None, pairs: int) -> Tensor | None:
+    """Returns the weights of rows in the order in which their pairs travel, without padding, which does not.
+
+    `row_N`: as `deduplicate` gives it; None: a row travels for each pair.
+    """
+    if weight_N is None:
+        return None
+    return weight_N[:pairs] if row_N is None else weight_N[row_N[:pairs]]
+
+
 @operator("dispatch")
 def dispatch(
     x_TM: Tensor,
@@ -271,10 +281,8 @@ def dispatch(
     with _Traffic(way, "dispatch", send_PC, come_QPC, x_TM.device, code_N is None) as traffic:
         part = traffic.part
         x_RM, pairs = traffic.send(x_TM), part.pairs.sent
-        weight_P = weight_N
-        if weight_N is not None:  # in the order in which pairs travel; padding does not
-            weight_P = weight_N[:pairs] if row_N is None else weight_N[row_N[:pairs]]
-        received, weight_P = part.exchange_pairs(None if code_N is None else code_N[:pairs], weight_P, k)
+        own_P = by_pair(weight_N, row_N, pairs)
+        received, weight_P = part.exchange_pairs(None if code_N is None else code_N[:pairs], own_P, k)
         layout, order_N = received.sort(part.rows, part.experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
         assert layout.source_N is not None

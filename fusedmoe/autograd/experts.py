@@ -133,7 +133,7 @@ def _(dy_SM: Tensor, h_NH: Any, x_SM: Any, *others: Any) -> tuple[Tensor, ...]:
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
-    # An output only because operators keep nothing themselves: nobody differentiates through it.
+    # An output only because operators keep nothing themselves: no gradient goes through it.
     h_NH = output[1]
     ctx.mark_non_differentiable(h_NH)
     # Without a gradient of y there is none of anything; autograd would make zeros otherwise.

@@ -80,7 +80,7 @@ def carry(
 
 def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
     """Passes the tensor through every hook at a seam."""
-    # After_ hooks in reverse, so that pairs nest: who packed last unpacks first.
+    # After_ hooks in reverse, so that pairs nest: the hook that packed last unpacks first.
     for hook in reversed(hooks) if seam.startswith("after") else hooks:
         # Each seam is written out, so that a search for a method's name finds where it is called.
         seams = {

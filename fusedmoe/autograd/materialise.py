@@ -55,7 +55,7 @@ def materialise(
     Args:
         parameters: [owned, ...], what `arriving` gave.
         tables: [rows, ...], the same and after them the replicas, as they are now.
-    Saves nothing: who computes with the result saves that.
+    Saves nothing: the operations that read the result save it.
     """
     return _Materialise.apply(returns, send_back, list(tables), *parameters)
 

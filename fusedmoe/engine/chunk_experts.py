@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -179,7 +179,11 @@ class AutogradExperts:
         y_RM, own_x_RM, own_weight_R = kept
         # Of what is frozen there is no gradient; of what these rows did not use it is None.
         inputs = [one for one in (own_x_RM, own_weight_R, *self.parameters) if one is not None and one.requires_grad]
-        grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True) if y_RM.requires_grad else ())
+        grads: Iterator[Tensor | None] = iter(())
+        if y_RM.requires_grad:
+            # As in the backward around it (`retain_graph`): another one may follow.
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
         dx_RM, dweight_R, *own = (
             next(grads, None) if one is not None and one.requires_grad else None
             for one in (own_x_RM, own_weight_R, *self.parameters)

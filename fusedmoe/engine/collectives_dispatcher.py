@@ -27,13 +27,14 @@ from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.order import permute, take_pairs, unpermute
+from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
+from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
@@ -89,7 +90,7 @@ class Collectives(Dispatcher):
         choose: chooses another way for the first batch and all that follow, all ranks alike; None: that is settled.
         plans: finds the plans to work by.
         hooks: see tokens and sums on the wire, both ways.
-        name: of who calls, for messages.
+        name: of the caller, for messages.
         local: experts by autograd, as operators find them, called with rows, layout and weights; those by kernels they
             are given.
         number: by which operators find it when a graph runs, a scalar on the host.
@@ -148,7 +149,7 @@ class Collectives(Dispatcher):
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
+        weight_N = weight_of_rows(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
@@ -258,17 +259,17 @@ class Collectives(Dispatcher):
     # By a plan, where there is one.
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        if selects() and not isinstance(routed.refusal, str) and not self.hooks:
+        if not selects():
+            return self.cross(routed.x_SM, self.meet(routed), experts)
+        if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
             return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
-        return self.cross(routed.x_SM, self.meet(routed), experts)
+        with unselected():
+            return self.cross(routed.x_SM, self.meet(routed), experts)
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
-        """Does what `through_experts` does once the ranks have met. Collective.
-
-        `copies`: of experts, that travel in turns with rows; then there is a plan.
-        """
+        """Does what `through_experts` does once the ranks have met; by a plan where `copies` take turns. Collective."""
         x_SM, met = _with_backward(x_SM, met)
         assigned = self.plans(x_SM, met.exchange, experts)
         chunk_experts = None if assigned is None else self.in_chunks(experts, x_SM)
@@ -279,7 +280,8 @@ class Collectives(Dispatcher):
             rows_RM, handle = self._dispatch(x_SM, met)
             y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
             # Experts that learn take part in the backward also where they have used none of their parameters.
-            if torch.is_grad_enabled() and not y_RM.requires_grad and _learn(experts):
+            own = experts.parameters() if isinstance(experts, nn.Module) else ()
+            if torch.is_grad_enabled() and not y_RM.requires_grad and any(one.requires_grad for one in own):
                 y_RM = y_RM.detach().requires_grad_()
             return self.combine(y_RM, handle)
         if not chunk_experts.any_degree:
@@ -318,10 +320,6 @@ def _with_backward(x_SM: Tensor, met: Met) -> tuple[Tensor, Met]:
         if met.exchange.weights_learn and met.weight_N is not None and not met.weight_N.requires_grad:
             met = met._replace(weight_N=met.weight_N.detach().requires_grad_())
     return x_SM, met
-
-
-def _learn(experts: LocalExperts) -> bool:
-    return isinstance(experts, nn.Module) and any(parameter.requires_grad for parameter in experts.parameters())
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +376,7 @@ class _TokensPass(Pass):
         return tensor
 
     def run(self) -> Tensor | None:
-        """Runs the plan, and returns what came of the rows, in chunk order; None: nobody needs it."""
+        """Runs the plan, and returns what came of the rows, in chunk order; None: no rank needs it."""
         # Copies of experts, and gradients beside the last pass, have the link before this layer's rows.
         if self.settings.copies is not None:
             self.settings.copies.wait()
@@ -443,8 +441,8 @@ class _ByPlan(Function):
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         sent, exchange, experts = batch.sent, batch.exchange, batch.experts
         # Codes and router weights cross in one message of their own before the first chunk: pairs lie by token.
-        own_N = weight_N if weight_N is None or sent.row_N is None else weight_N[sent.row_N]
-        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_N, sent.k)
+        own_P = exchange_operators.by_pair(weight_N, sent.row_N, exchange.pairs.sent)
+        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_P, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)
@@ -470,7 +468,9 @@ class _ByPlan(Function):
         chunks = forward_chunks if degree == count else batch.chunks(ctx.pairs, degree)
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        kept, ctx.kept = (rest[:count] if batch.experts.any_degree else ctx.kept), None
+        kept = rest[:count] if batch.experts.any_degree else ctx.kept
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.kept = None
         parameters = rest[count:] if batch.experts.any_degree else rest
         if chunks is not forward_chunks:
             weights = (None,) * degree if ctx.rows is None else chunks.split(forward_chunks.join(weights))
@@ -481,9 +481,8 @@ class _ByPlan(Function):
         dtype = weights[0].dtype if ctx.rows is not None else None
         # Chunks give up what they have used; a name here would keep all of it to the end.
         del saved, received, kept, rest, rows_TM
-        dx_TM, dx_SM, dweight_N = backward.run(), None, None
-        if dx_TM is not None:
-            dx_SM = kernels.gather_sum(dx_TM, chunks.layout)
+        dx_TM, dweight_N = backward.run(), None
+        dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
         if ctx.rows is not None and exchange.weights_learn:
             # Gradients of weights go home in one message after the last chunk, as the weights have come.
             dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]

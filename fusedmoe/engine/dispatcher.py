@@ -99,7 +99,7 @@ class Dispatcher:
         compiles: a compiler can take all that `through_experts` does into a graph, as operators.
         follows_plans: it has rows go in chunks, by plans.
         recorder: takes spans while it is set.
-        travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: nobody counted them.
+        travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: not counted.
     """
 
     compiles: ClassVar[bool] = False

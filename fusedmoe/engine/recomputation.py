@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusedmoe.engine.dispatcher import selects
 
 Value = TypeVar("Value")
 
@@ -34,7 +38,7 @@ class Checkpoints(NamedTuple):
 def enclosing_checkpoints() -> Checkpoints:
     """Finds the checkpoints around the caller, on Python's stack.
 
-    Torch hands out no such thing: what it keeps of a checkpoint are local variables of its functions.
+    Torch has no interface for this: it keeps a checkpoint in local variables of its functions.
     """
     forward: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -57,6 +61,13 @@ def enclosing_checkpoints() -> Checkpoints:
                 forward.append(ctx)
         frame = frame.f_back
     return Checkpoints(forward, None)
+
+
+def unselected() -> AbstractContextManager[Any]:
+    """Makes a context of which a selective activation checkpoint keeps nothing: its backward computes all of it again,
+    and sends again."""
+    # Such a checkpoint counts operators, and an exchange of sizes has others the second time.
+    return _disable_current_modes() if selects() else nullcontext()
 
 
 class Remembered(Generic[Value]):

@@ -225,7 +225,7 @@ class Pass:
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
-        if rows is not None:  # else nobody needs their gradients, and none go back
+        if rows is not None:  # else no rank needs gradients of rows, and none go back
             chunk.rows = chunk.part.reduce_scatter(self.use(rows))
         if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
             chunk.beside = chunk.pairs.reduce_scatter(self.use(chunk.beside))

@@ -176,7 +176,7 @@ def make_dispatcher(
     Args:
         dispatch: the algorithm of all-to-alls, "auto", or a dispatcher of the user's.
         placed: the experts, where they move.
-        name: of who calls, for messages.
+        name: of the caller, for messages.
     """
     if isinstance(dispatch, Dispatcher):
         return dispatch

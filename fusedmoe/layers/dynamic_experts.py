@@ -213,7 +213,7 @@ class DynamicExperts:
     # Fetching replicas.
 
     def come_in_turn(self, recomputes: bool, recorder: Recorder | None) -> None:
-        """Begins, when a forward comes to this layer, what nobody has begun. Collective."""
+        """Begins when a forward comes to this layer, unless `begin` was called for it. Collective."""
         if not self.hooked or not (self.begun or recomputes):
             self.recorder = recorder
             self.begin()
@@ -437,7 +437,7 @@ class DynamicExperts:
         return work
 
     def wait(self) -> None:
-        """Waits until nothing of any layer is on its way; who waits for a transfer is told what went wrong with it."""
+        """Waits until no layer's experts or gradients are on their way; raises what went wrong with a transfer."""
         if self.sparse is not None:
             self.sparse.wait()
 

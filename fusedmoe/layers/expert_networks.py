@@ -275,6 +275,11 @@ class Custom(RowExperts):
 
     def __init__(self, factory: Callable[..., nn.Module]) -> None:
         super().__init__()
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise ConfigError(
+                f"Custom takes a function that makes one expert, lambda model_dim: nn.Linear(model_dim, model_dim), "
+                f"and was given {factory!r}"
+            )
         self._factory = factory
         self.experts = nn.ModuleDict()
 

@@ -16,6 +16,7 @@ from fusedmoe.autograd.checks import check_choice, check_count, check_floats, ch
 from fusedmoe.comm.collectives import all_gather_rows, device_of
 from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_bad
@@ -45,7 +46,7 @@ class NonFiniteMonitor:
         self._bad.add_(bad)
 
     def seen(self) -> int:
-        """Bad numbers in forwards that the device has finished, as far as the host knows; never waits."""
+        """Returns the bad numbers in forwards that the device has finished, as far as the host knows; never waits."""
         if self._bad is None or not self._bad.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
         count = 0
@@ -61,7 +62,7 @@ class NonFiniteMonitor:
         return count
 
     def wait(self) -> int:
-        """Bad numbers in all forwards so far; waits for the device. Starts again at none."""
+        """Returns the bad numbers in all forwards so far, and starts again at none; waits for the device."""
         count = 0 if self._bad is None else int(self._bad)
         self._bad = self._arriving = None
         return count
@@ -99,7 +100,7 @@ class InputChecks:
     Layers of other libraries, whose routers are not ours, have their tokens and router weights looked at instead.
 
     Args:
-        name: who is at fault, for such layers; "" for a `MoELayer`, whose logits are.
+        name: of another library's layer, for errors; "" for a `MoELayer`, whose router logits are looked at.
         carried: an exchange tells the ranks of `bad_logits`.
     """
 
@@ -110,7 +111,7 @@ class InputChecks:
         self._watch = NonFiniteMonitor()
 
     def tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
-        """[S, M] of [..., M], and what is wrong with x, if anything; then they are none."""
+        """Returns the tokens of x as [S, M], and what is wrong with x, if anything; then there are no tokens."""
         like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
         refusal = of_input("MoELayer got input", x, model_dim, like)
         if refusal is None:
@@ -208,7 +209,7 @@ class InputChecks:
             self.refuse(f"{many}{self._what} in forwards before this one. {self._cure}")
 
     def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
-        """Tokens [S, M] that MP ranks pass in, or summands of them: each has as many, in one dtype.
+        """Checks that MP ranks pass in equally many tokens [S, M], or summands of them, in one dtype. Collective.
 
         Returns:
             the same tokens, or none where a rank refuses them, and what is wrong with them here. All ranks hear of that
@@ -236,9 +237,7 @@ class InputChecks:
 
     def refuse(self, refusal: str | None) -> None:
         """Raises it, if there is any, and tells the other ranks."""
-        if refusal:
-            self._topology.fail(CHECK, refusal)
-            raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+        dispatcher.refuse(self._topology, refusal)
 
 
 def _bad_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -> Tensor:
@@ -272,14 +271,14 @@ def of_input(
     return None
 
 
-def real_tokens(mask: object, x: Tensor, refusal: str | None) -> tuple[Tensor, str | None]:
+def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tuple[Tensor, str | None]:
     """Finds the tokens among padding: their places among the tokens of x, ascending, and what is wrong, if anything.
 
     Args:
         mask: true for a token.   x: [..., M].   refusal: of x; then there are none.
     """
     if refusal is None:
-        refusal = of_mask("MoELayer", mask, x)
+        refusal = of_mask("MoELayer", mask, x) or _cut_sequences(mask, gate.loss_sequence)
     if refusal is not None:
         return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
     assert isinstance(mask, Tensor)
@@ -295,8 +294,22 @@ def of_mask(who: str, mask: object, x: Tensor) -> str | None:
     return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
 
 
+def _cut_sequences(mask: object, sequence: int | None) -> str | None:
+    """Says that a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several."""
+    assert isinstance(mask, Tensor)
+    if sequence is None or torch.compiler.is_compiling() or mask.numel() % sequence:
+        return None  # in a graph, and of tokens that do not divide, the loss itself says so
+    mask_BL = mask.reshape(-1, sequence)
+    if (mask_BL == mask_BL[:, :1]).all():
+        return None
+    return (
+        f"MoELayer got a mask that cuts sequences of {sequence} tokens, in each of which the gate takes a loss; "
+        "mask whole sequences, or make the gate without `sequence`"
+    )
+
+
 def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
-    """[0, M] that stand for a refused x, by a parameter of the experts."""
+    """Makes [0, M] tokens in place of a refused x, in the dtype and on the device of a parameter of the experts."""
     # Experts without parameters compute in any dtype.
     if like is None:
         like = x.float() if isinstance(x, Tensor) else torch.empty(0)
@@ -340,7 +353,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
 
 
 def no_routing(x_SM: Tensor) -> Routing:
-    """Tokens without experts."""
+    """Makes the routing of tokens without experts."""
     nothing = x_SM.new_zeros(len(x_SM), 1)
     return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
 

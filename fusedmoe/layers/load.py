@@ -33,7 +33,7 @@ class Load:
     Attributes:
         chosen_E: slots that chose each expert in the last forward, drops included.
         kept_E: rows that each expert got of them: the rest were dropped.
-        counters: adds up what the training forwards were like, for `fusedmoe.metrics`; None: nobody asks.
+        counters: adds up what the training forwards were like, for `fusedmoe.metrics`; None: nothing is counted.
     """
 
     def __init__(self, experts: int) -> None:
@@ -45,7 +45,7 @@ class Load:
         self._untold = 0  # training forwards since `tell`, where a gate waits for it
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
+        return self.__dict__ | {"counters": None}  # nothing is collected of copies and pickles
 
     def count(self, routing: Routing | SoftRouting, kept_E: Tensor, gate: Gate, training: bool, all_kept: bool) -> None:
         """Counts another forward. In training its load is part of what `tell` tells.
@@ -81,7 +81,7 @@ class Load:
                     )
 
     def sent(self, travelled: tuple[int, int] | None) -> None:
-        """Counts the pairs and tokens that travelled in the forward that `count` counted; None: nobody knows."""
+        """Counts the pairs and tokens that travelled in the forward that `count` counted; None: not known."""
         if self._counts and travelled is not None:
             assert self.counters is not None
             self.counters.sent(*travelled)

@@ -96,7 +96,7 @@ class MoELayer(nn.Module):
             summand of the group's mean.
         load_E, dropped: how many slots chose each expert in the last forward, on this rank; how many were dropped.
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
-        number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
+        number: its place among the model's layers with experts, from 0, in timelines and profiles; None: not set.
 
     Saves for backward, parameters aside, for P rows that the experts here compute (P = N where nothing travels), T
     tokens sent and R tokens received, with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward experts (H is
@@ -201,7 +201,7 @@ class MoELayer(nn.Module):
         x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         if mask is not None:  # from here to the end the padding is not there
-            real_S, refusal = input_checks.real_tokens(mask, x, refusal)
+            real_S, refusal = input_checks.real_tokens(mask, x, refusal, self.gate)
             x_SM = x_SM.index_select(0, real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)

@@ -17,6 +17,7 @@ from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
 from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
+from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, Run
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
@@ -60,6 +61,10 @@ class Moving(Collectives):
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        with unselected():
+            return self._through_experts(routed)
+
+    def _through_experts(self, routed: Routed) -> Tensor:
         met, placed = self.meet(routed), self._placed
         turns = placed.travel == "in turns"
 

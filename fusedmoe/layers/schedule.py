@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
@@ -68,9 +69,9 @@ class Schedule:
             bound. For L layers and n micro-batches alive at once L·n, and some to spare. Too little is told of as late.
 
     Raises:
-        ConfigError: an unknown policy, a degree below 1, or degrees for a policy of your own, which chooses them; a
-            `row_factor` or `stash_factor` that is not positive, where kernels do not send by themselves, or the latter
-            without the former.
+        ConfigError: an unknown policy, a degree or `limit` that is no integer of at least 1, or degrees for a policy of
+            your own, which chooses them; a `row_factor` or `stash_factor` that is not positive, where kernels do not
+            send by themselves, or the latter without the former.
     """
 
     policy: str | PolicyFunction | Policy = "fsmoe"
@@ -96,6 +97,7 @@ class Schedule:
             object.__setattr__(self, "policy", own_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _names():
             raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_names())}{_elsewhere(self.policy)}")
+        check_count("Schedule", "limit", self.limit, 1)
         if self.degrees is not None:
             require_degrees(self.degrees)
             if self._planned_by.own:
@@ -105,7 +107,7 @@ class Schedule:
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """The schedule of a name: "off" (None), "auto", or a policy, which measures its costs.
+        """Returns the schedule of a name: "off" (None), "auto", or a policy, which measures its costs.
 
         Raises:
             ConfigError: another name.
@@ -130,7 +132,7 @@ class Schedule:
         *,
         any_degree: bool = True,
     ) -> Plans:
-        """The plans of a layer with such parts; the same for the same arguments, so on every rank.
+        """Returns the plans of a layer that runs these kinds of tasks; the same on all ranks for the same arguments.
 
         Args:
             kinds: those that the layer can run (`fusedmoe.runtime.execute`).
@@ -170,7 +172,7 @@ _FUSED = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send an
 
 
 def _names() -> tuple[str, ...]:
-    """The names of all policies of a layer."""
+    """Lists the names of all policies of a layer."""
     return (*layer_policies(), FUSED_POLICY)
 
 
@@ -184,8 +186,8 @@ class _Fused(NamedTuple):
 def _best_fused(
     kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, any_degree: bool
 ) -> _Fused | None:
-    """The best numbers of chunks of those that ran here; else one chunk, by what it takes beside the lines. None:
-    nothing is known of the operation.
+    """Chooses the numbers of chunks that took the least time here; of an operation that never ran, one chunk, by its
+    predicted time. None: nothing is known of the operation.
 
     Different numbers cost a copy of what the forward pass keeps (`LayerCosts.regroup_s`).
     """
@@ -216,8 +218,9 @@ def _elsewhere(name: object) -> str:
 
 
 def require_degrees(degrees: object) -> None:
-    """Two numbers, one for each pass; one number for both is a mistake easily made."""
-    if not (isinstance(degrees, Sequence) and len(degrees) == 2 and min(degrees) >= 1):
+    """Raises `ConfigError` unless these are two integers, one for each pass: one for both is a mistake easily made."""
+    counts = isinstance(degrees, Sequence) and [type(degree) is int and degree >= 1 for degree in degrees]
+    if counts != [True, True]:
         raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
 
 
@@ -301,7 +304,7 @@ class ScheduledPlans(LayerPlans):
 
     @property
     def compiles(self) -> bool:
-        # In graphs collectives send; who names kernels that send by themselves wants these.
+        # In graphs collectives send, and "fused" asks for kernels that send by themselves.
         return super().compiles and self.schedule.policy != FUSED_POLICY
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
@@ -380,8 +383,7 @@ class ScheduledPlans(LayerPlans):
         kinds: tuple[str, ...],
         all_to_all: AllToAll | None = None,
     ) -> Plans:
-        """Makes plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured
-        for."""
+        """Makes plans of these kinds of tasks. A layer's first call is collective over all ranks where it measures."""
         costs = None
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))

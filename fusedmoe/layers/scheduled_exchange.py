@@ -78,11 +78,11 @@ class ExternalExperts:
 
 
 class TriedPlans:
-    """The plans of an exchange: of its schedule, or, while somebody tries plans, those that it is assigned.
+    """The plans of an exchange: of its schedule, or, while a step's plans are tried, those that it is assigned.
 
     Attributes:
         plans: of the schedule, and assigned ones.
-        tries: somebody tries plans; the next forward then measures for them.
+        tries: plans of steps are tried; the next forward then measures for them.
         again_s: None, or the next forward measures again, for about so many seconds.
         workload, costs: what was measured.
         any_degree: the experts take other numbers of chunks backward than forward; as far as was measured.
@@ -129,7 +129,7 @@ class ScheduledExchange:
 
     Args:
         schedule: as for `MoELayer`.
-        name: who asks, for messages.
+        name: of the library that calls, for messages.
     Attributes:
         dispatcher: sends tokens; `Collectives` unless the topology is of one rank.
         plans: that the dispatcher follows.

@@ -20,7 +20,7 @@ from fusedmoe.layers.expert_networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
 AXES = (*EXPERT_AXES, "mp")
-# In place of a dimension: nobody has said how the tensor is split over this axis. `active_shardings` refuses it where
+# In place of a dimension: it is not known how the tensor is split over this axis. `active_shardings` refuses it where
 # the axis has several ranks.
 UNKNOWN = -2
 
@@ -50,7 +50,7 @@ def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, di
         The shardings by the names of `parameter_shardings`, and which of these are experts', split or not.
     Raises:
         ConfigError: as `parameter_shardings`; a layer splits its experts over other ranks than the topology says; a
-            tensor of which nobody said how an axis splits it.
+            tensor whose split over an axis is not known.
     """
     shardings = _collect(model)
     experts = {name for name, stated in shardings.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
@@ -199,7 +199,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
-    """A sum of bits, in which other random numbers differ."""
+    """Returns a sum of the tensor's bits, which is another one for other random numbers."""
     # Bits, not values: NaN equals itself, and a sum of integers does not depend on its order.
     flat = tensor.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

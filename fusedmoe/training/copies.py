@@ -225,7 +225,7 @@ def spread_overflow(copies: list[Replica], topology: Topology) -> None:
     if not any(place == -1 for place, _ in held):
         held.append((-1, None))
     for place, gradient in held:
-        # A rank without such a gradient, or with none of its elements, has another spoiled.
+        # A rank without such a gradient, or with none of its elements, has another gradient spoiled.
         gradient = some if gradient is None else gradient
         if gradient is not None:
             first = gradient[(slice(0, 1),) * gradient.dim()]

@@ -128,7 +128,7 @@ def distributed_data_parallel(
     if topology.size == 1:
         return SingleRank(model)
     wrapped = DataParallel(model, topology, mp_loss, **options)
-    # With init_sync PyTorch and the wrapper have made copies equal; without it nobody has looked.
+    # With init_sync PyTorch and the wrapper have made copies equal; without it copies were not compared.
     if not options.get("init_sync", True):
         compare_copies(replicas(model, topology), topology)
     return wrapped
@@ -201,7 +201,7 @@ class DataParallel(DistributedDataParallel):
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
         spread_overflow(self._split, self._topology)
         world = self._topology.world
-        # PyTorch waits after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
+        # PyTorch waits after this, on a CPU without learning of ranks that failed, and for as long as Gloo waits.
         if device_of(world).type == "cpu":
             all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")
 
@@ -310,7 +310,8 @@ def save_communication() -> tuple[Any, Any]:
 
     In a graph of `torch.compile` a layer with a schedule is one operator: it is kept with all that it saves for
     backward, pre-activations too, and not computed again. (Without a compiler such a layer goes without its schedule
-    here.) A checkpoint without this policy sends twice.
+    here.) A checkpoint without this policy sends twice; with it so do layers with hooks or placement="fssdp", and
+    Tutel's.
     """
     return create_selective_checkpoint_contexts(_policy)
 
@@ -332,7 +333,7 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
     that is below 1, and a norm that is not finite spoils them: look at the result.
 
-    The host waits for nothing: that is up to who reads the norm.
+    The host waits for nothing, until it reads the norm.
 
     Args:
         topology: of the model's layers. None: parameters are DTensors, over one mesh or several (FSDP2, tensor and
@@ -342,10 +343,14 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     Returns:
         The norm before clipping, a float64 scalar where the gradients are.
     Raises:
-        ConfigError: no topology, and a layer of this library that is split over ranks, or parameters of one name that
-            are no copies: experts without a mesh that says which ranks split them.
+        ConfigError: a `max_norm` below 0 or NaN; no topology, and a layer of this library that is split over ranks, or
+            parameters of one name that are no copies: experts without a mesh that says which ranks split them.
         RankError: another rank failed or did not come.
     """
+    if not max_norm >= 0:
+        raise ConfigError(
+            f"clip_grad_norm: max_norm = {max_norm}; give a number of at least 0, math.inf to clip nothing"
+        )
     if topology is None:
         topology, counted = _by_meshes(model)
     else:

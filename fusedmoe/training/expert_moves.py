@@ -42,7 +42,7 @@ def move(
     kept = [
         [_state(optimizers.of(p), name, p) for name, p in placed.experts.named_parameters()] for placed, *_ in changing
     ]
-    # Before anything is sent: a rank whose optimizer has not stepped would wait for tensors that nobody sends.
+    # Before anything is sent: a rank whose optimizer has not stepped would wait for tensors that no rank sends.
     _require_same(group, [[sorted(tensors) for tensors in states] for states in kept])
     sent = 0
 

@@ -27,6 +27,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 # Split parameters whose optimizer has not stepped yet: their names, and the dimensions along which ranks split them.
 _unchecked: Any = WeakIdKeyDictionary()
 _known: WeakSet[nn.Module] = WeakSet()
+# The hook of all optimizers' steps, while there is something to look at: PyTorch tells of steps in no other way.
 _hooks: list[Any] = []
 # By optimizer: of tensors of so many dimensions and a split along one of them, whether it may step on parts.
 _tried: WeakKeyDictionary[Optimizer, dict[tuple[int, int], bool]] = WeakKeyDictionary()
@@ -138,6 +139,9 @@ class PerMatrix(Optimizer):
             elif any(given.get(key) is not state[key] for given, state in states):
                 stack = torch.stack([state[key] for _, state in states])
                 kept[key] = stack[: lead.numel()].reshape(*lead, *value.shape)
+                # Fused steps read a state in the order in which its parameter lies in memory.
+                if not parameter.is_contiguous() and kept[key].shape == parameter.shape:
+                    kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(kept[key])
 
 
 def _matrices(parameter: Tensor) -> dict[tuple[int, ...], nn.Parameter]:
@@ -236,18 +240,19 @@ def check_first_step(model: nn.Module, copies: Iterable[Replica]) -> None:
     """Has the optimizers of a model's split parameters looked at by `require_parts`, each before its first step. Nobody
     hands them to the library before; a model is looked at once."""
     if model in _known:
+        # Not in the step itself, which goes through the hooks just then.
+        if _hooks and not _unchecked:
+            _hooks.pop().remove()
         return
     _known.add(model)
     for each in copies:
         if each.sharding and each.parameter.requires_grad:
             _unchecked[each.parameter] = each.name, each.sharding
-    if not _hooks:
+    if _unchecked and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if not _unchecked:
-        return
     first = [p for group in optimizer.param_groups for p in group["params"] if p in _unchecked]
     for parameter in first:
         _require_part(optimizer, parameter, *_unchecked[parameter])

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
@@ -170,8 +171,9 @@ class ShardedExperts:
             raise ConfigError(
                 f"placement policy {policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}, or give a function"
             )
-        if memory < 0 or (overlap is not None and overlap < 0):
-            raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
+        check_count("ShardedExperts", "memory", memory, 0)
+        if overlap is not None:
+            check_count("ShardedExperts", "overlap", overlap, 0)
         if balance not in PLACEMENT_BALANCES or (balance != "predicted" and calibrates):
             raise ConfigError(
                 f"ShardedExperts: balance = {balance!r} and calibrates = {calibrates!r}; choose one of "
@@ -215,7 +217,7 @@ class ShardedExperts:
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
         facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
         facts |= {"averaged": len(self.averaged), "rematerialises": rematerialises}
-        # Ranks with other settings would decide for other placements, and wait for experts that nobody sends.
+        # Ranks with other settings would decide for other placements, and wait for experts that no rank sends.
         topology.agree(facts | {"costs": self._costs, "heap": heap is not None}, "ShardedExperts")
         # Now, and not in the step in which owners change for the first time, a hundred steps from here.
         on_all_ranks(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.autograd.hooks import HookContext, Hooks, WireCast
@@ -16,6 +19,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 
 M, H, E = 16, 24, 4
@@ -224,6 +228,25 @@ def test_wire_cast(cluster: Cluster, dtype: torch.dtype) -> None:
 
 def test_wire_cast_with_expert_shards(cluster: Cluster) -> None:
     cluster.run(4, compressed, 2, 2, torch.bfloat16)
+
+
+def in_a_selective_checkpoint(rank: int, world: int, options: dict[str, Any]) -> None:
+    layer = build(options.pop("hooks", []), Topology.from_sizes(world), dtype=torch.float64, **options)
+    x = torch.randn(3 + rank, M, dtype=torch.float64, requires_grad=True)
+
+    def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(call(x).square().sum(), [x, *layer.parameters()]))
+
+    wanted = gradients(layer)
+    found = gradients(partial(checkpoint, layer, use_reentrant=False, context_fn=save_communication))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"hooks": [Hooks()]}, {"placement": "fssdp"}], ids=["hooks", "placement"])
+def test_in_a_selective_checkpoint(cluster: Cluster, options: dict[str, Any]) -> None:
+    """It keeps none of what goes otherwise than by operators, and nothing is confused by it."""
+    cluster.run(2, in_a_selective_checkpoint, options)
 
 
 def test_wire_casts_stack() -> None:

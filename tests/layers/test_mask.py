@@ -123,6 +123,22 @@ def test_other_masks_are_refused(mask: Any) -> None:
         build("topk")(torch.zeros(2, 3, M, dtype=torch.float64), mask)
 
 
+def test_a_mask_that_cuts_sequences_of_a_loss_is_refused() -> None:
+    """What is left would be counted off as sequences that mix tokens of several."""
+    gate = fusedmoe.gates.DeepSeekV3(E, 2, sequence=4, aux={"balance": 1.0})
+    layer = MoELayer(M, gate, fusedmoe.experts.SwiGLU(H))
+    x, whole = torch.randn(3, 4, M), torch.tensor([True, False, True])[:, None].expand(3, 4)
+    layer(x, whole)
+    found = layer.aux_loss
+    layer(x[[0, 2]])
+    assert found == layer.aux_loss
+    halves = torch.tensor([True, True, False, False]).expand(3, 4)[:2]
+    with pytest.raises(ConfigError, match="a mask that cuts sequences of 4 tokens"):
+        layer(x[:2], halves)
+    # Without that loss sequences mean nothing.
+    MoELayer(M, fusedmoe.gates.DeepSeekV3(E, 2, sequence=4), fusedmoe.experts.SwiGLU(H))(x[:2], halves)
+
+
 def test_in_a_compiled_model() -> None:
     layer = build("topk", 0.8)
     compiled = torch.compile(layer, backend="eager")

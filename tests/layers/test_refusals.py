@@ -66,6 +66,12 @@ def test_sizes_that_cannot_work() -> None:
         SwiGLU(0)
     with pytest.raises(ConfigError, match="unknown activation 'swish'"):
         FeedForward(8, activation="swish")
+    names: Any = ["balance"]
+    with pytest.raises(ConfigError, match=r"aux must give each loss a coefficient.* not \['balance'\]"):
+        fusedmoe.gates.TopK(experts=4, aux=names)
+    module: Any = nn.Linear(M, M)
+    with pytest.raises(ConfigError, match="Custom takes a function that makes one expert.* was given Linear"):
+        Custom(module)
     with pytest.raises(ConfigError, match="unknown dispatch algorithm '3dh'"):
         make(dispatch="3dh")
     with pytest.raises(ConfigError, match="mp_input = 'both'"):

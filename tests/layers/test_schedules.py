@@ -456,6 +456,22 @@ def test_modules_have_one_degree(cluster: Cluster) -> None:
     cluster.run(2, modules)
 
 
+def twice_backward(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(world)
+    layer = build("topk", "sparse", "custom", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
+    x = torch.randn(4 + rank, M, dtype=torch.float64, requires_grad=True)
+    y = layer(x).square().sum()
+    leaves = [x, *layer.experts.parameters()]
+    first = torch.autograd.grad(y, leaves, retain_graph=True)
+    for one, again in zip(first, torch.autograd.grad(y, leaves), strict=True):
+        assert torch.equal(one, again)
+
+
+def test_modules_go_back_twice(cluster: Cluster) -> None:
+    """With `retain_graph` the graph of each chunk is there the second time, too."""
+    cluster.run(2, twice_backward)
+
+
 def unknown_work(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     experts = Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
@@ -483,9 +499,13 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match=match):
             Schedule(name)
     degrees: Any
-    for degrees in ((0, 1), 2, (2, 2, 2)):
+    for degrees in ((0, 1), 2, (2, 2, 2), (1.5, 2), (True, 2), "12"):
         with pytest.raises(ConfigError, match=f"each at least 1.* not {re.escape(repr(degrees))}"):
             Schedule("fsmoe", degrees)
+    limit: Any
+    for limit in (0, 1.5, None):
+        with pytest.raises(ConfigError, match=f"limit must be an integer of at least 1, got {limit}"):
+            Schedule("fsmoe", limit=limit)
 
 
 ASSIGNED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\ninter: D0 C0")

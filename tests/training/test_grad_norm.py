@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import fusedmoe
+from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import clip_grad_norm
 from fusedmoe.training.copies import local_part
@@ -121,6 +124,13 @@ def refused(rank: int, world: int) -> None:
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.SwiGLU(4), topology=topology)
     with pytest.raises(ConfigError, match="topology"):
         clip_grad_norm(layer, None, 1.0)
+
+
+def test_norms_that_are_none_are_refused() -> None:
+    """They would turn gradients round, or make them NaN."""
+    for norm in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match=f"max_norm = {norm}"):
+            clip_grad_norm(nn.Linear(2, 2), Topology(), norm)
 
 
 def test_split_layers_need_their_topology(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -30,6 +31,7 @@ from fusedmoe.training import (
     clip_grad_norm,
     distributed_data_parallel,
     load_checkpoint,
+    optimizers,
     save_checkpoint,
     sync_gradients,
 )
@@ -80,6 +82,7 @@ def hugging_face(params: Any, **settings: Any) -> torch.optim.Optimizer:
 KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.01}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
     "eight": (Eight, {"lr": 0.02}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "hugging face": (hugging_face, {"beta1": 0.9}),
@@ -114,7 +117,7 @@ class SingleMatrices:
             parameter.copy_(torch.stack(list(stack)).reshape(parameter.shape))
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "eight", "adamw", slow("hugging face")])
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "eight", "adamw", "fused", slow("hugging face")])
 def test_as_single_matrices(kind: str) -> None:
     """Of three and four dimensions, not contiguous, while the learning rate changes, through a state that is loaded."""
     of, settings = KINDS[kind]
@@ -422,6 +425,23 @@ def test_whole_tensors_are_refused_before_the_first_step(cluster: Cluster) -> No
         assert "ByNorm looks at more of experts.b1 than one rank has: ep splits" in said[2] and "AdamW" in said[2]
         assert "PerMatrix looks at more of experts.w1 than one rank has: esp splits" in said[3]
         assert said[4:] == [""] * 4
+
+
+def looked_at_once(rank: int, world: int) -> list[bool]:
+    optimizers._unchecked.clear()  # of models that other tests have left
+    topology = Topology.from_sizes(ep=world, timeout_s=20.0)
+    layer = MoELayer(4, TopK(4), FeedForward(4), topology=topology)
+    optimizer, hooked = torch.optim.SGD(layer.parameters(), 0.1), []
+    for _ in range(2):
+        layer(torch.ones(3, 4) + rank).sum().backward()
+        sync_gradients(layer, topology)
+        hooked.append(bool(_global_optimizer_pre_hooks))
+        optimizer.step()
+    return hooked
+
+
+def test_other_optimizers_are_left_alone_after_the_first_step(cluster: Cluster) -> None:
+    assert cluster.run(2, looked_at_once) == [[True, False]] * 2
 
 
 def refused_elsewhere(rank: int, world: int, path: str) -> None:

@@ -322,6 +322,7 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: layer(SoftMoE(4, slots=2)),
         lambda: ShardedExperts(made, optimizer, topology, policy="best"),
         lambda: ShardedExperts(made, optimizer, topology, memory=-1),
+        lambda: ShardedExperts(made, optimizer, topology, overlap=1.5),  # type: ignore[arg-type]
         lambda: ShardedExperts(plain, optimizer, topology),
         lambda: ShardedExperts(torch.nn.ModuleList([made, layer(TopK(6))]), optimizer, topology),
     ):
@@ -332,7 +333,7 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_is_refused(cluster: Cluster):
-    words = ("Custom", "product", "SoftMoE", "best", "memory", "placement='fssdp'", "different numbers")
+    words = ("Custom", "product", "SoftMoE", "best", "memory", "overlap", "placement='fssdp'", "different numbers")
     for told in cluster.run(2, refused):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import training
@@ -321,3 +322,17 @@ def test_marks_stay() -> None:
         for attribute in ("_tutel_expert", "skip_allreduce"):
             assert {name for name, p in model.named_parameters() if hasattr(p, attribute)} == experts, way
         assert training.expert_parameter_names(model) == experts
+
+
+def in_a_selective_checkpoint(rank: int, world: int) -> None:
+    described = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": H}
+    layer = moe.moe_layer({"type": "top", "k": 2}, D, described, seeds=(1, rank + 1, 1))
+    x = torch.randn(5, D, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=training.save_communication)
+    found, wanted = (torch.autograd.grad(each.square().sum(), leaves) for each in (y, layer(x)))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_in_a_selective_checkpoint(cluster: Cluster) -> None:
+    cluster.run(2, in_a_selective_checkpoint)

@@ -115,7 +115,7 @@ class Gate(nn.Module):
         aux: name of an auxiliary loss -> coefficient, out of the class's `losses`; None: the class's default.
 
     Raises:
-        ConfigError: an argument is out of range, or `aux` names a loss that this gate does not define.
+        ConfigError: an argument is out of range, or `aux` is no mapping or names a loss that this gate does not define.
     """
 
     splits: ClassVar[bool] = False
@@ -151,6 +151,9 @@ class Gate(nn.Module):
         )
         # {} turns the class's default losses off; None leaves them.
         aux = self.default_aux if aux is None else aux
+        self.require(
+            isinstance(aux, Mapping), f"aux must give each loss a coefficient, {{'balance': 0.01}}, not {aux!r}"
+        )
         for name, coefficient in aux.items():
             self.require(
                 name in self.losses,
@@ -184,6 +187,11 @@ class Gate(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.model_dim = model_dim
         self.reset_parameters()
+
+    @property
+    def loss_sequence(self) -> int | None:
+        """Tokens of a sequence, where a loss is taken in each of them; None: losses are over all tokens."""
+        return None
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the parameters that `setup` makes."""
@@ -271,7 +279,7 @@ class Gate(nn.Module):
         weighted = [
             terms[name]() * coefficient if coefficient != 1 else terms[name]() for name, coefficient in self.aux.items()
         ]
-        # A tensor also without losses, so that who adds it up need not ask.
+        # A tensor also without losses, so that callers can add it up without asking.
         return sum(weighted[1:], weighted[0]) if weighted else like.new_zeros(())
 
     def require(self, condition: bool, text: str) -> None:
@@ -362,7 +370,7 @@ class RouterGate(Gate):
         return (router_logits(x_SM, self.weight_EM),)
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Returns whether there are kernels for such operands, tokens and matrix or logits."""
+        """Returns whether kernels serve these operands: tokens and matrix, or logits."""
         # Kernels choose by themselves: where experts are given, or noted, plain torch does.
         return (
             uses_triton(tensors[0])

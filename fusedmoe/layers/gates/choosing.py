@@ -23,7 +23,7 @@ _TOP_K = (torch.topk, Tensor.topk)
 
 
 class _OfThread(threading.local):
-    """Holds, for each thread, who chooses in its routers' place; None: nobody does."""
+    """Holds, for each thread, the `Choosing` in its routers' place; None: they choose themselves."""
 
     choosing: Choosing | None = None
 
@@ -56,7 +56,7 @@ class Choosing(TorchFunctionMode):
     router chooses after that, for a loss or for statistics, is its own business.
 
     Attributes:
-        chosen_TK: what was chosen, on this rank; None: nobody has chosen yet.
+        chosen_TK: what was chosen, on this rank; None: nothing yet.
     """
 
     def __init__(self, experts: int, give: Give, dims: int = 2) -> None:

@@ -59,7 +59,8 @@ class DeepSeekV3(RouterGate):
         normalize: divide the weights of a token by their sum (k > 1).
         route_scale: factor on the weights (V3: 2.5).
         bias_rate: step of the bias (V3: 0.001); 0 leaves it.
-        sequence: tokens per sequence, for a balance loss per sequence; None: over all tokens of the rank.
+        sequence: tokens per sequence, for a balance loss per sequence, which a mask may leave out but not cut; None:
+            over all tokens of the rank.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
@@ -112,12 +113,16 @@ class DeepSeekV3(RouterGate):
         nn.init.zeros_(self.bias_E)
 
     @property
+    def loss_sequence(self) -> int | None:
+        return self.sequence if "balance" in self.aux else None
+
+    @property
     def one_kernel(self) -> bool:
         return self.groups_kept == self.groups  # the kernel knows no groups
 
     def rule(self) -> GateRule:
         normalize = self.normalize and self.k > 1
-        return self.make_rule("sigmoid", normalize=normalize, scale=self.route_scale, sequence=self.sequence)
+        return self.make_rule("sigmoid", normalize=normalize, scale=self.route_scale, sequence=self.loss_sequence)
 
     def choice_bias(self) -> Tensor:
         return self.bias_E

@@ -177,7 +177,7 @@ class BatchPrioritised(TopK):
         super().__init__(experts, k, capacity_factor, normalize=normalize, noise=noise, aux=aux)
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
-        # A route of its own, and so a gate that cannot be split: who is dropped depends on all tokens of the rank.
+        # A route of its own, and so a gate that cannot be split: which tokens are dropped depends on all of the rank's.
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
         # Weights that are not normalised begin with the highest probability already, but for experts that were given.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
+from fusedmoe.dispatchers import unselected
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
@@ -244,7 +245,8 @@ class MOELayer(nn.Module):
         self.megablocks_size = int(megablocks_size) if effective else 0
         token_shape = input.shape[-reserve_dims:]
         dispatcher = self._dispatcher()
-        with topology_of(self.group).guard("moe_layer.forward"):
+        # A selective checkpoint would look for what ranks tell each other among the operators that it keeps.
+        with topology_of(self.group).guard("moe_layer.forward"), unselected():
             # Bad numbers of forwards before, which on CUDA nobody has waited for.
             dispatcher.checks.tell_logits()
             x_SM = input.reshape(-1, token_shape.numel())
