@@ -215,7 +215,9 @@ class PipelinedBlocks(nn.Module):
                     "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
                 )
             # A refused batch is replaced by one without samples: other ranks learn of it with the first sizes.
-            refusal = self._wrong(x) or (None if mask is None else of_mask("pipeline", mask, x))
+            refusal = self._wrong(x)
+            if refusal is None and mask is not None:
+                refusal = of_mask("pipeline", mask, x, *(layer.gate for layer in self._layers()))
             if refusal is not None:
                 x, mask = self._no_samples(x, refusal), None
             z, aux = self._in_micro_batches(x, mask, followed, refusal, calls)

@@ -278,7 +278,7 @@ def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
         mask: true for a token.   x: [..., M].   refusal: of x; then there are none.
     """
     if refusal is None:
-        refusal = of_mask("MoELayer", mask, x) or _cut_sequences(mask, gate.loss_sequence)
+        refusal = of_mask("MoELayer", mask, x, gate)
     if refusal is not None:
         return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
     assert isinstance(mask, Tensor)
@@ -286,24 +286,23 @@ def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
     return mask.reshape(-1).nonzero().squeeze(1).to(x.device), None
 
 
-def of_mask(who: str, mask: object, x: Tensor) -> str | None:
-    """Says what is wrong with a mask of the tokens of x, [..., M], if anything."""
+def of_mask(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
+    """Says what is wrong with a mask of the tokens of x, [..., M], if anything. `gates`: that route the tokens."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
-        return None
+        return next((text for gate in gates if (text := _cut_sequences(who, mask, gate.loss_sequence))), None)
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
 
 
-def _cut_sequences(mask: object, sequence: int | None) -> str | None:
+def _cut_sequences(who: str, mask: Tensor, sequence: int | None) -> str | None:
     """Says that a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several."""
-    assert isinstance(mask, Tensor)
     if sequence is None or torch.compiler.is_compiling() or mask.numel() % sequence:
         return None  # in a graph, and of tokens that do not divide, the loss itself says so
     mask_BL = mask.reshape(-1, sequence)
     if (mask_BL == mask_BL[:, :1]).all():
         return None
     return (
-        f"MoELayer got a mask that cuts sequences of {sequence} tokens, in each of which the gate takes a loss; "
+        f"{who} got a mask that cuts sequences of {sequence} tokens, in each of which the gate takes a loss; "
         "mask whole sequences, or make the gate without `sequence`"
     )
 

@@ -17,6 +17,7 @@ from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
 from tests.marks import slowly
+from tests.training.placed import Between
 
 M, H, E = 6, 5, 8
 
@@ -133,8 +134,14 @@ def test_a_mask_that_cuts_sequences_of_a_loss_is_refused() -> None:
     layer(x[[0, 2]])
     assert found == layer.aux_loss
     halves = torch.tensor([True, True, False, False]).expand(3, 4)[:2]
-    with pytest.raises(ConfigError, match="a mask that cuts sequences of 4 tokens"):
-        layer(x[:2], halves)
+    run = fusedmoe.pipeline([(Between(torch.nn.Identity()), layer)], (2, 2))
+    layer(run.dense[0](x)[1], whole)
+    found = layer.aux_loss
+    run(x, whole)
+    torch.testing.assert_close(layer.aux_loss, found)
+    for call, name in ((layer, "MoELayer"), (run, "pipeline")):
+        with pytest.raises(ConfigError, match=f"{name} got a mask that cuts sequences of 4 tokens"):
+            call(x[:2], halves)
     # Without that loss sequences mean nothing.
     MoELayer(M, fusedmoe.gates.DeepSeekV3(E, 2, sequence=4), fusedmoe.experts.SwiGLU(H))(x[:2], halves)
 
