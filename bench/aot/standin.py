@@ -189,7 +189,7 @@ def _tuner(capability: tuple[int, int], multiprocessors: int, device: torch.devi
     """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
 
     def check(variant: object, config: Any) -> str:
-        make_tiles([torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device)], sum(COUNTS), config.bm)
+        make_tiles(torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device), sum(COUNTS), config.bm)
         return ""
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:

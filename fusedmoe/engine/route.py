@@ -7,8 +7,8 @@ gradients go along the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
+from fusedmoe.kernels.grouped import Tiles
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -29,7 +30,6 @@ from fusedmoe.kernels.one_sided import (
     Wait,
     find_rows,
 )
-from fusedmoe.kernels.triton.grouped.call import ChunkTiles, Tiles
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
@@ -45,8 +45,6 @@ class RouteChunks:
     def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk]) -> None:
         self.buffers, self._chunks = buffers, chunks
         self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
-        layouts = [arrivals.layout for arrivals in self.arrivals]
-        self._tiles = ChunkTiles([layout.offsets_E1 for layout in layouts], layouts[0].rows)
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -63,9 +61,9 @@ class RouteChunks:
         wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def tiles(self, chunk: int) -> partial[Tiles]:
-        """Returns what gives a chunk's row tiles by their height; those of all chunks are made at once."""
-        return partial(self._tiles.of, chunk)
+    def tiles(self, chunk: int) -> Mapping[int, Tiles]:
+        """Returns a chunk's row tiles by their height."""
+        return self._chunks[chunk].tiles
 
     def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""

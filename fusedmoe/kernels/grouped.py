@@ -16,7 +16,7 @@ Their Triton cuts the rows into tiles (`define_tiles`), so that the size of a gr
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,6 +114,14 @@ def at_least_float32(total: _Sum) -> _Sum:
     """Returns a sum that further rows' gradients are added to: as it is, or of half precision a copy in float32."""
     # Chunks are not rounded one after the other: half precision is for their sum.
     return total.float() if total is not None and total.dtype.itemsize < 4 else total
+
+
+class Tiles(NamedTuple):
+    """`table`: [tiles, 2] int32, expert and first row of every tile, expert -1 where there is none; `used`: [1] int32,
+    how many there are."""
+
+    table: Tensor
+    used: Tensor
 
 
 def tile_bound(rows: int, experts: int, block_rows: int) -> int:

@@ -7,7 +7,7 @@ are bounds, rows past the true count are never read as results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,11 +17,11 @@ from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.kernels.grouped import at_least_float32
+from fusedmoe.kernels.grouped import Tiles, at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, Tiles, solid
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
 from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
@@ -35,7 +35,7 @@ def make_call(
     like: Tensor,
     in_flight: bool = False,
     shared: bool = False,
-    tiles: Callable[[int], Tiles] | None = None,
+    tiles: Mapping[int, Tiles] | None = None,
 ) -> GroupedCall:
     """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
 
@@ -138,7 +138,7 @@ def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tenso
 def forward_in_flight(
     x_CM: Tensor,
     layout: Layout,
-    tiles: Callable[[int], Tiles],
+    tiles: Mapping[int, Tiles],
     weights: Weights,
     activation: Activation,
     wait: Wait,
@@ -161,7 +161,7 @@ def backward_rows_in_flight(
     dy_CM: Tensor,
     h: Tensor,
     layout: Layout,
-    tiles: Callable[[int], Tiles],
+    tiles: Mapping[int, Tiles],
     weight_R: Tensor,
     weights: Weights,
     activation: Activation,

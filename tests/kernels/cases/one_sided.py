@@ -15,6 +15,7 @@ from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton import pages
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.grouped import holder
+from fusedmoe.kernels.triton.grouped.call import block_sizes
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
 from tests.kernels.cases import AotCase
@@ -184,6 +185,7 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -
         read |= dict.fromkeys((f"{way}_own_ptr", f"{way}_staged_ptr"), dtype if far else None)
     read |= {"fault_ptr": i64 if limited else None, "most": "i32", "number": "i32"}
     read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
+    read |= {"tiles_ptr": i32, "LOWEST": 64, "HEIGHTS": 2, "BT": block_sizes(experts)[1]}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
     return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)

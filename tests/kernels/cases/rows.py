@@ -46,7 +46,7 @@ def _of_tiles() -> list[AotCase]:
     def case(experts: int, block_rows: int) -> AotCase:
         padded, block = block_sizes(experts)
         arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "used_ptr": torch.int32}
-        sizes = {"n_tiles": "i32", "apart": "i32", "length": "i32", "E": experts}
+        sizes = {"n_tiles": "i32", "E": experts}
         return AotCase(
             f"tiles E={experts} BM={block_rows}",
             tiles_kernel,
