@@ -16,13 +16,13 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
 from fusedmoe.kernels.grouped import Tiles
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
     ArrivedChunk,
+    Faults,
     Put,
     ReceiveBuffer,
     RowLimit,
@@ -32,6 +32,7 @@ from fusedmoe.kernels.one_sided import (
 )
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
+from fusedmoe.kernels.triton.one_sided.receive import receive
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 
 
@@ -214,9 +215,9 @@ class Route:
         self._read.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
-        """Tells the ranks what has been read, all in one launch: nobody needs to know before the second next batch."""
+        """Tells the ranks what has been read, where no results are received that it would be told with."""
         (buffer, slot), *others = self._read
-        give_credit(buffer, slot, *others, faults=None if self._limit is None else self.buffers.faults)
+        give_credit(buffer, slot, *others, faults=self._heard)
         self._read.clear()
 
     def begin_results(self) -> int:
@@ -238,27 +239,27 @@ class Route:
 
     def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
-        y_SM = self._sum_results(slot, degree)
-        self._read.append((self.buffers.results, slot))
-        self.give_credit()
+        y_SM, _ = self._receive(slot, degree, None)
         return y_SM
 
     def receive_with_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
         """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
-        buffers, results = self.buffers, self.buffers.results
-        y_SM = self._sum_results(slot, degree)
-        # Copied before the slot is given back: another batch's values may come at once.
-        value_SK = put_pairs(buffers.value_rows[slot], self.layout)
-        self._read.append((results, slot))
-        self.give_credit()
+        y_SM, value_SK = self._receive(slot, degree, self.buffers.value_rows[slot])
+        assert value_SK is not None
         return y_SM, value_SK
 
-    def _sum_results(self, slot: int, degree: int) -> Tensor:
+    def _receive(self, slot: int, degree: int, value_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         buffers, results = self.buffers, self.buffers.results
         with buffers.watch.over():
             awaited = buffers.awaited_results(degree, slot)
             wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
-        return gather_sum(buffers.result_rows[slot], self.layout)
+        read, self._read = [*self._read, (results, slot)], []
+        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._heard)
+
+    @property
+    def _heard(self) -> Faults | None:
+        """What peers tell of, which is looked at where credit is given."""
+        return None if self._limit is None else self.buffers.faults
 
     def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
         """Counts the rows of the largest chunk; with a bound on all rows, and on a GPU, bounds them: nobody waits."""

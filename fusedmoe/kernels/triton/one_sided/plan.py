@@ -1,9 +1,9 @@
 """Plans of one-sided dispatch as kernels: what this rank puts, what has come, and where its results go.
 
 Definitions: `define_sends`, `define_arrivals` and `define_addresses` in `fusedmoe/kernels/one_sided.py`, of some
-hundred operations in torch. Here the first takes two launches at most, and the other two together one for all chunks: it writes
-down where results go in each slot of the results, so that both passes find their addresses made, and cuts the rows
-into tiles of each height that products of rows may have.
+hundred operations in torch. Here the first takes two launches at most, and the other two together one for all chunks:
+it writes down where results go in each slot of the results, so that both passes find their addresses made, and cuts the
+rows into tiles of each height that products of rows may have.
 
 Sends: (1) Each block of tokens finds, for each peer, the first chunk that needs each token, and counts them by chunk.
 (2) Each block sums up the counts of the blocks before; a token's place is behind those of earlier chunks and, in its
@@ -261,14 +261,13 @@ def read_metadata_kernel(
     count_e = tl.sum(inside_eW, 1)
     end_e = tl.cumsum(count_e, 0)
     for height in tl.static_range(HEIGHTS):
-        BM: tl.constexpr = LOWEST << height
-        n_tiles = bound // BM + local
+        n_tiles = bound // (LOWEST << height) + local
         # Each vector begins where 16 bytes align it: the number, then the table.
         length = 4 + (2 * n_tiles + 3) // 4 * 4
         used_ptr = tiles_ptr + chunk * length
         for first_tile in range(block * BT, n_tiles, tiles * BT):
             tile = first_tile + tl.arange(0, BT)
-            expert, start, used = find_tiles(end_e - count_e, count_e, tile, local, BM, LP)
+            expert, start, used = find_tiles(end_e - count_e, count_e, tile, local, LOWEST << height, LP)
             tl.store(used_ptr + 4 + 2 * tile, expert, mask=tile < n_tiles)
             tl.store(used_ptr + 4 + 2 * tile + 1, start, mask=tile < n_tiles)
             if first_tile == 0:
@@ -319,11 +318,9 @@ def read_metadata(
     *long, pair_R = _parts(metadata_WC2, torch.int64, *[experts] * degree, *[bound] * (vectors + 1))
     count, source, place, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
     weight = _parts(metadata_WC2, torch.float32, *[bound] * degree)
-    heights = row_heights(
-        results.own.dtype, None if INTERPRET else torch.cuda.get_device_capability(results.own.device)
-    )
-    lowest = heights[0]
-    assert heights == tuple(lowest << height for height in range(len(heights)))
+    capability = None if INTERPRET else torch.cuda.get_device_capability(results.own.device)
+    lowest, *others = heights = row_heights(results.own.dtype, capability)
+    assert others == [lowest << 1 + number for number in range(len(others))]
     table_sizes = [size for height in heights for size in (1, 2 * tile_bound(bound, experts, height)) * degree]
     sizes = *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3, *table_sizes
     short = _parts(metadata_WC2, torch.int32, *sizes)
