@@ -138,7 +138,7 @@ class Route:
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
         self._metadata_slot, self._limit = 0, None
-        self._metadata_put = self._metadata_awaited = False
+        self._metadata_put = False
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
@@ -175,9 +175,13 @@ class Route:
 
     @cached_property
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
+        return self._read_metadata()
+
+    def _read_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> tuple[RouteChunks, RouteChunks]:
+        """Waits for all routing metadata, and with it for credit in a slot of results, and reads what comes."""
         buffers, metadata = self.buffers, self.buffers.metadata
-        if not self._metadata_awaited:
-            self._await_metadata()
+        with buffers.watch.over():
+            wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
         def read(degree: int) -> RouteChunks:
@@ -222,20 +226,15 @@ class Route:
 
     def begin_results(self) -> int:
         """Begins an exchange of results; returns its slot, which serves again only when every peer has read what was in
-        it. Metadata that nobody has waited for is waited for by the same launch."""
+        it. Metadata that nobody has waited for is waited for by the same launch, and read."""
         buffers, results = self.buffers, self.buffers.results
         slot = buffers.begin(results)
-        if not self._metadata_awaited:
-            self._await_metadata((results, slot))
-            return slot
-        with buffers.watch.over():
-            wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        if "_passes" in vars(self):  # they have been read
+            with buffers.watch.over():
+                wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        else:
+            self._passes = self._read_metadata((results, slot))
         return slot
-
-    def _await_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> None:
-        buffers, self._metadata_awaited = self.buffers, True
-        with buffers.watch.over():
-            wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
 
     def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""

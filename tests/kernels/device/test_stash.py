@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-import torch
 
 from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import ConfigError
@@ -21,11 +20,7 @@ from tests.kernels.device.stashes import (
 )
 from tests.marks import slowly
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("processes share memory of the host")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(
