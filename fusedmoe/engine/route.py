@@ -16,7 +16,6 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.grouped import Tiles
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -30,6 +29,8 @@ from fusedmoe.kernels.one_sided import (
     Wait,
     find_rows,
 )
+from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.triton.experts import tile_heights
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
 from fusedmoe.kernels.triton.one_sided.receive import receive
@@ -186,8 +187,8 @@ class Route:
 
         def read(degree: int) -> RouteChunks:
             sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
-            ways = buffers.returned, buffers.returned_values, self._limit
-            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways))
+            ways = buffers.returned, buffers.returned_values, tile_heights(buffers.sizes.dtype, metadata_WC2.device)
+            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways, self._limit))
 
         there, back = self.degrees
         forward = read(there)
@@ -257,7 +258,7 @@ class Route:
 
     @property
     def _heard(self) -> Faults | None:
-        """What peers tell of, which is looked at where credit is given."""
+        """The faults that peers tell of, which are looked at where credit is given."""
         return None if self._limit is None else self.buffers.faults
 
     def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:

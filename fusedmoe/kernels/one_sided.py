@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.grouped import Tiles
 from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.kernels.tiles import Tiles
 
 # The record of a wait that ended early has so many numbers: reason, index of the signal, expected, seen, and the
 # address of the signals.

@@ -17,17 +17,23 @@ from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.kernels.grouped import Tiles, at_least_float32
+from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
+from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
-from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies
+from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies, row_heights
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
 from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
+
+
+def tile_heights(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Returns the rows of a row tile in each launch that there may be of rows in flight, which no tuner sees."""
+    return row_heights(dtype, None if INTERPRET else torch.cuda.get_device_capability(device))
 
 
 def make_call(

@@ -7,8 +7,8 @@ from itertools import product
 import torch
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
-from fusedmoe.kernels.triton.grouped.call import block_sizes, tiles_kernel
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.tiles import block_sizes, tiles_kernel
 from tests.kernels.cases import AotCase
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from fusedmoe.files import write_kept
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.kernels.grouped import Tiles, define_dweight
+from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, correctness
 from fusedmoe.kernels.triton.grouped import call as grouped_call

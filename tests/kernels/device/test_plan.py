@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.gather_sum import permute
-from fusedmoe.kernels.grouped import define_tiles
 from fusedmoe.kernels.layout import Layout, build_layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -22,6 +21,7 @@ from fusedmoe.kernels.one_sided import (
     define_arrivals,
     define_sends,
 )
+from fusedmoe.kernels.tiles import define_tiles
 from fusedmoe.kernels.triton.one_sided import plan
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 
@@ -35,6 +35,8 @@ CASES = [
     (8, 1, 129, 8, 8),
     (2, 7, 128, 2, 24),
 ]
+# Rows of row tiles.
+HEIGHTS = (16, 32)
 # Only that there is one matters.
 NETWORK = Network(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
@@ -112,7 +114,7 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
         rows, total = max(0, rows), int(counts.sum())
         limit = RowLimit(total - (padding < 0), torch.zeros(1, dtype=torch.int64, device=device), 3)
         results, values = (returning(peers, me, width, tokens * k, far, device) for width in (6, 1))
-        found = read_metadata(metadata, local, degree, capacity, rows, results, values, limit)
+        found = read_metadata(metadata, local, degree, capacity, rows, results, values, HEIGHTS, limit)
         assert limit.own.tolist() == [(3 << 32) + total if padding < 0 else 0]
         bound = -(-rows // 4) * 4
         right = define_arrivals(metadata, local, degree, capacity, [bound] * degree)
@@ -121,7 +123,7 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
             for of, chosen in ((results, one.results), (values, one.values)):
                 assert_equal_addresses(chosen, other, of, number * bound)
             assert [counter_W.tolist() for counter_W in one.counters] == [[0] * peers] * 2
-            assert one.tiles
+            assert tuple(one.tiles) == HEIGHTS
             for height, tiles in one.tiles.items():
                 table = define_tiles(other.layout.counts, bound, height)
                 assert tiles.table.tolist() == table and tiles.used.tolist() == [sum(e >= 0 for e, _ in table)]

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fusedmoe.kernels.grouped import define_tiles, tile_bound
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.triton.grouped.call import make_tiles
+from fusedmoe.kernels.tiles import define_tiles, tile_bound
+from fusedmoe.kernels.triton.tiles import make_tiles
 from tests.marks import interpreted_slowly
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
-from fusedmoe.kernels.grouped import Tiles, define_tiles
+from fusedmoe.kernels.tiles import Tiles, define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
 from fusedmoe.kernels.triton.grouped.correctness import check

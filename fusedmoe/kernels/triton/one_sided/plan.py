@@ -20,15 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.grouped import Tiles, tile_bound
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, RowLimit, Sends
+from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.gather_sum import columns
-from fusedmoe.kernels.triton.grouped.call import block_sizes, find_tiles
-from fusedmoe.kernels.triton.grouped.configs import row_heights
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.layout import ALONE
+from fusedmoe.kernels.triton.tiles import block_sizes, find_tiles
 
 #: Tokens of a block; a program compares each with all of a peer's experts.
 TOKENS = 128
@@ -58,7 +56,7 @@ def _chunk_of(row, start, count, degree):
 
 @triton.jit
 def _first_chunks(row_ptr, s, start, count, S, K, degree, BLOCK: tl.constexpr):
-    """Of each token the first chunk that needs it; `degree` where none does."""
+    """Finds the first chunk that needs each token; `degree` where none does."""
     first = tl.full((BLOCK,), 0, tl.int32) + degree
     for k in range(K):
         row = tl.load(row_ptr + s.to(tl.int64) * K + k, mask=s < S, other=-1).to(tl.int32)
@@ -68,7 +66,7 @@ def _first_chunks(row_ptr, s, start, count, S, K, degree, BLOCK: tl.constexpr):
 
 @triton.jit
 def _of_each_chunk(first, degree, DP: tl.constexpr):
-    """How many tokens are first needed by each chunk."""
+    """Counts the tokens that each chunk is the first to need."""
     d = tl.arange(0, DP)
     return tl.sum(((first[:, None] == d[None, :]) & (d < degree)[None, :]).to(tl.int32), 0)
 
@@ -105,9 +103,9 @@ def place_tokens_kernel(
         earlier = tl.zeros((DP,), dtype=tl.int32)
         for other in range(0, tiles):
             others = _first_chunks(row_ptr, other * BLOCK + tl.arange(0, BLOCK), start, count, S, K, degree, BLOCK)
-            here = _of_each_chunk(others, degree, DP)
-            total += here
-            earlier += tl.where(other < tile, here, 0)
+            counts = _of_each_chunk(others, degree, DP)
+            total += counts
+            earlier += tl.where(other < tile, counts, 0)
     else:
         first = tl.load(first_ptr + peer.to(tl.int64) * S + s, mask=s < S, other=degree)
         counts = tl.load(counts_ptr + (peer * tiles + t)[:, None] * DP + d[None, :], mask=(t < tiles)[:, None], other=0)
@@ -160,7 +158,7 @@ def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int
     place_tokens_kernel[grid](
         row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), *(counts or (None, None)), *sends,
         tokens, k, peers, capacity, lines, local, degree, tiles,
-        **blocks, TP=triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
+        **blocks, TP=1 if alone else triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
     )  # fmt: skip
     return sends
 
@@ -295,6 +293,7 @@ def read_metadata(
     rows: int,
     results: ReturnRows,
     values: ReturnRows,
+    heights: Sequence[int],
     limit: RowLimit | None = None,
 ) -> list[ArrivedChunk]:
     """Reads what comes, as `define_arrivals`, `define_addresses` and `define_tiles`; padding is of source 0 and goes to
@@ -303,6 +302,7 @@ def read_metadata(
     Args:
         rows: a bound on those of each chunk. It is rounded up to a multiple of four.
         results, values: where the rows' results go, and a number with each.
+        heights: rows of row tiles, each twice as many as the one before.
         limit: on the rows of all chunks, to be told of.
     """
     peers, lines, _ = metadata_WC2.shape
@@ -318,8 +318,7 @@ def read_metadata(
     *long, pair_R = _parts(metadata_WC2, torch.int64, *[experts] * degree, *[bound] * (vectors + 1))
     count, source, place, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
     weight = _parts(metadata_WC2, torch.float32, *[bound] * degree)
-    capability = None if INTERPRET else torch.cuda.get_device_capability(results.own.device)
-    lowest, *others = heights = row_heights(results.own.dtype, capability)
+    lowest, *others = heights
     assert others == [lowest << 1 + number for number in range(len(others))]
     table_sizes = [size for height in heights for size in (1, 2 * tile_bound(bound, experts, height)) * degree]
     sizes = *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3, *table_sizes
