@@ -30,8 +30,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
-from fusedmoe.kernels.triton.grouped.call import make_tiles
 from fusedmoe.kernels.triton.grouped.correctness import COUNTS
+from fusedmoe.kernels.triton.tiles import make_tiles
 
 # Multiprocessors of what stands for each generation: A100, H200, B200.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -189,7 +189,7 @@ def _tuner(capability: tuple[int, int], multiprocessors: int, device: torch.devi
     """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
 
     def check(variant: object, config: Any) -> str:
-        make_tiles([torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device)], sum(COUNTS), config.bm)
+        make_tiles(torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device), sum(COUNTS), config.bm)
         return ""
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:

@@ -7,8 +7,8 @@ gradients go along the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.gather_sum import gather_sum, put_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
     ArrivedChunk,
+    Faults,
     Put,
     ReceiveBuffer,
     RowLimit,
@@ -29,9 +29,11 @@ from fusedmoe.kernels.one_sided import (
     Wait,
     find_rows,
 )
-from fusedmoe.kernels.triton.grouped.call import ChunkTiles, Tiles
+from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.triton.experts import tile_heights
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
+from fusedmoe.kernels.triton.one_sided.receive import receive
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 
 
@@ -45,8 +47,6 @@ class RouteChunks:
     def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk]) -> None:
         self.buffers, self._chunks = buffers, chunks
         self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
-        layouts = [arrivals.layout for arrivals in self.arrivals]
-        self._tiles = ChunkTiles([layout.offsets_E1 for layout in layouts], layouts[0].rows)
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -63,9 +63,9 @@ class RouteChunks:
         wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
-    def tiles(self, chunk: int) -> partial[Tiles]:
-        """Returns what gives a chunk's row tiles by their height; those of all chunks are made at once."""
-        return partial(self._tiles.of, chunk)
+    def tiles(self, chunk: int) -> Mapping[int, Tiles]:
+        """Returns a chunk's row tiles by their height."""
+        return self._chunks[chunk].tiles
 
     def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
@@ -139,7 +139,7 @@ class Route:
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
         self._metadata_slot, self._limit = 0, None
-        self._metadata_put = self._metadata_awaited = False
+        self._metadata_put = False
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
@@ -176,15 +176,19 @@ class Route:
 
     @cached_property
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
+        return self._read_metadata()
+
+    def _read_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> tuple[RouteChunks, RouteChunks]:
+        """Waits for all routing metadata, and with it for credit in a slot of results, and reads what comes."""
         buffers, metadata = self.buffers, self.buffers.metadata
-        if not self._metadata_awaited:
-            self._await_metadata()
+        with buffers.watch.over():
+            wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
         def read(degree: int) -> RouteChunks:
             sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
-            ways = buffers.returned, buffers.returned_values, self._limit
-            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways))
+            ways = buffers.returned, buffers.returned_values, tile_heights(buffers.sizes.dtype, metadata_WC2.device)
+            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways, self._limit))
 
         there, back = self.degrees
         forward = read(there)
@@ -216,51 +220,46 @@ class Route:
         self._read.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
-        """Tells the ranks what has been read, all in one launch: nobody needs to know before the second next batch."""
+        """Tells the ranks what has been read, where no results are received that it would be told with."""
         (buffer, slot), *others = self._read
-        give_credit(buffer, slot, *others, faults=None if self._limit is None else self.buffers.faults)
+        give_credit(buffer, slot, *others, faults=self._heard)
         self._read.clear()
 
     def begin_results(self) -> int:
         """Begins an exchange of results; returns its slot, which serves again only when every peer has read what was in
-        it. Metadata that nobody has waited for is waited for by the same launch."""
+        it. Metadata that nobody has waited for is waited for by the same launch, and read."""
         buffers, results = self.buffers, self.buffers.results
         slot = buffers.begin(results)
-        if not self._metadata_awaited:
-            self._await_metadata((results, slot))
-            return slot
-        with buffers.watch.over():
-            wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        if "_passes" in vars(self):  # they have been read
+            with buffers.watch.over():
+                wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
+        else:
+            self._passes = self._read_metadata((results, slot))
         return slot
-
-    def _await_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> None:
-        buffers, self._metadata_awaited = self.buffers, True
-        with buffers.watch.over():
-            wait_metadata(buffers.metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
 
     def receive(self, slot: int, degree: int) -> Tensor:
         """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
-        y_SM = self._sum_results(slot, degree)
-        self._read.append((self.buffers.results, slot))
-        self.give_credit()
+        y_SM, _ = self._receive(slot, degree, None)
         return y_SM
 
     def receive_with_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
         """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
-        buffers, results = self.buffers, self.buffers.results
-        y_SM = self._sum_results(slot, degree)
-        # Copied before the slot is given back: another batch's values may come at once.
-        value_SK = put_pairs(buffers.value_rows[slot], self.layout)
-        self._read.append((results, slot))
-        self.give_credit()
+        y_SM, value_SK = self._receive(slot, degree, self.buffers.value_rows[slot])
+        assert value_SK is not None
         return y_SM, value_SK
 
-    def _sum_results(self, slot: int, degree: int) -> Tensor:
+    def _receive(self, slot: int, degree: int, value_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         buffers, results = self.buffers, self.buffers.results
         with buffers.watch.over():
             awaited = buffers.awaited_results(degree, slot)
             wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
-        return gather_sum(buffers.result_rows[slot], self.layout)
+        read, self._read = [*self._read, (results, slot)], []
+        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._heard)
+
+    @property
+    def _heard(self) -> Faults | None:
+        """The faults that peers tell of, which are looked at where credit is given."""
+        return None if self._limit is None else self.buffers.faults
 
     def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
         """Counts the rows of the largest chunk; with a bound on all rows, and on a GPU, bounds them: nobody waits."""

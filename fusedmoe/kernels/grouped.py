@@ -10,7 +10,7 @@ Rows n = 0 … N - 1 belong to experts, `expert_N`; `source_N` says which token 
 `grouped_product` and `grouped_dweight` serve networks that `experts` does not know. Contract: tensors in, tensors out;
 no autograd.
 
-Their Triton cuts the rows into tiles (`define_tiles`), so that the size of a grid is known without asking the device.
+Their Triton cuts the rows into tiles (`tiles.py`), so that the size of a grid is known without asking the device.
 """
 
 from __future__ import annotations
@@ -114,24 +114,3 @@ def at_least_float32(total: _Sum) -> _Sum:
     """Returns a sum that further rows' gradients are added to: as it is, or of half precision a copy in float32."""
     # Chunks are not rounded one after the other: half precision is for their sum.
     return total.float() if total is not None and total.dtype.itemsize < 4 else total
-
-
-def tile_bound(rows: int, experts: int, block_rows: int) -> int:
-    """Tiles that `rows` rows of `experts` experts can make at most."""
-    return rows // block_rows + experts
-
-
-def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
-    """Expert and first row of every tile, expert -1 where there is none, as plain loops.
-
-    A tile is up to `block_rows` rows of one expert.
-
-    Worked example, tiles of 4 rows, counts [5, 0, 3]: expert 0 has rows 0–3 and 4, expert 2 rows 5–7; the table is
-    [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
-    """
-    # The bound holds however rows are spread, so a grid of that size needs no count from the device.
-    tiles, start = [], 0
-    for expert, count in enumerate(counts):
-        tiles += [[expert, row] for row in range(start, start + count, block_rows)]
-        start += count
-    return tiles + [[-1, 0]] * (tile_bound(rows, len(counts), block_rows) - len(tiles))

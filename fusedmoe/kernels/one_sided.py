@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.kernels.tiles import Tiles
 
 # The record of a wait that ended early has so many numbers: reason, index of the signal, expected, seen, and the
 # address of the signals.
@@ -263,12 +264,14 @@ class ArrivedChunk(NamedTuple):
     Attributes:
         results, values: addresses of the rows' results, and of the number that goes with each, by slot of the results.
         counters: int32 zeros [W] for each pass, where its launch counts the rows that are done (`Put`).
+        tiles: row tiles, by their height.
     """
 
     arrivals: Arrivals
     results: Sequence[Addresses]
     values: Sequence[Addresses]
     counters: Sequence[Tensor]
+    tiles: Mapping[int, Tiles]
 
 
 def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bench.gpu import returned_rows
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Faults, Mark, Network, Put, ReceiveBuffer
-from fusedmoe.kernels.triton.one_sided import network, put, remote
+from fusedmoe.kernels.triton.one_sided import network, put, receive, remote
 from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
@@ -22,6 +23,7 @@ KERNELS = {
     returned_rows: ("return_rows_kernel",),
     remote: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
+    receive: ("receive_kernel",),
 }
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
 
@@ -88,6 +90,28 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
         for launch, of in zip(launches, expected, strict=True):
             case = cases[of]
             assert launch.is_case(case), (of, launch.arguments, case.arguments, launch.options, case.options)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_receives_is_compiled(far: bool, launches: list[Launch], cases: dict[str, AotCase]) -> None:
+    """Through a network credit is a launch of its own."""
+    leads = Network(empty(PEERS, dtype=I32), empty(1, dtype=I64), LIBRARIES) if far else None
+    tokens, results = window(WIDTH, CAPACITY, BF16, TILE, leads), window(WIDTH, CAPACITY, BF16, TILE, leads)
+    words = empty(PEERS, dtype=I64)
+    faults = Faults(empty(1, dtype=I64), words, words, Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9))
+    row_SK, number = empty(9, 8, dtype=I64), empty(72, dtype=I64)
+    layout = Layout(number, empty(73, dtype=I32), number, number, row_SK)
+    for value_R, read, told, credit in (
+        (None, [(tokens, 1)] * 2 + [(results, 0)], faults, "3 told"),
+        (empty(72, dtype=F32), [(tokens, 1), (results, 0)], None, "2"),
+    ):
+        launches.clear()
+        receive.receive(empty(72, WIDTH, dtype=BF16), layout, value_R, empty(1, dtype=I32), read, told)
+        name, valued = "receive bfloat16 4096 K=8 credit", " values" * (value_R is not None)
+        expected = [f"{name} 0{valued}", f"credit {credit} nvshmem"] if far else [f"{name} {credit}{valued}"]
+        assert len(launches) == len(expected)
+        for launch, of in zip(launches, expected, strict=True):
+            assert launch.is_case(cases[of]), (of, launch.arguments, cases[of].arguments, launch.options)
 
 
 def test_a_wait_that_reads_nothing_asks_nobody(launches: list[Launch]) -> None:

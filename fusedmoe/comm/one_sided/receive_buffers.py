@@ -59,6 +59,7 @@ class ReceiveBuffers:
         network: leads to far peers; None where no peer is far.
         watch: bounds waits.   faults: what ranks find wrong in a pass, and tell each other.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
+        done: [1] int32, 0 between launches that count their programs (`receive`).
         credit_W: of each slot of results, int32, indices of the peers' credits.
     """
 
@@ -91,6 +92,7 @@ class ReceiveBuffers:
             staged_values = heap.allocate((most, 1), torch.float32).own
         self.returned = ReturnRows(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
         self.returned_values = ReturnRows(values.own, values.table, staged_values, self.network)
+        self.done = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_views()
         self.watch = Watch(heap)
         told, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)

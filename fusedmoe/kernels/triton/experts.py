@@ -7,7 +7,7 @@ are bounds, rows past the true count are never read as results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,10 @@ from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
+from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, Tiles, solid
-from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
+from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies, row_heights
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
@@ -30,12 +31,17 @@ from fusedmoe.kernels.triton.grouped.up import up
 from fusedmoe.kernels.triton.one_sided.put import put_values
 
 
+def tile_heights(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Returns the rows of a row tile in each launch that there may be of rows in flight, which no tuner sees."""
+    return row_heights(dtype, None if INTERPRET else torch.cuda.get_device_capability(device))
+
+
 def make_call(
     layout: Layout,
     like: Tensor,
     in_flight: bool = False,
     shared: bool = False,
-    tiles: Callable[[int], Tiles] | None = None,
+    tiles: Mapping[int, Tiles] | None = None,
 ) -> GroupedCall:
     """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
 
@@ -138,7 +144,7 @@ def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tenso
 def forward_in_flight(
     x_CM: Tensor,
     layout: Layout,
-    tiles: Callable[[int], Tiles],
+    tiles: Mapping[int, Tiles],
     weights: Weights,
     activation: Activation,
     wait: Wait,
@@ -161,7 +167,7 @@ def backward_rows_in_flight(
     dy_CM: Tensor,
     h: Tensor,
     layout: Layout,
-    tiles: Callable[[int], Tiles],
+    tiles: Mapping[int, Tiles],
     weight_R: Tensor,
     weights: Weights,
     activation: Activation,

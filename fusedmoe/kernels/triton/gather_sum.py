@@ -31,13 +31,12 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
 
 
-@jit
-def sum_rows_kernel(
-    rows_ptr, row_ptr, weight_ptr, y_ptr, M, stride,
+@triton.jit
+def sum_of_token(
+    rows_ptr, row_ptr, weight_ptr, y_ptr, s, column, M, stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    s = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Some columns of y[s], the sum of a token's rows."""
     total = tl.zeros((BLOCK,), dtype=TOTAL)
     # Unrolled, so that the loads of all K are under way at once; summed in their order all the same.
     for k in tl.static_range(K):
@@ -49,6 +48,16 @@ def sum_rows_kernel(
             value *= tl.load(weight_ptr + row, mask=kept, other=0).to(TOTAL)
         total += value
     tl.store(y_ptr + s * M + column, total.to(y_ptr.dtype.element_ty), mask=column < M)
+
+
+@jit
+def sum_rows_kernel(
+    rows_ptr, row_ptr, weight_ptr, y_ptr, M, stride,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sum_of_token(rows_ptr, row_ptr, weight_ptr, y_ptr, s, column, M, stride, K, WEIGHTED, TOTAL, BLOCK)
 
 
 @jit(do_not_specialize=["N"])

@@ -13,10 +13,11 @@ from bench.gpu import returned_rows
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton import pages
-from fusedmoe.kernels.triton.gather_sum import columns
+from fusedmoe.kernels.triton.gather_sum import columns, total_dtype
 from fusedmoe.kernels.triton.grouped import holder
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
-from fusedmoe.kernels.triton.one_sided import network, plan, put, remote
+from fusedmoe.kernels.triton.one_sided import network, plan, put, receive, remote
+from fusedmoe.kernels.triton.tiles import block_sizes
 from tests.kernels.cases import AotCase
 
 
@@ -103,8 +104,37 @@ def _of_puts() -> list[AotCase]:
             add(name, put.credit_kernel, {**credit, **heard}, pointers, put.credit_options)
     faults = {"fault_ptr": i64, "told_ptr": i64, "told_table_ptr": i64, "me": "i32"}
     add("tell faults", put.tell_faults_kernel, faults, pointers, put.credit_options)
+    cases += _of_receiving()
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
+    return cases
+
+
+def _of_receiving() -> list[AotCase]:
+    """With credit in two and three buffers, where the former has numbers of pairs, too; and without."""
+    i32, i64, cases = torch.int32, torch.int64, []
+    for dtype, width, k in (
+        *((torch.bfloat16, 4096, k) for k in (1, 2, 8)),
+        (torch.float16, 4096, 8),
+        (torch.float32, 4096, 8),
+        (torch.float32, 100, 3),
+    ):
+        block, warps = columns(width)
+        summed = {"rows_ptr": dtype, "row_ptr": i64, "y_ptr": dtype, "S": "i32", "M": width, "K": k, "BLOCK": block}
+        summed |= {"TOTAL": total_dtype(dtype), "slot": "i32", "me": "i32", "W": 8}
+        for credited, told in ((0, None), (2, None), (2, i64), (3, None), (3, i64)):
+            for valued in (False, True) if credited == 0 else (credited == 2,):
+                given: dict[str, Any] = {"done_ptr": i32 if credited else None}
+                given |= dict.fromkeys(("value_ptr", "own_value_ptr"), torch.float32 if valued else None)
+                given |= dict.fromkeys(("credits_ptr", "credit_table_ptr", "epoch_ptr"), i64 if credited else None)
+                for number, of in enumerate(("second", "third"), 2):
+                    pointer = i64 if number <= credited else None
+                    given |= dict.fromkeys((f"{of}_{one}_ptr" for one in ("credits", "table", "epoch")), pointer)
+                    given |= {f"{of}_slot": "i32"}
+                given |= dict.fromkeys(("told_ptr", "stop_ptr", "record_ptr"), told)
+                name = f"receive {str(dtype)[6:]} {width} K={k} credit {credited}"
+                name += " told" * (told is not None) + " values" * valued
+                cases.append(AotCase(name, receive.receive_kernel, {**summed, **given}, {"num_warps": warps}))
     return cases
 
 
@@ -163,6 +193,9 @@ def _of_plans() -> list[AotCase]:
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
             cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
+            # Of few tokens, which are counted there.
+            more |= {"first_ptr": None, "counts_ptr": None, "TP": 1}
+            cases.append(AotCase(f"{title} alone", plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
         cases += [_of_reading(name, experts, peers, far, most) for far in (False, True) for most in (False, True)]
     for dtype in (torch.bfloat16, torch.float32):
         rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}
@@ -184,6 +217,7 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -
         read |= dict.fromkeys((f"{way}_own_ptr", f"{way}_staged_ptr"), dtype if far else None)
     read |= {"fault_ptr": i64 if limited else None, "most": "i32", "number": "i32"}
     read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
+    read |= {"tiles_ptr": i32, "LOWEST": 64, "HEIGHTS": 2, "BT": block_sizes(experts)[1]}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
     return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)

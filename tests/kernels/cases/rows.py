@@ -7,8 +7,8 @@ from itertools import product
 import torch
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
-from fusedmoe.kernels.triton.grouped.call import block_sizes, tiles_kernel
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.tiles import block_sizes, tiles_kernel
 from tests.kernels.cases import AotCase
 
 
@@ -46,7 +46,7 @@ def _of_tiles() -> list[AotCase]:
     def case(experts: int, block_rows: int) -> AotCase:
         padded, block = block_sizes(experts)
         arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "used_ptr": torch.int32}
-        sizes = {"n_tiles": "i32", "apart": "i32", "length": "i32", "E": experts}
+        sizes = {"n_tiles": "i32", "E": experts}
         return AotCase(
             f"tiles E={experts} BM={block_rows}",
             tiles_kernel,

@@ -28,6 +28,13 @@ def device() -> torch.device:
     return torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
 
 
+@pytest.fixture
+def on_a_cpu(device: torch.device) -> None:
+    """Skips on a GPU: ranks are processes that share memory of the host. There virtual ranks are tested."""
+    if device.type != "cpu":
+        pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
+
+
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     """Memory that nobody has written holds NaN, and the greatest integers."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,12 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, correctness
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, Tiles
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Candidate,
@@ -175,10 +176,10 @@ def test_check_finds_one_wrong_value(
 def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiles = grouped_call.make_tiles
 
-    def lossy(*args: Any) -> list[Tiles]:
-        (tiles,) = make_tiles(*args)
+    def lossy(*args: Any) -> Tiles:
+        tiles = make_tiles(*args)
         tiles.table[2, 0] = -1
-        return [tiles]
+        return tiles
 
     monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
@@ -570,11 +571,11 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
     make_tiles = grouped_call.make_tiles
 
-    def lossy(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Tiles]:
-        (tiles,) = make_tiles(offsets, rows, block_rows)
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+        tiles = make_tiles(offsets_E1, rows, block_rows)
         if block_rows == 16:
             tiles.table[1:, 0] = -1
-        return [tiles]
+        return tiles
 
     monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))

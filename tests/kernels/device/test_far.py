@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.deaths import check_death
@@ -11,11 +10,7 @@ from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Degree, compa
 from tests.kernels.device.on_nodes import APART, count_puts, return_twice
 from tests.marks import slowly
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("the network is made up of memory of the host")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(

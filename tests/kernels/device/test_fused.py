@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.deaths import check_death
@@ -20,11 +19,7 @@ from tests.kernels.device.on_buffers import (
 from tests.lifetime import left_in_shared_memory
 from tests.marks import slowly
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(

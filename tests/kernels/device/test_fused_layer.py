@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.fused_layers import (
@@ -15,11 +14,7 @@ from tests.kernels.device.fused_layers import (
 )
 from tests.marks import slowly
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from fusedmoe.kernels.one_sided import (
     define_arrivals,
     define_sends,
 )
+from fusedmoe.kernels.tiles import define_tiles
+from fusedmoe.kernels.triton.one_sided import plan
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
 
 # Peers, local experts, tokens, experts of a token, chunks.
@@ -33,6 +35,8 @@ CASES = [
     (8, 1, 129, 8, 8),
     (2, 7, 128, 2, 24),
 ]
+# Rows of row tiles.
+HEIGHTS = (16, 32)
 # Only that there is one matters.
 NETWORK = Network(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
@@ -49,9 +53,17 @@ def routed(case: tuple[int, int, int, int, int], device: torch.device, seed: int
     return layout, torch.rand(tokens, k, device=device)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("weighted", "alone"), [(True, False), (False, True)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sends(case: tuple[int, int, int, int, int], weighted: bool, device: torch.device) -> None:
+def test_sends(
+    case: tuple[int, int, int, int, int],
+    weighted: bool,
+    alone: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`alone`: in one launch, where every block counts all tokens."""
+    monkeypatch.setattr(plan, "ALONE", 10**6 if alone else -1)
     peers, local, tokens, k, degree = case
     layout, weight_SK = routed(case, device, 0)
     sizes = (peers, degree, max(1, tokens) + 3, local + tokens * k + 2)
@@ -102,7 +114,7 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
         rows, total = max(0, rows), int(counts.sum())
         limit = RowLimit(total - (padding < 0), torch.zeros(1, dtype=torch.int64, device=device), 3)
         results, values = (returning(peers, me, width, tokens * k, far, device) for width in (6, 1))
-        found = read_metadata(metadata, local, degree, capacity, rows, results, values, limit)
+        found = read_metadata(metadata, local, degree, capacity, rows, results, values, HEIGHTS, limit)
         assert limit.own.tolist() == [(3 << 32) + total if padding < 0 else 0]
         bound = -(-rows // 4) * 4
         right = define_arrivals(metadata, local, degree, capacity, [bound] * degree)
@@ -111,6 +123,11 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
             for of, chosen in ((results, one.results), (values, one.values)):
                 assert_equal_addresses(chosen, other, of, number * bound)
             assert [counter_W.tolist() for counter_W in one.counters] == [[0] * peers] * 2
+            assert tuple(one.tiles) == HEIGHTS
+            for height, tiles in one.tiles.items():
+                table = define_tiles(other.layout.counts, bound, height)
+                assert tiles.table.tolist() == table and tiles.used.tolist() == [sum(e >= 0 for e, _ in table)]
+                assert tiles.table.data_ptr() % 16 == tiles.used.data_ptr() % 16 == 0
         # The rows themselves, in one launch; padding is zeros.
         x_CM = torch.randn(peers * capacity, 5, device=device)
         for x_RM, other in zip(take_rows(x_CM, [one.arrivals for one in found]), right, strict=True):

@@ -6,17 +6,12 @@ import math
 import re
 
 import pytest
-import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.replays import replay_layer, replay_passes, tell_late
 from tests.marks import slowly
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("processes share memory of the host")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(

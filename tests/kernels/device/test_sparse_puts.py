@@ -12,11 +12,7 @@ from tests.comm.test_sparse import exchange_by_puts
 from tests.lifetime import left_in_shared_memory
 from tests.training.placed import EXACT, run
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("processes share memory of the host")
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, 8), pytest.param(4, 20, marks=pytest.mark.slow)])

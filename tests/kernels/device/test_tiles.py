@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fusedmoe.kernels.grouped import define_tiles, tile_bound
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.triton.grouped import call
-from fusedmoe.kernels.triton.grouped.call import ChunkTiles, make_tiles
+from fusedmoe.kernels.tiles import define_tiles, tile_bound
+from fusedmoe.kernels.triton.tiles import make_tiles
 from tests.marks import interpreted_slowly
 
 
@@ -31,11 +30,13 @@ def check(counts: list[int], slack: int, block: int, device: torch.device, no_sy
     offsets_E1 = offsets(torch.tensor(counts, device=device))
     rows = sum(counts) + slack
     with no_sync():
-        (tiles,) = make_tiles([offsets_E1], rows, block)
+        tiles = make_tiles(offsets_E1, rows, block)
     right = define_tiles(counts, rows, block)
     assert tiles.table.dtype == torch.int32 and len(right) == tile_bound(rows, len(counts), block)
     assert tiles.table.tolist() == right
     assert tiles.used.tolist() == [sum(expert >= 0 for expert, _ in right)]
+    # As kernels are compiled for.
+    assert tiles.table.data_ptr() % 16 == tiles.used.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize(
@@ -66,30 +67,6 @@ def test_tiles(counts: list[int], block: int, slack: int, device: torch.device, 
 def test_random_counts(experts: int, device: torch.device, no_sync: NoSync) -> None:
     for block in (32, 64, 128):
         check(ragged(experts, 300), 11, block, device, no_sync)
-
-
-@pytest.mark.parametrize("experts", [1, 6, 128])
-def test_tiles_of_chunks(experts: int, device: torch.device, no_sync: NoSync, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one launch, from offsets that lie in one tensor with room between them."""
-    counts = [ragged(experts, 70) for _ in range(3)]
-    rows, apart = max(map(sum, counts)) + 5, experts + 4
-    together = torch.full((3 * apart + 2,), -1, dtype=torch.int32, device=device)
-    own = [together[2 + chunk * apart :][: experts + 1] for chunk in range(3)]
-    for offsets_E1, of in zip(own, counts, strict=True):
-        offsets_E1.copy_(offsets(torch.tensor(of)))
-    launched: list[int] = []
-    monkeypatch.setattr(call, "make_tiles", lambda *of: launched.append(of[2]) or make_tiles(*of))
-    of_chunks = ChunkTiles(own, rows)
-    for block in (16, 64):
-        with no_sync():
-            found = [of_chunks.of(chunk, block) for chunk in range(3)]
-        for tiles, of in zip(found, counts, strict=True):
-            right = define_tiles(of, rows, block)
-            assert tiles.table.tolist() == right
-            assert tiles.used.tolist() == [sum(expert >= 0 for expert, _ in right)]
-            # As kernels are compiled for.
-            assert tiles.table.data_ptr() % 16 == tiles.used.data_ptr() % 16 == 0
-    assert launched == [16, 64]
 
 
 def test_every_row_is_in_one_tile() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
-from fusedmoe.kernels.grouped import define_tiles
+from fusedmoe.kernels.tiles import Tiles, define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
-from fusedmoe.kernels.triton.grouped.call import Tiles
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
 from fusedmoe.kernels.triton.grouped.correctness import check
 from tests.gluon_interpreter import interpret
@@ -52,10 +50,9 @@ class Interpreted:
         return run
 
 
-def plain_tiles(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Tiles]:
-    counts = [offsets_E1.diff().tolist() for offsets_E1 in offsets]
-    tables = [torch.tensor(define_tiles(of, rows, block_rows), dtype=torch.int32) for of in counts]
-    return [Tiles(table, (table[:, :1] >= 0).sum(0, dtype=torch.int32)) for table in tables]
+def plain_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+    table = torch.tensor(define_tiles(offsets_E1.diff().tolist(), rows, block_rows), dtype=torch.int32)
+    return Tiles(table, (table[:, :1] >= 0).sum(0, dtype=torch.int32))
 
 
 @pytest.fixture
@@ -135,12 +132,12 @@ def test_the_check_finds_a_wrong_argument(what: str, programs: list[int], monkey
         monkeypatch.setattr(launch.triton, "cdiv", lambda size, block: size // block)
     else:
 
-        def wrong(*args: Any) -> list[Tiles]:
-            (tiles,) = plain_tiles(*args)
+        def wrong(*args: Any) -> Tiles:
+            tiles = plain_tiles(*args)
             if what == "used":
-                return [tiles._replace(used=tiles.used - 1)]
+                return tiles._replace(used=tiles.used - 1)
             tiles.table[1] = tiles.table[0]
-            return [tiles]
+            return tiles
 
         monkeypatch.setattr(grouped_call, "make_tiles", wrong)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))

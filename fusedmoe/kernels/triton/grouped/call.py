@@ -1,31 +1,24 @@
 """The common part of the grouped products' launches: the rows of a call, how a configuration is chosen, and arguments.
 
-Row tiles cut the rows of ragged groups for a grid whose size is known without asking the device. A tile is up to BM
-rows of one expert. N rows of E experts make at most N // BM + E tiles, however they are spread; the grid has that many,
-and those without rows end at once. So nothing waits for the host to learn the counts.
-
 Launchers make no host synchronisation and no autograd; shapes are bounds, rows past the true count are never read as
 results. Each says what it is about to run and gets the configuration to run it in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.grouped import tile_bound
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Put, Wait, far_pointers, linked
+from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.configs import Config, Key, Variant, bucket, is_even
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
+from fusedmoe.kernels.triton.tiles import make_tiles
 
 Result = TypeVar("Result")
 
@@ -43,7 +36,7 @@ class GroupedCall:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
         shared: communication holds some multiprocessors meanwhile.
-        tiles: gives row tiles by their height; None: they are made here.
+        tiles: row tiles by their height; those that are not there are made here.
     Attributes:
         choose: chooses the configuration of each launch.
     """
@@ -55,7 +48,7 @@ class GroupedCall:
         choose: Choose,
         bulk: bool,
         shared: bool = False,
-        tiles: Callable[[int], Tiles] | None = None,
+        tiles: Mapping[int, Tiles] | None = None,
     ) -> None:
         self.layout = layout
         self.starts_E1 = layout.offsets_E1
@@ -66,7 +59,13 @@ class GroupedCall:
         self.precision = "tf32" if tf32 else "ieee"
         self.choose = choose
         self._bulk, self._shared = bulk, shared
-        self.tiles = tiles or partial(ChunkTiles([self.starts_E1], layout.rows).of, 0)
+        self._tiles = dict(tiles or {})
+
+    def tiles(self, block_rows: int) -> Tiles:
+        """Returns tiles of so many rows. No host synchronisation."""
+        if block_rows not in self._tiles:
+            self._tiles[block_rows] = make_tiles(self.starts_E1, self.layout.rows, block_rows)
+        return self._tiles[block_rows]
 
     def variant(
         self, operation: str, depth: int, columns: int, activation: str = "", gather: bool = False, extra: bool = False
@@ -146,90 +145,3 @@ def constants(variant: Variant, config: Config) -> dict[str, Any]:
         "GROUP": config.group,
         **config.options,
     }
-
-
-# Comparisons of a program: each of its tiles looks through the ends of all experts.
-_COMPARISONS = 8192
-
-
-@jit(do_not_specialize=["n_tiles", "apart", "length"])
-def tiles_kernel(
-    offsets_ptr, tiles_ptr, used_ptr, n_tiles, apart, length, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr
-):  # fmt: skip
-    # A chunk's offsets are `apart` from those of the one before, and its numbers `length`.
-    offsets_ptr += tl.program_id(1) * apart
-    tiles_ptr += tl.program_id(1) * length
-    used_ptr += tl.program_id(1) * length
-    e = tl.arange(0, EP)
-    known = e < E
-    start_E = tl.load(offsets_ptr + e, mask=known, other=0)
-    count_E = tl.load(offsets_ptr + e + 1, mask=known, other=0) - start_E
-    end_E = tl.cumsum((count_E + BM - 1) // BM, 0)
-
-    tile = tl.program_id(0) * BT + tl.arange(0, BT)
-    # Experts whose tiles all come before. They are counted, the empty ones too, so that runs of those are skipped.
-    before = known[None, :] & (end_E[None, :] <= tile[:, None])
-    expert = tl.sum(before.to(tl.int32), 1)
-    first = tl.max(tl.where(before, end_E[None, :], 0), 1)
-    start = tl.load(offsets_ptr + expert) + (tile - first) * BM  # offsets end with the number of rows: E is inside
-    used = expert < E
-    tl.store(tiles_ptr + 2 * tile, tl.where(used, expert, -1), mask=tile < n_tiles)
-    tl.store(tiles_ptr + 2 * tile + 1, tl.where(used, start, 0), mask=tile < n_tiles)
-    if tl.program_id(0) == 0:
-        tl.store(used_ptr, tl.max(end_E, 0))
-
-
-class Tiles(NamedTuple):
-    """`table`: [tiles, 2] int32, expert and first row of every tile, expert -1 where there is none; `used`: [1] int32,
-    how many there are."""
-
-    table: Tensor
-    used: Tensor
-
-
-class ChunkTiles:
-    """Row tiles of chunks of rows sorted by expert: those of all in one launch, when some are first asked for.
-
-    Args:
-        offsets: of each chunk int32 [E + 1], first row of each expert and, last, the number of rows; they lie in one
-            tensor, as far from each other.
-        rows: a bound on the rows of each.
-    """
-
-    def __init__(self, offsets: Sequence[Tensor], rows: int) -> None:
-        self._offsets, self._rows = offsets, rows
-        self._tiles: dict[int, list[Tiles]] = {}
-
-    def of(self, chunk: int, block_rows: int) -> Tiles:
-        """Returns a chunk's tiles of so many rows. No host synchronisation."""
-        if block_rows not in self._tiles:
-            self._tiles[block_rows] = make_tiles(self._offsets, self._rows, block_rows)
-        return self._tiles[block_rows][chunk]
-
-
-def make_tiles(offsets: Sequence[Tensor], rows: int, block_rows: int) -> list[Tiles]:
-    """Launches what `ChunkTiles` gives, with tiles of so many rows."""
-    first, experts = offsets[0], offsets[0].numel() - 1
-    place, *others = (of.storage_offset() for of in offsets)
-    apart = others[0] - place if others else 0
-    assert others == [place + chunk * apart for chunk in range(1, len(offsets))]
-    n_tiles = tile_bound(rows, experts, block_rows)
-    # The number comes first, and the table where 16 bytes align it: kernels are compiled for that.
-    length = 4 + 2 * n_tiles + 2 * (n_tiles % 2)
-    numbers = first.new_empty(len(offsets) * length)
-    starts = range(0, len(offsets) * length, length)
-    tiles = [
-        Tiles(numbers.as_strided((n_tiles, 2), (2, 1), at + 4), numbers.as_strided((1,), (1,), at)) for at in starts
-    ]
-    padded, block = block_sizes(experts)
-    tiles_kernel[(triton.cdiv(n_tiles, block), len(offsets))](
-        first, tiles[0].table, tiles[0].used, n_tiles, apart, length, experts,
-        BM=block_rows, BT=block, EP=padded, num_warps=4, maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
-    return tiles
-
-
-def block_sizes(experts: int) -> tuple[int, int]:
-    """Experts as a power of two, and tiles of a program."""
-    padded = triton.next_power_of_2(experts)
-    return padded, min(128, max(1, _COMPARISONS // padded))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -228,6 +229,14 @@ def candidates(
     if capability >= (10, 0):
         return _BLACKWELL[operation]
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
+
+
+@cache
+def row_heights(dtype: torch.dtype, capability: Capability | None) -> tuple[int, ...]:
+    """Rows of a tile in all configurations that products of rows may have by the table."""
+    operations = (operation for operation in OPERATIONS if not operation.startswith("dw"))
+    choices = [candidates(of, dtype, capability, even) for of in operations for even in (False, True)]
+    return tuple(sorted({one.config.bm for some in choices for one in some}))
 
 
 # Of the Gluon form. Which ones there are, and their order, is by an H200 and an H100 at the benchmark's shapes.

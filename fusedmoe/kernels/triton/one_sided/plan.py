@@ -1,12 +1,14 @@
 """Plans of one-sided dispatch as kernels: what this rank puts, what has come, and where its results go.
 
 Definitions: `define_sends`, `define_arrivals` and `define_addresses` in `fusedmoe/kernels/one_sided.py`, of some
-hundred operations in torch. Here the first takes two launches, and the other two together one for all chunks: it writes
-down where results go in each slot of the results, so that both passes find their addresses made.
+hundred operations in torch. Here the first takes two launches at most, and the other two together one for all chunks:
+it writes down where results go in each slot of the results, so that both passes find their addresses made, and cuts the
+rows into tiles of each height that products of rows may have.
 
 Sends: (1) Each block of tokens finds, for each peer, the first chunk that needs each token, and counts them by chunk.
 (2) Each block sums up the counts of the blocks before; a token's place is behind those of earlier chunks and, in its
 own, of tokens before it. Rows are compared with the first rows of a peer's experts: no table of experts is needed.
+Of few tokens every block counts all on its own: one launch, where a batch is so small that launches are what it costs.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, RowLimit, Sends
+from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.layout import ALONE
+from fusedmoe.kernels.triton.tiles import block_sizes, find_tiles
 
 #: Tokens of a block; a program compares each with all of a peer's experts.
 TOKENS = 128
@@ -49,6 +54,23 @@ def _chunk_of(row, start, count, degree):
     return tl.where(of > 0, tl.minimum(chunk, degree - 1), degree).to(tl.int32)
 
 
+@triton.jit
+def _first_chunks(row_ptr, s, start, count, S, K, degree, BLOCK: tl.constexpr):
+    """Finds the first chunk that needs each token; `degree` where none does."""
+    first = tl.full((BLOCK,), 0, tl.int32) + degree
+    for k in range(K):
+        row = tl.load(row_ptr + s.to(tl.int64) * K + k, mask=s < S, other=-1).to(tl.int32)
+        first = tl.minimum(first, _chunk_of(row, start, count, degree))
+    return first
+
+
+@triton.jit
+def _of_each_chunk(first, degree, DP: tl.constexpr):
+    """Counts the tokens that each chunk is the first to need."""
+    d = tl.arange(0, DP)
+    return tl.sum(((first[:, None] == d[None, :]) & (d < degree)[None, :]).to(tl.int32), 0)
+
+
 @jit(do_not_specialize=_UNSPECIAL)
 def count_chunks_kernel(
     row_ptr, offsets_ptr, first_ptr, counts_ptr, S, K, W, local, degree, tiles,
@@ -58,18 +80,14 @@ def count_chunks_kernel(
     tile, peer = tl.program_id(0) // W, tl.program_id(0) % W
     start, count = _experts_of(offsets_ptr, peer, local, LP)
     s = tile * BLOCK + tl.arange(0, BLOCK)
-    first = tl.full((BLOCK,), 0, tl.int32) + degree
-    for k in range(K):
-        row = tl.load(row_ptr + s.to(tl.int64) * K + k, mask=s < S, other=-1).to(tl.int32)
-        first = tl.minimum(first, _chunk_of(row, start, count, degree))
+    first = _first_chunks(row_ptr, s, start, count, S, K, degree, BLOCK)
     tl.store(first_ptr + peer.to(tl.int64) * S + s, first, mask=s < S)
-    d = tl.arange(0, DP)
-    here = tl.sum(((first[:, None] == d[None, :]) & (d < degree)[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + (peer * tiles + tile) * DP + d, here)
+    tl.store(counts_ptr + (peer * tiles + tile) * DP + tl.arange(0, DP), _of_each_chunk(first, degree, DP))
 
 
 @jit(do_not_specialize=_UNSPECIAL)
 def place_tokens_kernel(
+    # `first_ptr`, `counts_ptr`: what the launch before has made, or None.
     row_ptr, offsets_ptr, weight_ptr, first_ptr, counts_ptr,
     token_ptr, token_used_ptr, metadata_ptr, line_ptr, line_used_ptr,
     S, K, W, C, L, local, degree, tiles,
@@ -78,12 +96,23 @@ def place_tokens_kernel(
     tile, peer = tl.program_id(0) // W, tl.program_id(0) % W
     start, count = _experts_of(offsets_ptr, peer, local, LP)
     d, t, E = tl.arange(0, DP), tl.arange(0, TP), W * local
-    counts = tl.load(counts_ptr + (peer * tiles + t)[:, None] * DP + d[None, :], mask=(t < tiles)[:, None], other=0)
-    total = tl.sum(counts, 0)
-    before = tl.cumsum(total, 0) - total + tl.sum(tl.where((t < tile)[:, None], counts, 0), 0)
-
     s = tile * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(first_ptr + peer.to(tl.int64) * S + s, mask=s < S, other=degree)
+    if counts_ptr is None:
+        first = _first_chunks(row_ptr, s, start, count, S, K, degree, BLOCK)
+        total = tl.zeros((DP,), dtype=tl.int32)
+        earlier = tl.zeros((DP,), dtype=tl.int32)
+        for other in range(0, tiles):
+            others = _first_chunks(row_ptr, other * BLOCK + tl.arange(0, BLOCK), start, count, S, K, degree, BLOCK)
+            counts = _of_each_chunk(others, degree, DP)
+            total += counts
+            earlier += tl.where(other < tile, counts, 0)
+    else:
+        first = tl.load(first_ptr + peer.to(tl.int64) * S + s, mask=s < S, other=degree)
+        counts = tl.load(counts_ptr + (peer * tiles + t)[:, None] * DP + d[None, :], mask=(t < tiles)[:, None], other=0)
+        total = tl.sum(counts, 0)
+        earlier = tl.sum(tl.where((t < tile)[:, None], counts, 0), 0)
+    before = tl.cumsum(total, 0) - total + earlier
+
     mine = ((first[:, None] == d[None, :]) & (first < degree)[:, None]).to(tl.int32)
     place = tl.sum(mine * (before[None, :] + tl.cumsum(mine, 0) - 1), 1)
     tl.store(token_ptr + peer.to(tl.int64) * C + place, s, mask=first < degree)
@@ -116,17 +145,20 @@ def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int
     tiles = max(1, triton.cdiv(tokens, TOKENS))
     padded = triton.next_power_of_2(degree)
     made = (peers * capacity, peers, 2 * (layout.experts + layout.rows), peers * lines, peers)
-    first_WS, counts, *sent = _parts(offsets_E1, torch.int32, peers * tokens, peers * tiles * padded, *made)
-    sends = Sends(*sent)
+    alone = tokens * k <= ALONE
+    counted = () if alone else (peers * tokens, peers * tiles * padded)
+    *counts, token_WC, token_used_W, metadata, line_WC, line_used_W = _parts(offsets_E1, torch.int32, *counted, *made)
+    sends = Sends(token_WC, token_used_W, metadata, line_WC, line_used_W)
     blocks = {"BLOCK": TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
     grid, row_SK = (tiles * peers,), layout.row_SK.contiguous()
-    count_chunks_kernel[grid](
-        row_SK, offsets_E1, first_WS, counts, tokens, k, peers, local, degree, tiles, **blocks, num_warps=4
-    )
+    if not alone:
+        count_chunks_kernel[grid](
+            row_SK, offsets_E1, *counts, tokens, k, peers, local, degree, tiles, **blocks, num_warps=4
+        )
     place_tokens_kernel[grid](
-        row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), first_WS, counts, *sends,
+        row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), *(counts or (None, None)), *sends,
         tokens, k, peers, capacity, lines, local, degree, tiles,
-        **blocks, TP=triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
+        **blocks, TP=1 if alone else triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
     )  # fmt: skip
     return sends
 
@@ -165,10 +197,13 @@ def read_metadata_kernel(
     # Where results go, and values: all copies, this rank's, staging; and the addresses there, slot behind slot.
     result_table_ptr, result_own_ptr, result_staged_ptr, result_ptr, result_target_ptr,
     value_table_ptr, value_own_ptr, value_staged_ptr, value_ptr, value_target_ptr,
+    # Row tiles of LOWEST rows, chunk behind chunk, then of twice as many, …: how many, and which (`find_tiles`).
+    tiles_ptr,
     # Where it is told that more rows come than `most`, and the number of that fault; None where nobody asks.
     fault_ptr, most, number,
     L, C, local, W, degree, bound, tiles, places, result_bytes, value_bytes,
     BLOCK: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr, SLOTS: tl.constexpr, FAR: tl.constexpr,
+    LOWEST: tl.constexpr, HEIGHTS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     chunk, block = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     # A group is the rows of one expert from one source; they lie expert by expert.
@@ -218,15 +253,28 @@ def read_metadata_kernel(
     )  # fmt: skip
     if chunk == 0:
         tl.store(pair_ptr + row, row.to(tl.int64), mask=stored)
+    # Without the rows for which there is no room: nobody computes them, or waits for them.
+    inside_G = tl.minimum(end_G, bound) - tl.minimum(end_G - count_G, bound)
+    inside_eW = tl.reshape(inside_G, (LP, WP))
+    count_e = tl.sum(inside_eW, 1)
+    end_e = tl.cumsum(count_e, 0)
+    for height in tl.static_range(HEIGHTS):
+        n_tiles = bound // (LOWEST << height) + local
+        # Each vector begins where 16 bytes align it: the number, then the table.
+        length = 4 + (2 * n_tiles + 3) // 4 * 4
+        used_ptr = tiles_ptr + chunk * length
+        for first_tile in range(block * BT, n_tiles, tiles * BT):
+            tile = first_tile + tl.arange(0, BT)
+            expert, start, used = find_tiles(end_e - count_e, count_e, tile, local, LOWEST << height, LP)
+            tl.store(used_ptr + 4 + 2 * tile, expert, mask=tile < n_tiles)
+            tl.store(used_ptr + 4 + 2 * tile + 1, start, mask=tile < n_tiles)
+            if first_tile == 0:
+                tl.store(used_ptr, used)
+        tiles_ptr += degree * length
     if block == 0:
-        # Each vector begins where 16 bytes align it.
         of_peers, of_experts, of_ends = (W + 3) // 4 * 4, (local + 3) // 4 * 4, (local + 4) // 4 * 4
-        # Without the rows for which there is no room: nobody computes them, or waits for them.
-        inside_G = tl.minimum(end_G, bound) - tl.minimum(end_G - count_G, bound)
-        inside_eW = tl.reshape(inside_G, (LP, WP))
-        count_e = tl.sum(inside_eW, 1)
         tl.store(count_ptr + chunk * of_experts + e, count_e.to(tl.int64), mask=e < local)
-        tl.store(offsets_ptr + chunk * of_ends + e + 1, tl.cumsum(count_e, 0), mask=e < local)
+        tl.store(offsets_ptr + chunk * of_ends + e + 1, end_e, mask=e < local)
         tl.store(offsets_ptr + chunk * of_ends, 0)
         tl.store(wanted_ptr + chunk * of_peers + w, tl.sum(inside_eW, 0), mask=w < W)
         tl.store(counter_ptr + chunk * of_peers + w, w * 0, mask=w < W)
@@ -245,13 +293,16 @@ def read_metadata(
     rows: int,
     results: ReturnRows,
     values: ReturnRows,
+    heights: Sequence[int],
     limit: RowLimit | None = None,
 ) -> list[ArrivedChunk]:
-    """Reads what comes, as `define_arrivals` and `define_addresses`; padding is of source 0 and goes to peer -1.
+    """Reads what comes, as `define_arrivals`, `define_addresses` and `define_tiles`; padding is of source 0 and goes to
+    peer -1.
 
     Args:
         rows: a bound on those of each chunk. It is rounded up to a multiple of four.
         results, values: where the rows' results go, and a number with each.
+        heights: rows of row tiles, each twice as many as the one before.
         limit: on the rows of all chunks, to be told of.
     """
     peers, lines, _ = metadata_WC2.shape
@@ -267,8 +318,13 @@ def read_metadata(
     *long, pair_R = _parts(metadata_WC2, torch.int64, *[experts] * degree, *[bound] * (vectors + 1))
     count, source, place, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
     weight = _parts(metadata_WC2, torch.float32, *[bound] * degree)
-    short = _parts(metadata_WC2, torch.int32, *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3)
+    lowest, *others = heights
+    assert others == [lowest << 1 + number for number in range(len(others))]
+    table_sizes = [size for height in heights for size in (1, 2 * tile_bound(bound, experts, height)) * degree]
+    sizes = *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3, *table_sizes
+    short = _parts(metadata_WC2, torch.int32, *sizes)
     peer, offsets, wanted, counter, later = (short[first : first + degree] for first in range(0, 5 * degree, degree))
+    cut = [Tiles(table.view(-1, 2), used) for used, table in zip(*[iter(short[5 * degree :])] * 2, strict=True)]
     stores, targets = addressed[: 2 * slots], addressed[2 * slots :]
     ways = []
     for way, first in ((results, 0), (values, slots)):
@@ -276,9 +332,10 @@ def read_metadata(
         ways.append((way.table, own, staged, stores[first][0], target))
     read_metadata_kernel[(tiles * degree,)](
         metadata_WC2, *(of[0] for of in (count, offsets, wanted, counter, later, source, place, weight, peer)), pair_R,
-        *ways[0], *ways[1], *((None, 0, 0) if limit is None else (limit.own, limit.most, limit.number)),
+        *ways[0], *ways[1], cut[0].used, *((None, 0, 0) if limit is None else (limit.own, limit.most, limit.number)),
         lines, capacity, experts, peers, degree, bound, tiles, places, results.row_bytes, values.row_bytes,
-        BLOCK=block, **blocks, SLOTS=slots, FAR=far, num_warps=4,
+        BLOCK=block, **blocks, SLOTS=slots, FAR=far,
+        LOWEST=lowest, HEIGHTS=len(heights), BT=block_sizes(experts)[1], num_warps=4,
     )  # fmt: skip
     row_R1, chunks = pair_R.view(-1, 1), []
     for chunk in range(degree):
@@ -288,7 +345,8 @@ def read_metadata(
             for number, store in enumerate(stores)
         ]
         arrivals = Arrivals(layout, weight[chunk], peer[chunk], place[chunk], wanted[chunk])
-        chunks.append(ArrivedChunk(arrivals, there[:slots], there[slots:], (counter[chunk], later[chunk])))
+        of_chunk = dict(zip(heights, cut[chunk::degree], strict=True))
+        chunks.append(ArrivedChunk(arrivals, there[:slots], there[slots:], (counter[chunk], later[chunk]), of_chunk))
     return chunks
 
 

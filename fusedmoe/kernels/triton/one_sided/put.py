@@ -12,6 +12,7 @@ read, which counts the slot's exchanges: a launch has the same arguments each ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -127,9 +128,8 @@ def put_rows_kernel(
 
 
 @triton.jit
-def _set(ptr, table_ptr, place, number, pe_ptr, spare_ptr, NVSHMEM: tl.constexpr):
-    """Sets number `place` of some int64 at the peer that is the program's."""
-    peer = tl.program_id(0)
+def _set(ptr, table_ptr, peer, place, number, pe_ptr, spare_ptr, NVSHMEM: tl.constexpr):
+    """Sets number `place` of some int64 at a peer."""
     if NVSHMEM:
         if tl.load(table_ptr + peer) == 0:
             signal_pe(ptr + place, number, tl.load(pe_ptr + peer), spare_ptr)
@@ -140,13 +140,42 @@ def _set(ptr, table_ptr, place, number, pe_ptr, spare_ptr, NVSHMEM: tl.constexpr
 
 
 @triton.jit
-def _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
-    peer = tl.program_id(0)
-    epoch, place = tl.load(epoch_ptr + peer), slot * tl.num_programs(0) + me
-    _set(credits_ptr, credit_table_ptr, place, epoch, pe_ptr, spare_ptr, NVSHMEM)
+def _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, peer, W, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
+    epoch, place = tl.load(epoch_ptr + peer), slot * W + me
+    _set(credits_ptr, credit_table_ptr, peer, place, epoch, pe_ptr, spare_ptr, NVSHMEM)
     # Launches that follow on the stream read the next number, each of the copies: no other program looks at this one.
     tl.debug_barrier()
     tl.store(epoch_ptr + peer, epoch + 1)
+
+
+@triton.jit
+def credit_peer(
+    credits_ptr, credit_table_ptr, epoch_ptr, slot,
+    second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
+    third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
+    told_ptr, stop_ptr, record_ptr,
+    peer, W, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr,
+):  # fmt: skip
+    """Gives a peer credit in up to three buffers, and looks at what it has told of; see `credit_kernel`."""
+    if told_ptr is not None:
+        # Peers have told before they put results, and these have come.
+        told = tl.atomic_add(told_ptr + peer, 0, sem="acquire", scope="sys")
+        if told != 0:
+            reason = tl.full((), _FAULT, tl.int64)
+            if tl.atomic_cas(record_ptr, tl.full((), 0, tl.int64), reason, sem="acq_rel", scope="sys") == 0:
+                tl.store(record_ptr + 1, reason * 0 + peer)
+                tl.store(record_ptr + 2, told)
+            tl.store(stop_ptr, reason)
+    _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, peer, W, pe_ptr, spare_ptr, me, NVSHMEM)
+    if second_credits_ptr is not None:
+        _credit(
+            second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
+            peer, W, pe_ptr, spare_ptr, me, NVSHMEM,
+        )  # fmt: skip
+    if third_credits_ptr is not None:
+        _credit(
+            third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot, peer, W, pe_ptr, spare_ptr, me, NVSHMEM
+        )
 
 
 @jit(do_not_specialize=[*_UNSPECIAL, "second_slot", "third_slot"])
@@ -159,21 +188,12 @@ def credit_kernel(
     told_ptr, stop_ptr, record_ptr,
     pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    if told_ptr is not None:
-        # Peers have told before they put results, and these have come.
-        peer = tl.program_id(0)
-        told = tl.atomic_add(told_ptr + peer, 0, sem="acquire", scope="sys")
-        if told != 0:
-            reason = tl.full((), _FAULT, tl.int64)
-            if tl.atomic_cas(record_ptr, tl.full((), 0, tl.int64), reason, sem="acq_rel", scope="sys") == 0:
-                tl.store(record_ptr + 1, peer.to(tl.int64))
-                tl.store(record_ptr + 2, told)
-            tl.store(stop_ptr, reason)
-    _credit(credits_ptr, credit_table_ptr, epoch_ptr, slot, pe_ptr, spare_ptr, me, NVSHMEM)
-    if second_credits_ptr is not None:
-        _credit(second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot, pe_ptr, spare_ptr, me, NVSHMEM)
-    if third_credits_ptr is not None:
-        _credit(third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot, pe_ptr, spare_ptr, me, NVSHMEM)
+    credit_peer(
+        credits_ptr, credit_table_ptr, epoch_ptr, slot,
+        second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
+        third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
+        told_ptr, stop_ptr, record_ptr, tl.program_id(0), tl.num_programs(0), pe_ptr, spare_ptr, me, NVSHMEM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -264,12 +284,8 @@ def give_credit(
     """Tells all peers that their rows in this slot have been read, and in a slot of up to two other buffers. The slot's
     next exchange may begin in launches that follow. With `faults` it also looks at what peers have
     told of (`tell_faults`): all waits end then, and the record says why."""
-    read = [(one.credits, one.credit_table, one.epochs[at], at) for one, at in ((buffer, slot), *others)]
-    none = [(None, None, None, 0)] * (3 - len(read))
-    words = (None,) * 3 if faults is None else (faults.told, faults.bounds.stop, faults.bounds.record)
     credit_kernel[(buffer.peers,)](
-        *(argument for each in (*read, *none) for argument in each),
-        *words,
+        *credit_arguments([(buffer, slot), *others], faults),
         *far_pointers(buffer.network),
         buffer.me,
         **linked(buffer.network),
@@ -277,11 +293,19 @@ def give_credit(
     )
 
 
+def credit_arguments(read: Sequence[tuple[ReceiveBuffer, int]], faults: Faults | None) -> tuple[Any, ...]:
+    """Returns what kernels that give credit take: of up to three buffers, and what peers have told of."""
+    given = [(one.credits, one.credit_table, one.epochs[at], at) for one, at in read]
+    none = [(None, None, None, 0)] * (3 - len(given))
+    words = (None,) * 3 if faults is None else (faults.told, faults.bounds.stop, faults.bounds.record)
+    return (*(argument for each in (*given, *none) for argument in each), *words)
+
+
 @jit(do_not_specialize=["me"])
 def tell_faults_kernel(fault_ptr, told_ptr, told_table_ptr, pe_ptr, spare_ptr, me, NVSHMEM: tl.constexpr):
     fault = tl.load(fault_ptr)
     if fault != 0:
-        _set(told_ptr, told_table_ptr, me, fault, pe_ptr, spare_ptr, NVSHMEM)
+        _set(told_ptr, told_table_ptr, tl.program_id(0), me, fault, pe_ptr, spare_ptr, NVSHMEM)
 
 
 def tell_faults(faults: Faults, me: int, network: Network | None) -> None:
