@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
+from tests.beside import Beside, replay
 from tests.cluster import Cluster
 
 
@@ -28,9 +31,53 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+_HERE = Path(__file__).parent
+_KERNELS = _HERE / "kernels" / "device"
+#: About half of the time of all tests.
+_HALF = [_HERE / name for name in ("cli", "comm", "integrations", "routing", "training", "tutel")]
+#: Another process takes as long to start as a hundred tests.
+_FEW = 100
+_BESIDE = pytest.StashKey[dict[str, Beside]]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The campaign's slow tests come last: in their minutes a hundred others end."""
+    """The campaign's slow tests come late: in their minutes a hundred others end. Then tests that may run beside these:
+    this process does not wait for them while it has tests of its own."""
     items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
+    items.sort(key=lambda item: _in_half(item) + 2 * item.path.is_relative_to(_KERNELS))
+
+
+def _in_half(item: pytest.Item) -> bool:
+    return any(item.path.is_relative_to(folder) for folder in _HALF)
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Starts what runs beside this process; tests/beside.py says why."""
+    config, option = session.config, session.config.option
+    if INTERPRET or torch.cuda.is_available() or option.collectonly or config.pluginmanager.has_plugin("tests.beside"):
+        return
+    here: dict[str, Beside] = {}
+    kernels = [item.nodeid for item in session.items if item.path.is_relative_to(_KERNELS)]
+    half = [item.nodeid for item in session.items if _in_half(item)]
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not option.usepdb
+    for nodeids, worthwhile, environment in (
+        (kernels, bool(kernels), {"TRITON_INTERPRET": "1"}),
+        (half, everything and len(half) > _FEW, {}),
+    ):
+        if worthwhile:
+            beside = Beside(nodeids, environment, config.getoption("timeout"))
+            config.add_cleanup(beside.close)
+            here |= dict.fromkeys(nodeids, beside)
+    config.stash[_BESIDE] = here
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    beside = item.config.stash.get(_BESIDE, {}).get(item.nodeid)
+    if beside is None:
+        return None
+    replay(item, beside)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
