@@ -3,8 +3,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
-from tests.beside import Beside, replay
+from tests.beside import Beside, Elsewhere
 from tests.cluster import Cluster
 
 
@@ -31,53 +34,45 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-_HERE = Path(__file__).parent
-_KERNELS = _HERE / "kernels" / "device"
-#: About half of the time of all tests.
-_HALF = [_HERE / name for name in ("cli", "comm", "integrations", "routing", "training", "tutel")]
-#: Another process takes as long to start as a hundred tests.
-_FEW = 100
-_BESIDE = pytest.StashKey[dict[str, Beside]]()
+_KERNELS = Path(__file__).parent / "kernels" / "device"
+#: Another process takes as long to start as some hundred tests take.
+_MANY = 300
+
+
+def _of_kernels(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(_KERNELS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The campaign's slow tests come late: in their minutes a hundred others end. Then tests that may run beside these:
-    this process does not wait for them while it has tests of its own."""
-    items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
-    items.sort(key=lambda item: _in_half(item) + 2 * item.path.is_relative_to(_KERNELS))
-
-
-def _in_half(item: pytest.Item) -> bool:
-    return any(item.path.is_relative_to(folder) for folder in _HALF)
+    """Tests that run elsewhere come last: this process does not wait for them while it has tests of its own."""
+    items.sort(key=_of_kernels)
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Starts what runs beside this process; tests/beside.py says why."""
-    config, option = session.config, session.config.option
-    if INTERPRET or torch.cuda.is_available() or option.collectonly or config.pluginmanager.has_plugin("tests.beside"):
+    config = session.config
+    alone = INTERPRET or torch.cuda.is_available() or config.pluginmanager.has_plugin("tests.beside")
+    if alone or config.option.collectonly:
         return
-    here: dict[str, Beside] = {}
-    kernels = [item.nodeid for item in session.items if item.path.is_relative_to(_KERNELS)]
-    half = [item.nodeid for item in session.items if _in_half(item)]
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not option.usepdb
-    for nodeids, worthwhile, environment in (
-        (kernels, bool(kernels), {"TRITON_INTERPRET": "1"}),
-        (half, everything and len(half) > _FEW, {}),
-    ):
-        if worthwhile:
-            beside = Beside(nodeids, environment, config.getoption("timeout"))
-            config.add_cleanup(beside.close)
-            here |= dict.fromkeys(nodeids, beside)
-    config.stash[_BESIDE] = here
+    options = ["-o", f"faulthandler_timeout={config.getini('faulthandler_timeout')}"]
+    if (timeout_s := config.getoption("timeout")) is not None:
+        options += ["--timeout", str(timeout_s)]
+    elsewhere = Elsewhere()
+    config.pluginmanager.register(elsewhere)
 
+    def begin(items: list[pytest.Item], *more: Any) -> None:
+        beside = Beside([item.nodeid for item in items], options, *more)
+        config.add_cleanup(beside.close)
+        elsewhere.add(items, beside)
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    beside = item.config.stash.get(_BESIDE, {}).get(item.nodeid)
-    if beside is None:
-        return None
-    replay(item, beside)
-    return True
+    if kernels := [item for item in session.items if _of_kernels(item)]:
+        begin(kernels, {"TRITON_INTERPRET": "1"})
+    rest = [item for item in session.items if not _of_kernels(item)]
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and len(rest) > _MANY and not config.option.usepdb:
+        claims = tempfile.TemporaryDirectory()
+        config.add_cleanup(claims.cleanup)
+        files = [list(file) for _, file in groupby(rest, lambda item: item.path)]
+        begin([item for file in reversed(files) for item in file], {}, Path(claims.name))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,22 +27,17 @@ def test_never(): pass
 
 CONFTEST = """
 from pathlib import Path
-import pytest
 from tests import beside
 
-beside.ROOT, there = Path(__file__).parent, None
+beside.ROOT = Path(__file__).parent
 
 def pytest_runtestloop(session):
-    global there
     if not session.config.pluginmanager.has_plugin("tests.beside"):
-        there = beside.Beside([item.nodeid for item in session.items], {"TRITON_INTERPRET": "1"})
+        there = beside.Beside([item.nodeid for item in session.items], (), {"TRITON_INTERPRET": "1"})
         session.config.add_cleanup(there.close)
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    if there:
-        beside.replay(item, there)
-        return True
+        elsewhere = beside.Elsewhere()
+        elsewhere.add(session.items, there)
+        session.config.pluginmanager.register(elsewhere)
 """
 
 
@@ -61,4 +56,5 @@ def test_outcomes_of_another_process(tmp_path: Path) -> None:
     assert "ERROR test_kinds.py::test_teardown - ValueError: in teardown" in said
     for name in ("test_dies", "test_never"):
         assert f"FAILED test_kinds.py::{name} - ProcessLookupError: a process ended with code 3 before" in said
+    assert "A process that had tests to run broke:\n" in said
     assert said.splitlines()[-1].startswith("=") and "3 failed, 3 passed, 1 skipped, 1 xfailed, 1 error" in said
