@@ -47,7 +47,7 @@ class Claims:
         """Whether the file is this process's, now or before."""
         if file not in self._taken:
             try:
-                Path(self._folder, str(file.relative_to(ROOT)).replace("/", " ")).touch(exist_ok=False)
+                Path(self._folder, os.path.relpath(file, ROOT).replace(os.sep, " ")).touch(exist_ok=False)
             except FileExistsError:
                 self._taken[file] = False
             else:
