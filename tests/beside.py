@@ -160,16 +160,23 @@ class Elsewhere:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        for beside in self._processes:
-            for nodeid in beside.finished():
-                if (finished := self._items.pop(nodeid, None)) is not None:
-                    self._report(finished, beside)
+        self._report_finished()
         mine = self._beside.get(item.nodeid)
         if mine is None or not mine.runs(item.path):
             return None
         if self._items.pop(item.nodeid, None) is not None:
             self._report(item, mine)
         return True
+
+    def pytest_sessionfinish(self) -> None:
+        """Where the session ends before its last test."""
+        self._report_finished()
+
+    def _report_finished(self) -> None:
+        for beside in self._processes:
+            for nodeid in beside.finished():
+                if (finished := self._items.pop(nodeid, None)) is not None:
+                    self._report(finished, beside)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for beside in self._processes:
