@@ -150,7 +150,9 @@ def start(serve: Callable[[Connection], None], *more: str) -> tuple[Any, Connect
     `more`: modules to import there besides, where no copy has been started before.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED, *more])
+    # Other libraries take seconds. Their tests, imported here where they are to run, bring them along.
+    doors = [name for name in sys.modules if name.startswith("tests.integrations.test_")]
+    context.set_forkserver_preload([*_IMPORTED, *doors, *more])
     ours, theirs = context.Pipe()
     # The server of copies, which the first rank starts, keeps the environment of that moment for all.
     with pytest.MonkeyPatch.context() as patch:

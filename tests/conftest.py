@@ -3,14 +3,20 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
+from tests.beside import Beside, Elsewhere
 from tests.cluster import Cluster
 
 
@@ -28,9 +34,45 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+_KERNELS = Path(__file__).parent / "kernels" / "device"
+#: Another process takes as long to start as some hundred tests take.
+_MANY = 300
+
+
+def _of_kernels(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(_KERNELS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The campaign's slow tests come last: in their minutes a hundred others end."""
-    items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
+    """Tests that run elsewhere come last: this process does not wait for them while it has tests of its own."""
+    items.sort(key=_of_kernels)
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Starts what runs beside this process; tests/beside.py says why."""
+    config = session.config
+    alone = INTERPRET or torch.cuda.is_available() or config.pluginmanager.has_plugin("tests.beside")
+    if alone or config.option.collectonly:
+        return
+    options = ["-o", f"faulthandler_timeout={config.getini('faulthandler_timeout')}"]
+    if (timeout_s := config.getoption("timeout")) is not None:
+        options += ["--timeout", str(timeout_s)]
+    elsewhere = Elsewhere()
+    config.pluginmanager.register(elsewhere)
+
+    def begin(items: list[pytest.Item], *more: Any) -> None:
+        beside = Beside([item.nodeid for item in items], options, *more)
+        config.add_cleanup(beside.close)
+        elsewhere.add(items, beside)
+
+    if kernels := [item for item in session.items if _of_kernels(item)]:
+        begin(kernels, {"TRITON_INTERPRET": "1"})
+    rest = [item for item in session.items if not _of_kernels(item)]
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and len(rest) > _MANY and not config.option.usepdb:
+        claims = tempfile.TemporaryDirectory()
+        config.add_cleanup(claims.cleanup)
+        files = [list(file) for _, file in groupby(rest, lambda item: item.path)]
+        begin([item for file in reversed(files) for item in file], {}, Path(claims.name))
 
 
 @pytest.fixture(scope="session", autouse=True)

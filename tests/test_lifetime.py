@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.beside import Beside
 from tests.cluster import MOST_THREADS, Cluster, RankFailed
-from tests.kernels.interpreter import Interpreter
 from tests.lifetime import watch
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +48,10 @@ def pool(folder: str) -> None:
         list(processes.map(wait, [folder] * 2))
 
 
-def interpreter(folder: str) -> None:
+def beside(folder: str) -> None:
     file = Path(folder, "test_waits.py")
     file.write_text(f"from tests.test_lifetime import wait\ndef test_waits(): wait({folder!r})\n")
-    Interpreter([str(file)]).outcome("test_waits")
+    Beside([str(file)]).reports("test_waits")
 
 
 def watched(parent: int, folder: str) -> None:
@@ -80,7 +80,7 @@ def ended(file: Path) -> bool:
         ("ranks", 2),
         ("thread", 1),
         pytest.param("pool", 2, marks=pytest.mark.slow),
-        pytest.param("interpreter", 1, marks=pytest.mark.slow),
+        pytest.param("beside", 1, marks=pytest.mark.slow),
     ],
 )
 def test_ends_with_its_parent(tmp_path: Path, how: str, count: int) -> None:

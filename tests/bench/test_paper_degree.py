@@ -61,9 +61,9 @@ def paper_regret(cases) -> list[float]:
     return regrets
 
 
-def grid_passes(testbed, every: int):
+def grid_passes(testbed, every: int, first: int = 0):
     model = TESTBEDS[testbed].costs
-    for workload in list(workloads(TESTBEDS[testbed]))[::every]:
+    for workload in list(workloads(TESTBEDS[testbed]))[first::every]:
         layer = workload.layer_costs(model)
         yield layer.chunks["forward"], 0.0
         yield layer.chunks["backward"], model.line("all-reduce/dp").seconds(layer.gradient_bytes)
@@ -80,9 +80,7 @@ def test_the_paper_s_choice_is_close_on_its_grid(testbed, record_property):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_its_whole_grid(testbed):
-    regrets = paper_regret(grid_passes(testbed, 1))
-    print(
-        f"\n{testbed}: mean regret {sum(regrets) / len(regrets):.4%}, worst {max(regrets):.2%}, {len(regrets)} passes"
-    )
-    assert sum(regrets) / len(regrets) < 1e-3
+def test_the_paper_s_choice_is_close_on_a_fifth_of_its_grid(testbed):
+    regrets = paper_regret(grid_passes(testbed, 5, first := random.randrange(5)))
+    mean = sum(regrets) / len(regrets)
+    assert mean < 1e-3, f"{testbed} from {first}: mean regret {mean:.4%}, worst {max(regrets):.2%}"

@@ -43,10 +43,10 @@ def test_ranks_that_tell_what_is_not_so() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_five_minutes(tmp_path: Path) -> None:
+@pytest.mark.timeout(500)
+def test_two_minutes(tmp_path: Path) -> None:
     found = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "tests.chaos", "--minutes", "5", "--json", str(found)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert json.loads(found.read_text())["cases"] > 50
+    command = [sys.executable, "-m", "tests.chaos", "--minutes", "2", "--json", str(found)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert json.loads(found.read_text())["cases"] > 20
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]

@@ -95,7 +95,8 @@ def compiled_blocks(
 
 
 LINE = Line(1e-4, 1e-9)
-COSTS = CostModel({"all-to-all/ep": LINE, "all-gather/esp": LINE, "gemm": Line(0.0, 1e-9), "all-reduce/dp": LINE})
+COLLECTIVES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
+COSTS = CostModel(dict.fromkeys(COLLECTIVES, LINE) | {"gemm": Line(0.0, 1e-9)})
 FSMOE, OTHER = fusedmoe.Schedule("fsmoe", (2, 2)), fusedmoe.Schedule("fsmoe", (3, 2))
 AUTO = fusedmoe.Schedule("joint", costs=COSTS, puts=True)  # "auto" where costs are known
 QUICK = {"other degrees": OTHER, "auto": AUTO}
@@ -108,10 +109,10 @@ def test_one_graph_for_all_blocks_with_a_schedule(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "esp"), [(2, 1), (4, 1), (4, 2)])
-def test_one_graph_for_ten_blocks_and_twenty_sizes(cluster: Cluster, world: int, esp: int) -> None:
+@pytest.mark.parametrize(("world", "esp", "count"), [(2, 1, 10), (4, 1, 2), (4, 2, 2)])
+def test_one_graph_for_all_blocks_and_twenty_sizes(cluster: Cluster, world: int, esp: int, count: int) -> None:
     schedules = QUICK | {"same degrees": FSMOE, "off": "off"}
-    for found in cluster.run(world, compiled_blocks, schedules, 10, [*range(2, 22)], esp, timeout_s=550):
+    for found in cluster.run(world, compiled_blocks, schedules, count, [*range(2, 22)], esp, timeout_s=550):
         assert all(graphs <= 2 and worst < 1e-10 for graphs, worst in found.values()), found
 
 

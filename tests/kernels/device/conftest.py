@@ -1,26 +1,28 @@
-"""Runs the tests of this folder on the GPU or in Triton's interpreter; tests/kernels/interpreter.py says how."""
+"""Tests of Triton kernels: on the GPU where there is one, in Triton's interpreter elsewhere.
+
+How to write one: put `test_*.py` into this folder, take the fixture `device` and make tensors there. Import the kernels
+at the top of the file, as anywhere. Nothing else is needed: `pytest -k`, single tests and marks work. Without a GPU
+they run in another process (tests/beside.py); where TRITON_INTERPRET=1 is set by hand (to use a debugger), right here.
+
+Mind in such tests: the interpreter takes about 1 ms for each operation on a program's tile, so a few hundred programs
+a test; its bf16 arithmetic is wrong (kernels widen first, behind an `INTERPRET` constexpr), so test numbers in float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from fusedmoe.kernels.backend import INTERPRET
 from tests.kernels.device.capture import NoWaitingMethod, NoWaitingOperation
-from tests.kernels.interpreter import Interpreter
 from tests.poison import poisoned
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-
-_HERE = Path(__file__).parent
-_ELSEWHERE = not INTERPRET and not torch.cuda.is_available()
-_INTERPRETER = pytest.StashKey[Interpreter]()
 
 
 @pytest.fixture
@@ -59,32 +61,3 @@ def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
             torch.cuda.set_sync_debug_mode("default")
 
     return unsynchronised
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Last, so that this process does not wait for the other while it has tests of its own."""
-    if _ELSEWHERE:
-        items.sort(key=lambda item: item.path.is_relative_to(_HERE))
-
-
-def pytest_runtestloop(session: pytest.Session) -> None:
-    config = session.config
-    nodeids = [item.nodeid for item in session.items if item.path.is_relative_to(_HERE)]
-    if not _ELSEWHERE or not nodeids or config.option.collectonly:
-        return
-    config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
-    config.add_cleanup(config.stash[_INTERPRETER].close)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not _ELSEWHERE:
-        return None
-    result, text = pyfuncitem.config.stash[_INTERPRETER].outcome(pyfuncitem.nodeid)
-    if result == "failed":
-        pytest.fail(text, pytrace=False)
-    elif result == "skipped":
-        pytest.skip(text)
-    elif result == "xfailed":
-        pytest.xfail(text)
-    return True

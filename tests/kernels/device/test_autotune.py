@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
-from tests.marks import interpreted_slowly
+from tests.marks import interpreted_slowly, slowly
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
 # Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
@@ -136,14 +137,17 @@ def test_checks_pass_with_every_activation(operation: str, activation: str, devi
 
 
 @pytest.mark.parametrize(
-    "operation",
-    [pytest.param(one, marks=pytest.mark.slow) if one not in ("down", "dw1") else one for one in OPERATIONS],
+    ("operation", "count"), [("down", 1), ("dw1", 1), *slowly(*((operation, None) for operation in OPERATIONS))]
 )
-def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
-    """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them."""
+def test_configurations_of_hopper(operation: str, count: int | None, device: torch.device) -> None:
+    """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them.
+
+    count: how many of them, drawn anew each time; all where it is None.
+    """
     if device.type == "cuda":
         pytest.skip("float32 does not fit them")
-    for config in {candidate.config for candidate in candidates(operation, torch.bfloat16, (9, 0))}:
+    configs = [*{candidate.config for candidate in candidates(operation, torch.bfloat16, (9, 0))}]
+    for config in random.sample(configs, count or len(configs)):
         assert check(variant(operation), config, device) == ""
         if operation in ("up", "dhidden"):
             assert check(variant(operation)._replace(activation="gelu"), config, device) == ""

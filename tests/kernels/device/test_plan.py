@@ -24,6 +24,7 @@ from fusedmoe.kernels.one_sided import (
 from fusedmoe.kernels.tiles import define_tiles
 from fusedmoe.kernels.triton.one_sided import plan
 from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
+from tests.marks import interpreted_slowly
 
 # Peers, local experts, tokens, experts of a token, chunks.
 CASES = [
@@ -37,6 +38,8 @@ CASES = [
 ]
 # Rows of row tiles.
 HEIGHTS = (16, 32)
+# Padding, and whether results go to other nodes.
+HOW = [(0, False), (3, False), (0, True)]
 # Only that there is one matters.
 NETWORK = Network(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
@@ -85,8 +88,15 @@ def assert_equal_sends(found: Sends, right: Sends) -> None:
         torch.testing.assert_close(metadata[line.long()], right.metadata[line.long()], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("padding", "far"), [(0, False), (3, False), (0, True)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "padding", "far"),
+    [(case, *how) for case in CASES[:3] for how in HOW]
+    + [(CASES[3], *HOW[0]), (CASES[6], *HOW[2])]
+    + interpreted_slowly(
+        *[(case, *how) for case in CASES[3:6] for how in HOW][1:], *[(CASES[6], *how) for how in HOW[:2]]
+    ),
+    ids=str,
+)
 def test_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
     """At each rank, of what all ranks send it."""
     check_arrivals(case, padding, far, device)
