@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.gates.base import Gate, Routing, router_dtype, top_experts
+from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
+from fusedmoe.layers.gates.choosing import top_experts
 
 
 def _wrap(value: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
-from fusedmoe.layers.gates.base import RouterGate, Routing, check_count, pick, top_experts
+from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
+from fusedmoe.layers.gates.choosing import pick, top_experts
 from fusedmoe.losses import balance_loss, z_loss
 
 

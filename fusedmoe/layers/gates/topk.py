@@ -18,12 +18,10 @@ from fusedmoe.layers.gates.base import (
     SoftRouting,
     check_count,
     fill_normal,
-    pick,
     router_dtype,
     router_logits,
-    top_experts,
 )
-from fusedmoe.layers.gates.choosing import choosing
+from fusedmoe.layers.gates.choosing import choosing, pick, top_experts
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
