@@ -15,7 +15,7 @@ from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 
 # Comparisons of a program: each of its tiles looks through the ends of all experts.
-_COMPARISONS = 8192
+_COMPARISONS = 4096
 
 
 @triton.jit

@@ -192,10 +192,12 @@ def _of_plans() -> list[AotCase]:
         for weight in (torch.float32, None):
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
-            cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
+            options = {"maxnreg": MOST_REGISTERS}
+            cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}, options))
             # Of few tokens, which are counted there.
             more |= {"first_ptr": None, "counts_ptr": None, "TP": 1}
-            cases.append(AotCase(f"{title} alone", plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}))
+            alone = {**tables, **more, **sizes, **powers}
+            cases.append(AotCase(f"{title} alone", plan.place_tokens_kernel, alone, options))
         cases += [_of_reading(name, experts, peers, far, most) for far in (False, True) for most in (False, True)]
     for dtype in (torch.bfloat16, torch.float32):
         rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}

@@ -204,12 +204,9 @@ def choose_kernel(
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
-        if SOFTMAX and BIAS:
-            wrong = total != total
-        else:  # without a bias the highest logit of all is the highest of the chosen
-            highest = tl.max(sortable(tl.load(logits_ptr + at, mask=known, other=-float("inf")) if BIAS else picked), 1)
-            wrong = (highest >= _INFINITY) | (highest < -_INFINITY)
-        bad += (inside & wrong).to(tl.int32)
+        # Without a bias the highest logit of all is the highest of the chosen.
+        highest = tl.max(sortable(tl.load(logits_ptr + at, mask=known, other=-float("inf")) if BIAS else picked), 1)
+        bad += (inside & ((highest >= _INFINITY) | (highest < -_INFINITY))).to(tl.int32)
         if SOFTMAX:
             if NORMALIZE:
                 weight, sum_of_chosen, _ = softmax_terms(tl.where(chosen, picked, -float("inf")))

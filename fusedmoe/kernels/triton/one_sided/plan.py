@@ -24,7 +24,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnRows, RowLimit, Sends
 from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.gather_sum import columns
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.layout import ALONE
 from fusedmoe.kernels.triton.tiles import block_sizes, find_tiles
 
@@ -159,6 +159,7 @@ def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int
         row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), *(counts or (None, None)), *sends,
         tokens, k, peers, capacity, lines, local, degree, tiles,
         **blocks, TP=1 if alone else triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return sends
 
