@@ -3,6 +3,6 @@
 from fusedmoe.layers.gates import *  # noqa: F403
 from fusedmoe.layers.gates import __all__ as _GATES
 from fusedmoe.layers.gates.base import outside_autocast, router_logits
-from fusedmoe.layers.gates.choosing import top_experts
+from fusedmoe.layers.gates.topk import top_experts
 
 __all__ = [*_GATES, "outside_autocast", "router_logits", "top_experts"]  # noqa: PLE0604

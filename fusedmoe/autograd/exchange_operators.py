@@ -249,16 +249,6 @@ def _(
     return send_PC, send_PC.new_empty((shards, *send_PC.shape))
 
 
-def by_pair(weight_N: Tensor | None, row_N: Tensor | None, pairs: int) -> Tensor | None:
-    """Returns the weights of rows in the order in which their pairs travel, without padding, which does not.
-
-    `row_N`: as `deduplicate` gives it; None: a row travels for each pair.
-    """
-    if weight_N is None:
-        return None
-    return weight_N[:pairs] if row_N is None else weight_N[row_N[:pairs]]
-
-
 @operator("dispatch")
 def dispatch(
     x_TM: Tensor,
@@ -280,9 +270,8 @@ def dispatch(
     """
     with _Traffic(way, "dispatch", send_PC, come_QPC, x_TM.device, code_N is None) as traffic:
         part = traffic.part
-        x_RM, pairs = traffic.send(x_TM), part.pairs.sent
-        own_P = by_pair(weight_N, row_N, pairs)
-        received, weight_P = part.exchange_pairs(None if code_N is None else code_N[:pairs], own_P, k)
+        x_RM = traffic.send(x_TM)
+        received, weight_P = part.exchange_pairs(code_N, weight_N, row_N, k)
         layout, order_N = received.sort(part.rows, part.experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
         assert layout.source_N is not None

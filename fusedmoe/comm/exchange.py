@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, Traffic, TwoLevel
 from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
@@ -241,21 +241,25 @@ class Sized(Part):
         parts = [self.part(send_PI[:, i], come_QPI[..., i]) for i in range(degree)]
         return Cut(parts, sent_PpI.reshape(-1, degree), come_QPpI.reshape(-1, degree))
 
-    def exchange_pairs(self, code_N: Tensor | None, weight_N: Tensor | None, k: int) -> tuple[Received, Tensor | None]:
+    def exchange_pairs(
+        self, code_N: Tensor | None, weight_N: Tensor | None, row_N: Tensor | None, k: int
+    ) -> tuple[Received, Tensor | None]:
         """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
 
         Args:
-            code_N, weight_N: code and router weight of each pair that travels (`Sending`); None: a row for each pair;
-                weights of 1.
-            k: the most pairs of a token.
+            code_N, row_N: code and row of each pair that travels (`Sending`), and padding; None: a row for each pair.
+            weight_N: router weight of each row; None: weights of 1.   k: the most pairs of a token.
         Returns:
             The pairs of this rank's experts, and the weight of each.
         Raises:
             RankError: a rank sent codes of other pairs than it had said; nothing is read by them.
         """
-        message = pack(code_N, weight_N)
+        pairs = self.pairs
+        if weight_N is not None:
+            weight_N = weight_N[: pairs.sent] if row_N is None else weight_N[row_N[: pairs.sent]]
+        message = pack(None if code_N is None else code_N[: pairs.sent], weight_N)
         if message is not None:
-            message = self.pairs.all_gather(self.pairs.dispatch(message))
+            message = pairs.all_gather(pairs.dispatch(message))
         code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
         return self.read_pairs(message, code, weight, k)
 
@@ -281,13 +285,9 @@ class Sized(Part):
         """
         pairs = self.pairs
         back_N = pairs.combine(pairs.reduce_scatter(dweight_P[:, None]))[:, 0]
-        if row_N is None and len(back_N) == rows:
-            return back_N
-        whole_N = back_N.new_zeros(rows)
         if row_N is None:
-            whole_N[: len(back_N)] = back_N
-            return whole_N
-        return whole_N.index_copy_(0, row_N[: len(back_N)], back_N)
+            return nn.functional.pad(back_N, (0, rows - len(back_N)))
+        return back_N.new_zeros(rows).index_copy_(0, row_N[: len(back_N)], back_N)
 
     @property
     def experts(self) -> int:

@@ -27,7 +27,7 @@ from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.topology import Topology
@@ -149,7 +149,7 @@ class Collectives(Dispatcher):
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        weight_N = weight_of_rows(weight_SK, layout.cut(pairs))
+        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
@@ -441,8 +441,7 @@ class _ByPlan(Function):
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         sent, exchange, experts = batch.sent, batch.exchange, batch.experts
         # Codes and router weights cross in one message of their own before the first chunk: pairs lie by token.
-        own_P = exchange_operators.by_pair(weight_N, sent.row_N, exchange.pairs.sent)
-        pairs, weight_P = exchange.exchange_pairs(sent.code_N, own_P, sent.k)
+        pairs, weight_P = exchange.exchange_pairs(sent.code_N, weight_N, sent.row_N, sent.k)
         chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
         weights = [None] * len(chunks.parts) if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, by_pair, exchange_of_sizes
+from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
 from fusedmoe.comm.exchange import Bad
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
@@ -217,8 +217,7 @@ def scheduled_experts(
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, learns)
         run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), exchange, x_SM.device, None)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]
-        own_P = by_pair(weight_N, sent.row_N, exchange.pairs.sent)
-        received, weight_P = exchange.exchange_pairs(sent.code_N, own_P, sent.k)
+        received, weight_P = exchange.exchange_pairs(sent.code_N, weight_N, sent.row_N, sent.k)
         chunks = batch.chunks(received, degree)
         weights = [None] * degree if weight_P is None else chunks.split(weight_P)
         forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weights)

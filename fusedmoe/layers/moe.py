@@ -230,7 +230,7 @@ class MoELayer(nn.Module):
         with span(recorder, "permute", kind="permute", phase="forward"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         # Behind the order, which says on CUDA what is wrong with numbers of experts.
-        self.load.count(routing, ordered.kept_E, self.gate, self.training, self.order.keeps_all(routing))
+        self.load.count(routing, ordered.kept_E, self.gate, self.training, ordered.all_kept)
         self.dispatcher.recorder = recorder
         bad = self.checks.bad_logits(routing)
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or bad)

@@ -27,6 +27,7 @@ class Ordered:
         layout: sorts their rows by expert.
         weight_SK: router weights that the experts' side applies; None if `restore` applies them.
         kept_E: slots that each expert got.
+        all_kept: no slot with an expert is without a row, as far as is known.
         combine_SN: the matrix that restores tokens; None: a token's result is the sum of its rows'.
     """
 
@@ -35,6 +36,7 @@ class Ordered:
     weight_SK: Tensor | None
     kept_E: Tensor
     combine_SN: Tensor | None = None
+    all_kept: bool = False
 
 
 class Order:
@@ -67,11 +69,6 @@ class Order:
         """Returns where every routing slot's row lies, and which slots are dropped."""
         return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
 
-    def keeps_all(self, routing: Routing | SoftRouting) -> bool:
-        """Returns whether each slot with an expert is known to get a row."""
-        # An order with a layout of its own, which does not split, may drop for other reasons than the capacity.
-        return isinstance(routing, Routing) and self.splits and not (self.drops and routing.capacity is not None)
-
     def rows_per_token(self, gate: Gate, tokens: int) -> float:
         """Rows that each of a rank's tokens becomes, at most, on average, for the choice of a schedule."""
         return gate.rows_per_token(tokens)
@@ -93,7 +90,9 @@ class Order:
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
         layout = self.layout(routing, experts)
-        return Ordered(x_SM, layout, routing.weight_SK, layout.counts_E)
+        # An order with a layout of its own, which does not split, may drop for other reasons than the capacity.
+        all_kept = self.splits and not (self.drops and routing.capacity is not None)
+        return Ordered(x_SM, layout, routing.weight_SK, layout.counts_E, all_kept=all_kept)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

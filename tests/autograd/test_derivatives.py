@@ -27,7 +27,7 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.layers.gates.base import router_logits
-from fusedmoe.layers.gates.choosing import pick
+from fusedmoe.layers.gates.topk import pick
 from fusedmoe.runtime.recorder import Recorder, recorded
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product

@@ -28,7 +28,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
-from fusedmoe.layers.gates.choosing import top_experts
+from fusedmoe.layers.gates.topk import top_experts
 from tests.layers.gate_cases import LEARNED, ROUTED, TOP_K, ids, make, parts
 from tests.marks import slowly
 

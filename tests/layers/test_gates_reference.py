@@ -24,7 +24,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
-from fusedmoe.layers.gates.choosing import top_experts
+from fusedmoe.layers.gates.topk import top_experts
 from tests.layers.gate_cases import best_first, parts
 from tests.marks import slowly
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
-from fusedmoe.layers.gates.choosing import top_experts
+from fusedmoe.layers.gates.topk import top_experts
 
 
 def _wrap(value: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
 from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
-from fusedmoe.layers.gates.choosing import pick, top_experts
+from fusedmoe.layers.gates.topk import pick, top_experts
 from fusedmoe.losses import balance_loss, z_loss
 
 

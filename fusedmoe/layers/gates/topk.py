@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
+from fusedmoe.kernels.derivatives import linear
 from fusedmoe.layers.gates.base import (
     INIT_STD,
     RouterGate,
@@ -21,7 +22,7 @@ from fusedmoe.layers.gates.base import (
     router_dtype,
     router_logits,
 )
-from fusedmoe.layers.gates.choosing import choosing, pick, top_experts
+from fusedmoe.layers.gates.choosing import OF_THREAD, choosing
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -347,3 +348,61 @@ def noisy_load_importance(
     chosen_SE = torch.zeros_like(noisy_SE, dtype=torch.bool).scatter_(1, best_SK[:, :k], True)
     threshold_SE = torch.where(chosen_SE, value_SK[:, k:], value_SK[:, k - 1 : k])
     return load_importance_loss(gate_SE, clean_SE, threshold_SE, noise_std)
+
+
+# Measured on a CPU at 8192 tokens, k passes of max against one stable sort: 8 experts, k = 2: 0.3 and 0.8 ms;
+# 512 experts, k = 16: 45 and 165 ms.
+_MAX_PASSES = 32
+
+
+def top_experts(score_SE: Tensor, k: int) -> Tensor:
+    """The k highest columns of each row, best first; between equal scores the lower column wins.
+
+    `torch.topk` leaves the order of equal scores open, so that two devices could route a token differently.
+
+    Args:
+        score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score, -inf as the lowest finite one, so that
+            the k columns of a row are distinct and in range whatever the scores are. No gradient.
+
+    Returns:
+        [S, k] int64.
+
+    Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
+    """
+    score_SE = score_SE.detach()
+    choice = None if torch.compiler.is_compiling() else OF_THREAD.choosing
+    if choice is not None and choice.takes(score_SE):
+        return choice.top(score_SE, k, lambda: _top(score_SE, k))
+    return _top(score_SE, k)
+
+
+def _top(score_SE: Tensor, k: int) -> Tensor:
+    if k > _MAX_PASSES:
+        return score_SE.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    if score_SE.is_floating_point():
+        taken: float = -torch.inf
+        lowest: float = torch.finfo(score_SE.dtype).min
+    else:
+        taken = torch.iinfo(score_SE.dtype).min
+        lowest = taken + 1
+    # k passes of `max` leave the scores in place; a sort moves all E of them.
+    left_SE = score_SE.clamp(min=lowest)  # a copy; nothing in it is as low as a column already taken
+    chosen = []
+    for place in range(k):
+        best_S1 = left_SE.max(dim=1, keepdim=True).indices  # documented: the first of equal maxima
+        chosen.append(best_S1)
+        if place + 1 < k:
+            # Lower than the clamp: it cannot win again.
+            left_SE.scatter_(1, best_S1, taken)
+    return torch.cat(chosen, dim=1)
+
+
+def pick(score_SE: Tensor, expert_SK: Tensor) -> Tensor:
+    """`score_SE.gather(1, expert_SK)` that does not keep the scores for backward, as torch's does for their shape."""
+    shape = score_SE.shape
+    return linear(
+        score_SE,
+        lambda score: score.gather(1, expert_SK),
+        lambda grad: grad.new_zeros(shape).scatter_add(1, expert_SK, grad),
+        "the scores of chosen experts",
+    )
