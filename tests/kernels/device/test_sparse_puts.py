@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,13 @@ def test_any_pair_of_placements(cluster: Cluster, world: int, seeds: int) -> Non
     assert not left_in_shared_memory()
 
 
+# Copies arrive before the layer's rows. Late ones, which collectives alone have on a CPU, put rows in another order.
+EARLY = EXACT | {"costs": replace(EXACT["costs"], token_bytes=10_000)}
+
+
 @pytest.mark.parametrize(
     ("more", "steps"),
-    [({}, 3), *(pytest.param(more, 7, marks=pytest.mark.slow) for more in ({}, {"rematerialises": True}, EXACT))],
+    [({}, 3), *(pytest.param(more, 7, marks=pytest.mark.slow) for more in ({}, {"rematerialises": True}, EARLY))],
     ids=str,
 )
 def test_training(cluster: Cluster, more: dict[str, Any], steps: int) -> None:
