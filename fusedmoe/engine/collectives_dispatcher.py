@@ -232,7 +232,7 @@ class Collectives(Dispatcher):
         """Does all that a layer does between gate and shared expert by operators, sizes included, for graphs.
 
         Args:
-            bad: how many router logits are not finite, a scalar; all ranks end where there are any.
+            bad: tokens whose router logits are not finite, a scalar; all ranks end where there are any.
         """
         weight_N = weight_of_rows(routed.weight_SK, routed.layout)
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
