@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from fusedmoe.comm.failure.board import Board
 from fusedmoe.comm.failure.store_line import StoreLine, line_to
 from fusedmoe.errors import RankError
 from tests.cluster import open_sockets
+
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -37,9 +42,17 @@ def soon(true: Callable[[], bool]) -> bool:
     return True
 
 
-def test_a_store_that_does_not_answer_and_then_does(stuck: threading.Event) -> None:
+def test_a_store_that_does_not_answer_and_then_does(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     line = StoreLine(dist.HashStore())
     asked: list[int] = []
+    begin = line._helper.begin
+
+    def slowly(question: Callable[[], T]) -> Future[T]:
+        future = begin(question)
+        time.sleep(0.03)  # a machine that is short of time starts a thread so late
+        return future
+
+    monkeypatch.setattr(line._helper, "begin", slowly)
     assert line.ask(lambda _: stuck.wait(), 0.05) is None
     assert line.ask(lambda _: asked.append(1), 0.01) is None
     assert line.trouble.startswith("no answer for ")

@@ -51,11 +51,15 @@ class StoreLine:
         if self.broke or not self._lock.acquire(timeout=patience_s):
             return None
         try:
+            # From the moment the wait is counted from: else a question that had no answer in time would not be one
+            # that `trouble` names, for as long as it took to begin it.
+            since = start
             if self._last is not None and not self._last.done():
                 start = self._since
                 self._last.result(max(0.0, start + patience_s - time.monotonic()))
+                since = time.monotonic()
             last = self._helper.begin(partial(self._asked.answer, question, patience_s))
-            self._last, self._since = last, time.monotonic()  # type: ignore[assignment]
+            self._last, self._since = last, since  # type: ignore[assignment]
             answer = last.result(max(0.0, start + patience_s - time.monotonic()))
         except NoAnswer:
             return None
