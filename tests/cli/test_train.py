@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import torch
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_model, make_topology
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.main import main
+from fusedmoe.cli.run_dir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.step_plans import policy_of
 from fusedmoe.cli.train import TrainingJob, _is_drawn, _to_do, count_parameters
@@ -192,6 +194,22 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, caps
     assert main(["train", *flags, "--run-dir", str(run)]) != 0
     error = capsys.readouterr().err
     assert "rank 0" in error and "finite" in error and "Traceback" not in error
+
+
+def test_a_full_disk_is_told_with_the_rank(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    """A write that fails names no file by itself."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(RunDir, "note", full)
+    assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert f"rank 0 failed in writing a file of {run}: No space left on device. Make room" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.slow
