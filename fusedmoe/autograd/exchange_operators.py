@@ -43,8 +43,9 @@ from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.recorder import Recorder, span
 
 # A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
-# several ways may have a name, and whichever of them is open stands for it.
-_ways: dict[str, WeakSet[Way]] = {}
+# several ways may have a name, and whichever of them is open stands for it. Each holds the set that it is in: a name
+# goes with its last way.
+_ways: WeakValueDictionary[str, WeakSet[Way]] = WeakValueDictionary()
 _crossings: WeakValueDictionary[str, Crossing] = WeakValueDictionary()
 _new_number = count()
 
@@ -65,7 +66,8 @@ class Way:
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
         self.name = f"{all_to_all.identity}, {topology.esp.identity}"
-        _ways.setdefault(self.name, WeakSet()).add(self)
+        self._alike = _ways.setdefault(self.name, WeakSet())
+        self._alike.add(self)
 
     @property
     def is_open(self) -> bool:
