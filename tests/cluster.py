@@ -27,7 +27,8 @@ import pytest
 
 from tests.lifetime import end_with
 
-RUN_TIMEOUT_S = 90.0
+# Starting ranks is part of the first run: where a core is shared by ten it has taken 80 s.
+RUN_TIMEOUT_S = 180.0
 MOST_THREADS = 60
 # What most ranks come to import. Nothing here starts a thread, or copies would wait for it for ever.
 _IMPORTED = (

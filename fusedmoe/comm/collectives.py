@@ -58,6 +58,8 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         return
     board, deadline = group.board, time.monotonic() + group.job.timeout_s
     noted, earlier = False, None
+    # A rank whose machine is short of time may take seconds to renew its note. A long wait has them.
+    renewal_s = max(RENEWED_S, min(10 * RENEWED_S, group.job.timeout_s / 10))
     while True:
         try:
             work.wait(timedelta(seconds=LOOK_S))
@@ -75,8 +77,8 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         board.waits(f"{operation} over the {group}", group.ranks)
         noted, now = True, time.monotonic()
         # Two looks at the notes of the others, a renewal apart, tell a stopped rank from one that waits.
-        if earlier is None and now > deadline - RENEWED_S:
-            earlier, deadline = board.waiting(group.ranks), max(deadline, now + RENEWED_S)
+        if earlier is None and now > deadline - renewal_s:
+            earlier, deadline = board.waiting(group.ranks), max(deadline, now + renewal_s)
         elif earlier is not None and now > deadline:
             raise late(board, group.ranks, operation, f"the {group}", group.job.timeout_s, earlier)
     if noted:

@@ -104,24 +104,31 @@ class GraphRanks:
             return
         deadline = time.monotonic() + self._timeout_s
         while True:
+            broke: RuntimeError | None = None
             try:
                 work.wait(timedelta(seconds=LOOK_S))
                 return
-            except RuntimeError as error:
-                said: Verdict | str | None = self._board.read()
-                text = ""
-                if said is None and work.is_completed():  # it has failed; else only this look is over
-                    text = f"a connection to it broke ({error}); see its log"
-                    said = self._board.read(_EXIT_S)
-                elif said is None and time.monotonic() > deadline:
-                    text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
-                if said is None and text:
-                    # Who has ended, or else who waits for nobody.
-                    others = tuple(rank for rank in self.ranks if rank != self._rank)
-                    missing = (self._board.gone(others) or self._board.absent(others) or others)[0]
-                    said = self._board.blame(missing, _PLANNING, text)
-                if said is not None:
-                    raise RankError(f"rank {self._rank}: {_PLANNING} ended because {said}") from error
+            except RuntimeError:
+                if work.is_completed():
+                    # It may have ended well between the time-out and this look.
+                    try:
+                        work.wait()
+                        return
+                    except RuntimeError as error:
+                        broke = error
+            said: Verdict | str | None = self._board.read(_EXIT_S if broke else 0.0)
+            text = ""
+            if said is None and broke:
+                text = f"a connection to it broke ({broke}); see its log"
+            elif said is None and time.monotonic() > deadline:
+                text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
+            if text:
+                # Who has ended, or else who waits for nobody.
+                others = tuple(rank for rank in self.ranks if rank != self._rank)
+                missing = (self._board.gone(others) or self._board.absent(others) or others)[0]
+                said = self._board.blame(missing, _PLANNING, text)
+            if said is not None:
+                raise RankError(f"rank {self._rank}: {_PLANNING} ended because {said}") from broke
 
 
 def resolve(group: Any) -> Any:

@@ -46,7 +46,7 @@ def place(folder: Path, seconds: float = 100) -> Place:
 
 @pytest.mark.slow
 def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_TEST_S", 5)
+    monkeypatch.setattr(pool, "_TEST_S", 10)
     (tmp_path / "test_cases.py").write_text(CASES)
     outcome = run_tests(place(tmp_path), [str(tmp_path)], 2)
     assert outcome.result == "failed", outcome
@@ -64,7 +64,7 @@ def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_what_is_running_when_the_time_is_up(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text("import time\ndef test_a(): time.sleep(300)\ndef test_b(): pass\n")
-    outcome = run_tests(place(tmp_path, 6), [str(tmp_path)], 1)
+    outcome = run_tests(place(tmp_path, 12), [str(tmp_path)], 1)
     assert (outcome.result, outcome.word) == ("unfinished", "1 was running, 1 not run: test_slow.py::test_a")
 
 

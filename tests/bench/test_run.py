@@ -196,7 +196,7 @@ run.Run("try", plan, Path({str(tmp_path)!r}), Path({str(tmp_path)!r})).do()
     while "asleep" not in run.stdout.readline():
         pass
     run.send_signal(signal.SIGTERM)
-    assert run.wait(40) == 128 + signal.SIGTERM
+    assert run.wait(100) == 128 + signal.SIGTERM
     (file,) = tmp_path.glob("*.json")
     assert [found["result"] for found in json.loads(file.read_text())["parts"]] == ["passed", "not run"]
 

@@ -430,10 +430,10 @@ def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(process: subprocess.Popen[str], run: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (run / "metrics.jsonl").exists():
         assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline, "no step within 60 s"
+        assert time.monotonic() < deadline, "no step within 200 s"
         time.sleep(0.05)
 
 
@@ -467,7 +467,7 @@ def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, num
     try:
         wait_for_steps(process, run)
         process.send_signal(number)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 130, out
@@ -490,7 +490,7 @@ def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text:
         below = descendants(process.pid)
         assert len(below) >= 2
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=100)
     finally:
         process.kill()
     assert "saved. Start again the same way" in out, out

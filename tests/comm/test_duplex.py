@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_the_others(cluster: Cluster) -> None:
 
 
 def never_comes(rank: int, world: int, told: Path) -> str:
-    group = Topology.from_sizes(ep=world, duplex=True, timeout_s=1.5).ep
+    group = Topology.from_sizes(ep=world, duplex=True, timeout_s=4.0).ep
     if rank == 1:
         while not told.exists():  # it is there, but elsewhere
             time.sleep(0.05)
@@ -110,13 +110,13 @@ def never_comes(rank: int, world: int, told: Path) -> str:
 
 @pytest.mark.slow
 def test_waits_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
-    text, _ = cluster.run(2, never_comes, tmp_path / "told", timeout_s=30.0)
-    assert "not all ranks came within 2 s" in text and "rank 1" in text
+    text, _ = cluster.run(2, never_comes, tmp_path / "told")
+    assert "not all ranks came within 4 s" in text and "rank 1" in text
 
 
 def refused(rank: int, world: int) -> str:
     with pytest.raises(RankError) as raised:
-        Topology.from_sizes(ep=2, duplex=rank == 0, timeout_s=5.0)
+        Topology.from_sizes(ep=2, duplex=rank == 0, timeout_s=60.0)
     return str(raised.value)
 
 

@@ -21,7 +21,7 @@ from tests.marks import slowly
 
 def out_of_order(rank: int, world: int, culprit: int, way: str) -> None:
     """Where one rank calls another operation its bytes could arrive as those of the operation that the other called."""
-    topology = Topology.from_sizes(2, timeout_s=2.0)
+    topology = Topology.from_sizes(2, timeout_s=60.0)
     ep, ones, mine = topology.ep, [1] * world, rank == culprit
     numbers = torch.randint(-(2**62), 2**62, (world, 7))
     if way == "counts" and mine:
@@ -37,7 +37,7 @@ def out_of_order(rank: int, world: int, culprit: int, way: str) -> None:
 
 def other_call(rank: int, world: int, culprit: int, way: str) -> None:
     """What one rank calls at a place where the other calls something else, or the same of other sizes."""
-    topology, mine = Topology.from_sizes(2, timeout_s=20.0), rank == culprit
+    topology, mine = Topology.from_sizes(2, timeout_s=60.0), rank == culprit
     ep, many = topology.ep, 5000
     if way == "sum of another size":
         all_reduce(ep, torch.ones(many + mine))
@@ -86,7 +86,7 @@ def test_other_calls_end_all_ranks_at_once(cluster: Cluster, way: str) -> None:
     """Gloo would end a process, or give it memory that nobody has written."""
     culprit = random.randrange(2)
     cluster.run(2, nothing)
-    outcomes = cluster.outcomes(2, other_call, culprit, way, timeout_s=15.0)
+    outcomes = cluster.outcomes(2, other_call, culprit, way, timeout_s=45.0)
     texts = [outcome.error[1] if outcome.error else "" for outcome in outcomes]
     assert [outcome.error and outcome.error[0] for outcome in outcomes] == ["RankError"] * 2, outcomes
     match = r" because (rank \d failed in .*: ranks of the ep group .* call different operations: rank 0 .*; rank 1 .*)"
@@ -102,7 +102,7 @@ def test_other_calls_end_all_ranks_at_once(cluster: Cluster, way: str) -> None:
 def test_bytes_of_another_operation_are_not_taken_for_sizes(cluster: Cluster, way: str) -> None:
     culprit = random.randrange(2)
     cluster.run(2, nothing)
-    for rank, outcome in enumerate(cluster.outcomes(2, out_of_order, culprit, way)):
+    for rank, outcome in enumerate(cluster.outcomes(2, out_of_order, culprit, way, timeout_s=45.0)):
         match = (
             rf"^rank {rank}: .* because rank .* failed in .*: ranks of .* call .*rank {culprit} calls an operation of"
         )

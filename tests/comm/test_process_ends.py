@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fusedmoe.comm.failure import blame
+from fusedmoe.comm.failure import board as board_module
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from tests.comm.failing import SOON_S
 
@@ -63,6 +66,23 @@ def test_the_store_stays_until_the_others_have_heard(monkeypatch: pytest.MonkeyP
     for board in (culprit, other):  # nobody else hosts it
         board.linger(time.monotonic() + 100.0)
     assert time.monotonic() - start < 50
+
+
+def test_who_comes_at_the_last_moment_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look and the one for those who are missing, which finds nobody to blame."""
+    store = torch.distributed.HashStore()
+    board, other = Board(store, 0), Board(store, 1)
+    get, comes = board._get, iter([True])
+
+    def look(key: str) -> bytes | None:
+        if next(comes, False):
+            assert other.meet((0, 1), "late", 20.0) == ["early", "late"]
+        return get(key)
+
+    monkeypatch.setattr(board, "_get", look)
+    passes = SimpleNamespace(monotonic=count(step=15).__next__, monotonic_ns=time.monotonic_ns, sleep=lambda _: None)
+    monkeypatch.setattr(board_module, "time", passes)
+    assert board.meet((0, 1), "early", 20.0) == ["early", "late"]
 
 
 class Clock:

@@ -29,6 +29,14 @@ def held() -> dict[str, int]:
     return {"threads": len(os.listdir("/proc/self/task")), "sockets": open_sockets(), "groups": groups}
 
 
+def settle(before: dict[str, int]) -> None:
+    """Waits until no more is held than before; less, where Gloo has only now closed what an earlier run left."""
+    deadline = time.monotonic() + 20.0
+    while any((after := held())[what] > before[what] for what in before):
+        assert time.monotonic() < deadline, (after, before)
+        time.sleep(0.01)
+
+
 def sums(topology: Topology, rank: int) -> list[float]:
     return [
         all_reduce(getattr(topology, name), torch.tensor(10.0**rank)).item() for name in ("world", "ep", "esp", "mp")
@@ -43,9 +51,7 @@ def made_and_dropped(rank: int, world: int, count: int) -> None:
         assert sums(topology, rank) == right
         if number % 4 == 0:
             kept.append(topology)
-    after = held()
-    # Fewer, where Gloo has only now closed what an earlier run left.
-    assert all(after[what] <= before[what] for what in before), (after, before)
+    settle(before)
     assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
@@ -67,9 +73,7 @@ def closed(rank: int, world: int) -> None:
             assert topology.dense_mesh is not None
     del topology
     gc.collect()
-    after = held()
-    # Fewer, where Gloo has only now closed what an earlier run left.
-    assert all(after[what] <= before[what] for what in before), (after, before)
+    settle(before)
     with pytest.raises(ConfigError, match="this topology was closed"):
         all_reduce(group, torch.ones(1))
 
@@ -110,7 +114,7 @@ def test_ranks_that_hold_different_ones(cluster: Cluster) -> None:
 
 
 def only_one_closes(rank: int, world: int) -> None:
-    topology = Topology.from_sizes(2, timeout_s=1.0)
+    topology = Topology.from_sizes(2, timeout_s=4.0)
     if rank == 0:
         topology.close()
 
@@ -141,7 +145,7 @@ def beside_a_stopped_store(rank: int, world: int) -> str:
                 began = time.monotonic()
                 with pytest.raises(RankError) as caught:
                     group._make(group.Job(rank, 0.3, board), (0, 1), "a test")
-                assert time.monotonic() - began < 0.3 + 10.0
+                assert time.monotonic() - began < 40.0
             finally:
                 os.kill(pid, signal.SIGCONT)
             text = str(caught.value)
@@ -174,13 +178,8 @@ def made_too_late(rank: int, world: int) -> None:
         topology.fail("a test", "it failed")
         with pytest.raises(RankError, match="failed in a test: it failed"):
             group._make(topology.job, (0, 1), "too late")
-    during = held()
     slow.set()
-    deadline = time.monotonic() + 20.0
-    while held()["threads"] >= during["threads"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    after = held()
-    assert all(after[what] <= before[what] for what in before), (after, before)
+    settle(before)
 
 
 def test_a_group_that_is_made_too_late_is_freed(cluster: Cluster) -> None:
@@ -213,6 +212,11 @@ def test_a_rank_that_has_no_room_for_threads(cluster: Cluster) -> None:
         assert "rank 1 failed in making a process group: Resource temporarily unavailable. Raise its limits" in text
 
 
+def until_it_waits(topology: Topology, rank: int) -> None:
+    while not topology.world.board.waiting([rank])[rank].operation:
+        time.sleep(0.01)
+
+
 def one_is_late(rank: int, world: int) -> str:
     """Ranks 1 and 2 make a group when rank 2 does not come, so that rank 0 waits in vain for rank 1."""
     topology = Topology.from_sizes(3, timeout_s=20.0)
@@ -220,6 +224,8 @@ def one_is_late(rank: int, world: int) -> str:
         assert topology.world.board.read(wait_s=20.0) is not None
         return ""
     others = [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]
+    if rank == 0:
+        until_it_waits(topology, 1)
     with pytest.raises(RankError) as caught, pytest.MonkeyPatch.context() as patch:
         # Of Gloo's thread, too, which waits five times as long and which nothing can end.
         patch.setattr(group, "_patience", lambda job: timedelta(seconds=1.0))
@@ -241,9 +247,11 @@ def one_meets_late(rank: int, world: int) -> str:
     if rank == 2:
         assert topology.world.board.read(wait_s=20.0) is not None
         return ""
+    if rank == 0:
+        until_it_waits(topology, 1)
     with pytest.raises(RankError) as caught:
         for ranks in [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]:
-            topology.job.board.meet(ranks, None, 1.0 if rank == 0 else 2.0, operation=f"meeting as {ranks}")
+            topology.job.board.meet(ranks, None, 1.0 if rank == 0 else 60.0, operation=f"meeting as {ranks}")
     return str(caught.value)
 
 

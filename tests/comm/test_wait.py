@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.comm import collectives
+from fusedmoe.comm.failure.board import Note
 from fusedmoe.comm.group import Group, Job
 from fusedmoe.errors import RankError
 from fusedmoe.tutel.impls.communicate import start_swap
@@ -77,6 +78,44 @@ def test_what_broke_is_one() -> None:
     with pytest.raises(RankError, match="all-reduce over the ep group"):
         collectives.wait(Late("Connection closed by peer"), group(board), "all-reduce")  # type: ignore[arg-type]
     assert board.posted
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_slow_rank_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Rank 1 waits elsewhere, and its machine is so busy that it renews its note only every 4 s."""
+    clock = Clock()
+    monkeypatch.setattr(collectives, "time", clock)
+
+    class Busy(Board):
+        def waiting(self, ranks: object) -> dict[int, Note]:
+            return {1: Note("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
+
+        def blame(self, rank: int, operation: str, text: str) -> str:
+            return text
+
+    class Unanswered(Late):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            clock.now_s += 0.25
+            return super().wait(timeout)
+
+        def is_completed(self) -> bool:
+            return False
+
+    said = "rank 1 was stopped while it waited for something else" if stops else "rank 1 waits for something else"
+    with pytest.raises(RankError, match=f"not all ranks came within 60 s: .*{said}"):
+        waiting = Group("ep", (0, 1), job=Job(timeout_s=60.0, board=Busy()))  # type: ignore[arg-type]
+        collectives.wait(Unanswered(None), waiting, "all-reduce")  # type: ignore[arg-type]
+    assert 60.0 <= clock.now_s < 61.0
 
 
 class Never:

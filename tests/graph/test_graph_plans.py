@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import time
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fusedmoe.graph import GraphBackend, operator_costs
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.runtime.cache import CACHE, write
 from tests.cluster import Cluster
+from tests.comm.test_wait import Late
 from tests.graph.models import AllToAll, Model, Steady, largest_difference, train
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -156,13 +157,27 @@ def alone(rank: int, world: int) -> str:
 
 
 def measuring_alone(rank: int, world: int) -> str:
+    told = dist.PrefixStore("a test", dist.distributed_c10d._get_default_store())
     if rank == 1:
-        time.sleep(2.0)  # its connections stay
+        told.wait(["told"], timedelta(seconds=60))  # its connections stay
         return ""
     graph_ranks = GraphRanks([dist.group.WORLD], 1.0)
     with pytest.raises(RankError) as caught:
         operator_costs.measure_points(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
+    told.set("told", "")
     return str(caught.value)
+
+
+def test_what_ends_well_behind_a_look_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr("fusedmoe.graph.graph_ranks._EXIT_S", 0.0)
+    graph_ranks = GraphRanks([object()], 20.0)
+    graph_ranks.wait(Late(None))  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"rank 1 failed in planning .* broke \(Connection closed by peer\)"):
+        graph_ranks.wait(Late("Connection closed by peer"))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

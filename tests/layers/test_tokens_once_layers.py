@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -234,8 +233,8 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 
 def one_lies(rank: int, world: int, name: str, esp: int, wrong: str, culprit: int) -> None:
     torch._dynamo.reset()
-    # Ranks wait for each other while they compile.
-    topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=30 if name == "graphs" else 5)
+    # Longer than the run may take: nobody ends because it has waited for so long.
+    topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=300)
     options, call = CALLS[name]
     blocks = blocks_over(topology, **options)
     # Every rank has tokens, and two passes go well.
@@ -255,15 +254,12 @@ def one_lies(rank: int, world: int, name: str, esp: int, wrong: str, culprit: in
 
 def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, culprit: int) -> None:
     cluster.run(world, nothing)  # starting ranks takes a while
-    start = time.monotonic()
-    outcomes = cluster.outcomes(world, one_lies, name, esp, wrong, culprit, timeout_s=60)
-    seconds = time.monotonic() - start
+    outcomes = cluster.outcomes(world, one_lies, name, esp, wrong, culprit, timeout_s=80)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, (rank, wrong)
         kind, text, _ = outcome.error
         assert kind == "RankError" and text.startswith(f"rank {rank}: "), outcome.error
         assert f"ended because rank {culprit} failed in exchange of pairs" in text, text
-    assert seconds < (60 if name == "graphs" else 15)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +292,7 @@ def test_the_shard_that_sent_them_is_named(cluster: Cluster, name: str, wrong: s
 
 
 def one_sends_to_wrong_places(rank: int, world: int, wrong: str, culprit: int, dispatch: str) -> None:
-    topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=5)
+    topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=300)
     batch = Batch("places", 8, partial(some_experts, 8), world, dispatch=dispatch)
 
     def pack(code_N: Tensor, weight_N: Tensor | None) -> Tensor | None:
@@ -321,7 +317,7 @@ def some_experts(experts: int, rank: int, generator: torch.Generator) -> Tensor:
 )
 def test_wrong_places_of_a_peer_end_all_ranks(cluster: Cluster, wrong: str, culprit: int, dispatch: str) -> None:
     """Those who forward its tokens name it."""
-    outcomes = cluster.outcomes(4, one_sends_to_wrong_places, wrong, culprit, dispatch, timeout_s=60)
+    outcomes = cluster.outcomes(4, one_sends_to_wrong_places, wrong, culprit, dispatch, timeout_s=80)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, (rank, wrong)
         kind, text, _ = outcome.error

@@ -104,7 +104,7 @@ def test_clear_starts_again_at_zero_and_forgets_open_spans():
     timeline = recorder.timeline()
     assert [s.name for s in timeline.spans] == ["new"]
     assert 0 <= timeline.start_s < 0.01 + time.time() - timeline.anchor_s
-    assert timeline.anchor_s - old_anchor_s == pytest.approx(0.01, abs=0.5) and timeline.anchor_s > old_anchor_s
+    assert old_anchor_s + 0.009 < timeline.anchor_s <= time.time()
 
 
 def test_known_times_can_be_added():
@@ -143,16 +143,18 @@ def test_threads_may_record_at_the_same_time():
     assert found == {(chunk, layer) for chunk in range(4) for layer in range(200)}
 
 
-def test_recorders_made_at_different_times_line_up():
-    one = Recorder(rank=0)
-    time.sleep(0.05)
-    two = Recorder(rank=1)
+def test_recorders_made_at_different_times_line_up(monkeypatch: pytest.MonkeyPatch):
+    """Each with a clock of its own, as on two machines: only the wall clock is the same."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + now_s[0])
+    one = Recorder(rank=0, clock=lambda: 7.0 + now_s[0])
+    now_s[0] = 0.05
+    two = Recorder(rank=1, clock=lambda: 300.0 + now_s[0])
     with one.span("a", kind="gate"), two.span("b", kind="gate"):
-        time.sleep(0.001)
+        now_s[0] += 0.001
     raw = [recorder.timeline() for recorder in (one, two)]
-    assert raw[0].start_s - raw[1].start_s > 0.04
-    aligned = align(raw)
-    assert aligned[0].start_s == 0.0 and aligned[1].start_s == pytest.approx(0.0, abs=0.02)
+    assert raw[0].start_s - raw[1].start_s == pytest.approx(0.05)
+    assert [one.start_s for one in align(raw)] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_a_compiled_function_keeps_its_graph_whole_without_a_recorder():

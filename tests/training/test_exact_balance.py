@@ -95,7 +95,7 @@ class Late:
 
     def __enter__(self) -> None:
         time.sleep(0.02)
-        assert self._begun is None or self._begun.wait(10.0), "the first chunk's experts have waited for late copies"
+        assert self._begun is None or self._begun.wait(60.0), "the first chunk's experts have waited for late copies"
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -113,7 +113,7 @@ def learned_from_late_copies(
     the tasks on links, as recorded."""
     esp = shape.get("esp", 1)
     topology = Topology.from_sizes(
-        ep=world // esp, esp=esp, ranks_per_node=shape.get("ranks_per_node", esp), timeout_s=20.0
+        ep=world // esp, esp=esp, ranks_per_node=shape.get("ranks_per_node", esp), timeout_s=100.0
     )
     model = Model(topology, placement, **shape)
     optimizer = optimizer_of(model)

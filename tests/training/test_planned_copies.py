@@ -199,7 +199,7 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, mode: s
 
 
 def refused(rank: int, world: int) -> list[str]:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
     placed, fixed = (Model(topology, placement, degrees=(1, 1)) for placement in ("fssdp", "ep"))
     plans = blocks_of(placed).plans

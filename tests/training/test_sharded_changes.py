@@ -274,7 +274,7 @@ def test_copies_follow(
 
 
 def amid_a_forward(rank: int, world: int) -> str:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
@@ -300,7 +300,7 @@ def test_a_change_amid_a_forward_is_refused(cluster: Cluster) -> None:
 
 def fetched(rank: int, world: int) -> tuple[list[int], list[int]]:
     """Bytes that a rank sends in each of two parts and in a look, and those that copies and gradients have."""
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp", recomputes=True)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
@@ -332,7 +332,7 @@ def test_each_forward_fetches_once(cluster: Cluster) -> None:
 
 
 def other_state(rank: int, world: int) -> None:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)

@@ -306,7 +306,7 @@ def test_memory(cluster: Cluster):
 
 
 def refused(rank: int, world: int) -> list[str]:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
 
     def layer(gate: Any = None, experts: Any = None, **options: Any) -> MoELayer:
@@ -342,7 +342,7 @@ def test_what_is_refused(cluster: Cluster):
 
 
 def refused_in_micro_batches(rank: int, world: int) -> list[str]:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
     for options in (
         {"policy": "ep", "rematerialises": True},
@@ -368,7 +368,7 @@ def test_what_happens_between_layers_is_refused_in_micro_batches(cluster: Cluste
 
 def corrected_to_less(rank: int, world: int, other: bool) -> str:
     """Without the copies that are there, or with another one in their place."""
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
 
     def copied(placement: Placement, expert: int) -> Placement:
         others = [[] for _ in placement.owners]
@@ -449,7 +449,7 @@ def test_costs_that_are_measured_again_count_from_the_next_step_on(cluster: Clus
 
 
 def asked_differently(rank: int, world: int) -> str:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     with pytest.raises(RankError) as caught:
         ShardedExperts(model, optimizer_of(model), topology, overlap=4, memory=1 + rank)
@@ -462,7 +462,7 @@ def test_ranks_that_ask_for_different_things_are_told(cluster: Cluster):
 
 
 def decided_differently(rank: int, world: int) -> str:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)

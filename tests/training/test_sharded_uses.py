@@ -171,7 +171,7 @@ def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.
 
 
 def told(rank: int, world: int) -> str:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model, optimizer, sharded = trained(topology, 3)
     optimizer.zero_grad()
     square(model(tokens(rank, 3))).backward()
@@ -286,7 +286,7 @@ class Late(Rows):
 
 
 def unmovable(rank: int, world: int) -> list[str]:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = Rows(model.parameters(), lr=0.01)
     said = []
@@ -335,7 +335,7 @@ class Put(torch.nn.Module):
 
 def parametrised_elsewhere(rank: int, world: int) -> None:
     """After ShardedExperts was made, by what has no part for each expert, and around the experts."""
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer, experts = optimizer_of(model), model.layers[0].experts
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
@@ -368,7 +368,7 @@ def test_what_cannot_be_is_told_at_once(cluster: Cluster):
 
 def alone(rank: int, world: int) -> list[Tensor]:
     """Before there are `ShardedExperts`, and after."""
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     losses = []
     for placement in ("ep", "fssdp"):
         model = Model(topology, placement)
@@ -389,7 +389,7 @@ def test_layers_without_sharded_experts(cluster: Cluster):
 
 
 def reentrant(rank: int, world: int) -> int:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)

@@ -81,6 +81,8 @@ def order_of_blame(waiting: Mapping[int, Note]) -> list[int]:
 # The rank whose process hosts the store, where no launcher does.
 _HOST = 0
 _EXIT_S = 10.0
+# How long a store may be silent before its host is blamed for what a rank has waited for in vain.
+_SILENT_S = 3.0
 # How long a rank may wait without renewing its note: a few looks.
 RENEWED_S = 1.0
 # Host and process of each rank, by the store of a job. They are asked for when the ranks meet, on any board: the store
@@ -146,6 +148,9 @@ class Board:
                 said = self.post(dead[0], operation, PROCESS_ENDED)
             if said is None and (self._line.broke or time.monotonic() > deadline):
                 missing = [rank for rank, key in keys.items() if self._get(key) is None]
+                # The last of them may have come since the look above.
+                if keys and not missing:
+                    continue
                 said = self._not_met(operation, missing, timeout_s, cure)
             if said is not None:
                 raise RankError(f"rank {self.rank}: {operation} ended because {said}")
@@ -186,6 +191,11 @@ class Board:
     def blame(self, rank: int, operation: str, message: str) -> str:
         """Posts that another rank did not come; returns the verdict, or who hosts the store where that is silent."""
         said = self.post(rank, operation, message)
+        # A store whose host is short of time answers late; one whose host has stopped never does.
+        deadline = time.monotonic() + _SILENT_S
+        while self.standing is None and not self._line.broke and time.monotonic() < deadline:
+            time.sleep(0.02)
+            said = self.post(rank, operation, message)
         host = f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST}"
         trouble = self._line.trouble
         return f"{host} failed in hosting the job's store: {trouble}. {_CURE}" if trouble else str(said)

@@ -142,7 +142,7 @@ def test_a_call_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, name:
             NvshmemHeap(Group("ep", job=Job(timeout_s=0.6)), CPU).close()
     finally:
         fake.release.set()
-    assert 0.5 < time.monotonic() - start < 5
+    assert 0.5 < time.monotonic() - start < 40
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def fail_on_rank_1(rank: int, world: int, name: str) -> str:
         with pytest.raises(RankError) as caught:
             NvshmemHeap(ep, CPU)
         fake.release.set()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
     return str(caught.value)
 
 
@@ -248,7 +248,7 @@ def fails_alone(rank: int, world: int, name: str) -> str:
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
             NvshmemHeap(ep, CPU)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
     return str(caught.value)
 
 

@@ -43,7 +43,7 @@ def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Seq
 
 def check_death(cluster: Cluster, seed: int, nodes: Sequence[int]) -> None:
     """It is noticed for what it is, not because the time is up. `nodes`: as of `heap_over`."""
-    timeout_s = 20.0
+    timeout_s = 60.0
     survivor, killed = cluster.outcomes(2, die_at_random, seed, timeout_s, nodes)
     assert killed.error is not None and survivor.error is None, survivor.error
     message, seconds = survivor.value

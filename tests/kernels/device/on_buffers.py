@@ -251,10 +251,10 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
                 if how == "raises":
                     raise ValueError("no more")
                 if how == "late":
-                    time.sleep(timeout_s / 3)
+                    time.sleep(1.0)  # four looks of the other
                 if how == "never":
-                    time.sleep(2 * timeout_s)
-                    return "slept"
+                    assert topology.world.board.read(wait_s=60.0) is not None
+                    return "never came"
             exchanges.take(exchanges.put(number))
     return f"done, {heap.abandoned}"
 

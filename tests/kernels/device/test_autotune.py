@@ -90,7 +90,6 @@ class _ChecksBackward(torch.autograd.Function):
         return dx
 
 
-@pytest.mark.timeout(60)
 def test_checks_pass_inside_a_backward(device: torch.device) -> None:
     """In an operator, where autograd is off altogether, and on a GPU in the one thread that takes its derivatives: the
     definition takes one nevertheless."""

@@ -99,14 +99,14 @@ def test_exchange_after_exchange(cluster: Cluster, world: int, count: int, ahead
 
 @pytest.mark.parametrize("how", ["killed", "raises", "never"])
 def test_a_rank_fails(cluster: Cluster, how: str) -> None:
-    outcomes = cluster.outcomes(2, fail_in_the_middle, how, 2.0)
+    outcomes = cluster.outcomes(2, fail_in_the_middle, how, 4.0 if how == "never" else 300.0)
     assert outcomes[0].error is not None
     kind, message, _ = outcomes[0].error
     assert kind == "RankError"
     assert re.search(r"waiting for .* of rank 1, expected signal \d+, seen \d+", message), message
     parts = r"tile \d+ of the tokens|part \d+ of the routing metadata|chunk \d+ of the results|the credit"
     assert re.search(f"waiting for ({parts}) of rank 1", message), message
-    assert {"killed": "its process ended", "raises": "no more", "never": "within 2 s"}[how] in message
+    assert {"killed": "its process ended", "raises": "no more", "never": "within 4 s"}[how] in message
     assert not left_in_shared_memory()
 
 
@@ -119,7 +119,7 @@ def test_a_rank_is_killed_at_any_moment(cluster: Cluster, seed: int) -> None:
 
 
 def test_a_late_rank_is_only_late(cluster: Cluster) -> None:
-    assert cluster.run(2, fail_in_the_middle, "late", 3.0) == ["done, True"] * 2
+    assert cluster.run(2, fail_in_the_middle, "late", 300.0) == ["done, True"] * 2
 
 
 def test_too_many_tokens_are_refused(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ if what == "die":
     os._exit(7)
 if what == "compile":
     time.sleep(600)
+if what.startswith("until "):
+    while not os.path.exists(what.removeprefix("until ")):
+        time.sleep(0.01)
+    what = ""
 print("launched", flush=True)
 if what == "hang":
     time.sleep(600)
@@ -68,9 +73,9 @@ def test_an_exception_and_no_memory() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_LAUNCHED_S", 1.0)
+    monkeypatch.setattr(correctness, "_LAUNCHED_S", 3.0)
     found = checked(columns128="hang")
-    assert found[FIRST] == found[THIRD] == "" and "for 1 seconds after its launch" in str(found[SECOND])
+    assert found[FIRST] == found[THIRD] == "" and "for 3 seconds after its launch" in str(found[SECOND])
 
 
 @pytest.mark.slow
@@ -83,11 +88,13 @@ def test_a_process_that_does_not_start_says_nothing_of_any() -> None:
     assert checked(all="die") == {FIRST: None, SECOND: None, THIRD: None}
 
 
-def test_processes_run_beside_each_other_and_tell_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_COMPILE_S", 3.0)
-    program = [sys.executable, "-S", "-c", PROGRAM, json.dumps({"64": "compile"})]
+def test_processes_run_beside_each_other_and_tell_at_once(tmp_path: Path) -> None:
+    """The first compiles until the verdict on the second has come."""
+    program = [sys.executable, "-S", "-c", PROGRAM, json.dumps({"64": f"until {tmp_path / 'told'}"})]
     verdicts = check_apart(VARIANT, [FIRST, SECOND], CPU, program)
-    assert [*verdicts] == [(SECOND, ""), (FIRST, None)]
+    assert next(verdicts) == (SECOND, "")
+    (tmp_path / "told").touch()
+    assert [*verdicts] == [(FIRST, "")]
 
 
 @pytest.mark.parametrize(
