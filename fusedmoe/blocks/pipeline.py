@@ -289,7 +289,9 @@ class PipelinedBlocks(nn.Module):
         first those of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
         peers, mp, layer = self.topology.ep.size, self.topology.mp, self._layers()[0]
         if layer.mp_tokens.joint:
-            layer.checks.refuse(layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)[1])
+            x_SM, refusal = layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
+            layer.checks.refuse(refusal)
+            x = x_SM.view(x.shape)
         if self.along == "positions":
             return x, Split(peers, 1, in_order=True)
         # [rank, samples of each]: cut along the second axis, every micro-batch has samples of every rank.

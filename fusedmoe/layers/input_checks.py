@@ -212,18 +212,22 @@ class InputChecks:
         """Checks that MP ranks pass in equally many tokens [S, M], or summands of them, in one dtype. Collective.
 
         Returns:
-            the same tokens, or none where a rank refuses them, and what is wrong with them here. All ranks hear of that
-            in the exchange that follows; where none does it is raised.
+            the same tokens, which have gradients where any rank's have, or none where a rank refuses them, and what is
+            wrong with them here. All ranks hear of that in the exchange that follows; where none does it is raised.
         """
         topology, mp = self._topology, self._topology.mp
         ends_here = topology.ep.size == topology.esp.size == 1
         if refusal is not None and ends_here:
             mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
-        own_12 = torch.tensor([own], device=device_of(mp))
+        own_13 = torch.tensor([[*own, x_SM.requires_grad]], device=device_of(mp))
         # One exchange for sizes and dtypes: ranks with other tokens would wait in the next one.
-        found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
+        told = all_gather_rows(mp, own_13, [1] * mp.size, "exchange of counts").tolist()
+        found = [sizes for *sizes, _ in told]
         if found == [own] * mp.size and refusal is None:
+            # Gradients of tokens are put together by all ranks, or some would wait in the backward.
+            if torch.is_grad_enabled() and not x_SM.requires_grad and any(learns for *_, learns in told):
+                x_SM = x_SM.detach().requires_grad_()
             return x_SM, None
         culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
         if not culprits:

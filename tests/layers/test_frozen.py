@@ -231,6 +231,38 @@ def frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
     assert all(parameter.grad is None for parameter in modules.parameters())
 
 
+def same_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> None:
+    """Tokens that MP ranks have in common, of which one rank alone needs the gradient: all put it together."""
+    found = []
+    for in_blocks in (False, True):
+        for learns in (True, rank == 1):
+            blocks = make(Topology.from_sizes(**sizes, timeout_s=30), Attention, mp_input="replicated")
+            nn.ModuleList([module for block in blocks for module in block]).requires_grad_(not frozen)
+            torch.manual_seed(20)
+            x, dz = torch.randn(2, 4, 5, blocks[0].experts.model_dim, dtype=torch.float64)
+            run = fusedmoe.pipeline(blocks, (2, 1)) if in_blocks else one_after_the_other(blocks)
+            torch.manual_seed(30)  # of the gates' noise
+            leaf = x.clone().requires_grad_(learns)
+            (run(leaf) * dz).sum().backward()
+            assert (leaf.grad is not None) == learns
+            found.append(leaf.grad)
+    assert found[0] is not None
+    torch.testing.assert_close(found[2], found[0], rtol=1e-10, atol=1e-10)
+    for some, everywhere in ((found[1], found[0]), (found[3], found[2])):
+        assert some is None or torch.equal(some, everywhere)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "frozen"),
+    [({"mp": 2}, True), *slowly(({"mp": 2}, False), ({"mp": 2, "ep": 2}, True), ({"mp": 2, "esp": 2}, False))],
+    ids=str,
+)
+def test_tokens_in_common_of_which_one_rank_needs_the_gradient(
+    cluster: Cluster, sizes: dict[str, int], frozen: bool
+) -> None:
+    cluster.run(2, same_tokens, sizes, frozen)
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_blocks_that_are_frozen_whole(cluster: Cluster, degrees: tuple[int, int]) -> None:
     cluster.run(2, frozen_blocks, degrees)
