@@ -51,13 +51,15 @@ FUSEDMOE_NVSHMEM_API int fusedmoe_nvshmem_version(int built[3], int loaded[3]);
 /* Makes the id of a new job: one rank makes it, all are given it. bytes: the room at `id`. */
 FUSEDMOE_NVSHMEM_API int fusedmoe_nvshmem_unique_id(void *id, size_t bytes);
 
-/* Starts the job of this id, on the GPU whose context is current. Collective over all its ranks. */
+/* Starts the job of this id, on the GPU whose context is current. Collective over all its ranks. Where a module cannot
+ * be registered it returns FAILED, and the job is open without a use: finalize, which waits for the other PEs, ends it. */
 FUSEDMOE_NVSHMEM_API int fusedmoe_nvshmem_init(const void *id, size_t bytes, int rank, int ranks);
 
 /* Uses the NVSHMEM that this process has already initialised, here or elsewhere. */
 FUSEDMOE_NVSHMEM_API int fusedmoe_nvshmem_adopt(void);
 
-/* Ends one use. With the last one ends a job that was started here; one that was started elsewhere goes on. */
+/* Ends one use. With the last one, or without any, ends a job that was started here; one that was started elsewhere
+ * goes on. */
 FUSEDMOE_NVSHMEM_API int fusedmoe_nvshmem_finalize(void);
 
 /* Who initialised NVSHMEM, this PE, the number of PEs, and the id of a job that was started here (else zeros);

@@ -120,11 +120,15 @@ int initialise_module(CUmodule module) {
     return ok();
 }
 
-// The last step of opening: modules that were loaded before, or in an earlier job, learn of this one.
+// The last step of opening: modules that were loaded before, or in an earlier job, learn of this one; all or none.
 int begin_use() {
+    const auto &modules = job().modules;
+    for (size_t i = 0; i < modules.size(); ++i)
+        if (const int status = initialise_module(modules[i])) {
+            while (i > 0) nvshmemx_cumodule_finalize(modules[--i]);
+            return status;
+        }
     job().uses = 1;
-    for (CUmodule module : job().modules)
-        if (const int status = initialise_module(module)) return status;
     return ok();
 }
 
@@ -191,9 +195,11 @@ int fusedmoe_nvshmem_adopt(void) {
 
 int fusedmoe_nvshmem_finalize(void) {
     const std::lock_guard<std::mutex> guard(job().lock);
-    if (job().uses == 0) return need_job();
-    if (--job().uses > 0 || !job().ours) return ok();
-    for (CUmodule module : job().modules) nvshmemx_cumodule_finalize(module);
+    const bool used = job().uses > 0;
+    if (!used && !job().ours) return need_job();
+    if ((used && --job().uses > 0) || !job().ours) return ok();
+    if (used)  // else a module could not be registered, and none is
+        for (CUmodule module : job().modules) nvshmemx_cumodule_finalize(module);
     nvshmemx_hostlib_finalize();
     job().ours = false;
     job().id.fill(0);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -152,6 +152,22 @@ class WireFp8(Hooks):
 
     def __repr__(self) -> str:
         return "WireFp8()"
+
+
+def listed(hooks: object) -> tuple[Hooks, ...]:
+    """Returns the hooks that a layer was given.
+
+    Raises:
+        ConfigError: one that is in no list, or what are no hooks.
+    """
+    if not isinstance(hooks, Iterable):
+        raise ConfigError(f"MoELayer: hooks is {hooks!r}; give a list, hooks=[fusedmoe.hooks.WireCast()]")
+    given = tuple(hooks)
+    for hook in given:
+        if not isinstance(hook, Hooks):
+            example = "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own"
+            raise ConfigError(f"MoELayer: a hook is {hook!r}, no Hooks; give, say, {example}")
+    return given
 
 
 def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:

@@ -34,7 +34,7 @@ class BlocksForward(BlockPass, ForwardPass):
     Args:
         blocks, states: each block's modules, and its state (`MoEBlock.begin`).
         mask: [B, …], false for padding, on the host; None: no token is padding.
-        keep: a backward pass will follow.
+        keep: a backward pass may follow.   learns: this rank needs it.
         refusal: why this rank's batch is refused, if so: the first exchange tells all ranks.
         calls: what blocks of another library are called with beside x; None: nothing.
     """
@@ -48,11 +48,12 @@ class BlocksForward(BlockPass, ForwardPass):
         x: Tensor,
         mask: Tensor | None,
         keep: bool,
+        learns: bool,
         refusal: str | None,
         calls: Sequence[ExternalCall] | None = None,
     ) -> None:
         self.keep, self._x, self._mask, self._refusal, self._calls = keep, x, mask, refusal, calls
-        self._modules = blocks
+        self._modules, self._learns = blocks, learns
         super().__init__(run, split, states, x.shape)
         self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
@@ -242,12 +243,12 @@ class BlocksForward(BlockPass, ForwardPass):
         tokens_pP = torch.stack([tokens.counts_E.view(peers, -1).sum(1) for tokens, *_ in sent])
         counts, tokens_Pp = counts_pPE.transpose(0, 1).reshape(-1), tokens_pP.t()
         if refusal is not None:  # raises on every rank
-            block.exchange(counts, tokens_Pp, self._x, (), refusal)
+            block.exchange(counts, tokens_Pp, self._x, (), refusal, self._learns)
         sent_tokens, sent_pairs = Sent(tokens_pP), Sent(counts_pPE.sum(2))
         rows = sent_tokens.join([self._rows_of(state, p) for p in places])
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
         # The ranks meet once for each chunk, and for both passes.
-        exchange = block.exchange(counts, tokens_Pp, rows, routings, None)
+        exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._learns)
         experts = state.held or exchange.experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]

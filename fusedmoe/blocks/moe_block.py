@@ -219,13 +219,19 @@ class MoEBlock:
         return routing
 
     def exchange(
-        self, counts: Tensor, tokens_Pp: Tensor, like: Tensor, routings: Sequence[Routing], refusal: str | None
+        self,
+        counts: Tensor,
+        tokens_Pp: Tensor,
+        like: Tensor,
+        routings: Sequence[Routing],
+        refusal: str | None,
+        learns: bool,
     ) -> Exchange:
         """Tells the ranks how many tokens and pairs of a chunk go where, and whether anything is wrong with its logits.
 
         Args:
             counts: pairs by (peer, micro-batch, its local expert), flat.   tokens_Pp: tokens by peer and micro-batch.
-            like: of the rows' dtype.
+            like: of the rows' dtype.   learns: this rank needs the blocks' backward.
         """
         checks, topology = self.layer.checks, self.layer.topology
         texts = (checks.of_logits(routing) for routing in routings)
@@ -234,7 +240,8 @@ class MoEBlock:
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
         sizes = {"tokens_Wp": tokens_Pp, "by_pairs": self.makes_rows, "sizes": self._sizes}
-        form = {"width": self.layer.model_dim, "weights": routings[0].weight_SK.dtype if routings else None}
+        weights = routings[0].weight_SK.dtype if routings else None
+        form = {"width": self.layer.model_dim, "weights": weights, "learn": (learns, learns)}
         return self._collectives.exchange(counts, like.dtype, refusal or checks.bad_logits(*routings), **sizes, **form)
 
     def places(self, layout: Layout) -> Layout:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,9 +26,10 @@ from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing, selects
+from fusedmoe.engine.recomputation import unpacked
 from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.derivatives import Function, keep_out_of_graphs
 from fusedmoe.layers.input_checks import no_tokens, of_input, of_mask
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
@@ -85,7 +86,8 @@ class PipelinedBlocks(nn.Module):
         along: Along = "samples",
         recompute: bool = False,
     ) -> None:
-        _keep_out_of_graphs()
+        # No graph can hold a plan's threads, and graphs of micro-batches.
+        keep_out_of_graphs(PipelinedBlocks, "_by_plans")
         super().__init__()
         parts = [_parts_of(block, number) for number, block in enumerate(blocks)]
         if not parts:
@@ -211,11 +213,13 @@ class PipelinedBlocks(nn.Module):
                 layer.checks.tell_logits()
             if selects():  # it lets each operator's results be taken once, and dense parts have graphs of their own
                 raise ConfigError(
-                    "pipeline: a selective activation checkpoint cannot look into micro-batches; use a checkpoint "
-                    "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
+                    "pipeline: a selective activation checkpoint cannot look into micro-batches; leave out context_fn, "
+                    "and use fusedmoe.pipeline(…, recompute=True)"
                 )
             # A refused batch is replaced by one without samples: other ranks learn of it with the first sizes.
             refusal = self._wrong(x)
+            if isinstance(mask, Tensor):
+                mask = mask.cpu()
             if refusal is None and mask is not None:
                 refusal = of_mask("pipeline", mask, x, *(layer.gate for layer in self._layers()))
             if refusal is not None:
@@ -245,8 +249,18 @@ class PipelinedBlocks(nn.Module):
         states = [block.begin(batch, split, degree, keep) for block, degree in zip(self._blocks, degrees, strict=True)]
         # Each parameter is an input, so that autograd takes its gradient from the backward pass.
         parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
-        mask = None if mask is None else mask.cpu().reshape(batch.shape[:-1])
-        z, *aux = _ThroughBlocks.apply(batch, mask, run, split, self._blocks, states, keep, refusal, calls, *parameters)
+        learns = keep and any(one is not None and one.requires_grad for one in (batch, *parameters))
+        if keep and not learns:
+            # Another rank may learn, and its backward needs this one's: they tell each other with the first sizes.
+            batch = batch.detach().requires_grad_()
+        mask = None if mask is None else mask.reshape(batch.shape[:-1])
+        given = batch, mask, run, split, self._blocks, states, keep, learns, refusal, calls
+        # A checkpoint would compute all again, and send it, from the midst of the backward of each micro-batch's graph:
+        # ranks would meet there in any order.
+        with unpacked():
+            z, *aux = _ThroughBlocks.apply(*given, *parameters)
+        if (exchange := states[0].exchange) is not None and not exchange.tokens_learn:
+            return z.detach(), [loss.detach() for loss in aux]
         return z, aux
 
     def _wrong(self, x: object) -> str | None:
@@ -275,7 +289,9 @@ class PipelinedBlocks(nn.Module):
         first those of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
         peers, mp, layer = self.topology.ep.size, self.topology.mp, self._layers()[0]
         if layer.mp_tokens.joint:
-            layer.checks.refuse(layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)[1])
+            x_SM, refusal = layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
+            layer.checks.refuse(refusal)
+            x = x_SM.view(x.shape)
         if self.along == "positions":
             return x, Split(peers, 1, in_order=True)
         # [rank, samples of each]: cut along the second axis, every micro-batch has samples of every rank.
@@ -335,13 +351,6 @@ class PipelinedBlocks(nn.Module):
         return f"degrees={degrees}, along={self.along!r}"
 
 
-@cache
-def _keep_out_of_graphs() -> None:
-    """Has compiled models call `_by_plans` as it is: no graph can hold a plan's threads, and graphs of micro-batches.
-    Said with the first blocks, not with the module, as it imports the compiler."""
-    PipelinedBlocks._by_plans = torch.compiler.disable(PipelinedBlocks._by_plans)  # type: ignore[method-assign]
-
-
 class _ThroughBlocks(Function):
     """The batch through all blocks: [B, …, M], and a scalar for each block; differentiable once.
 
@@ -362,11 +371,12 @@ class _ThroughBlocks(Function):
         modules: Sequence[MoEBlock],
         states: list[BlockState],
         keep: bool,
+        learns: bool,
         refusal: str | None,
         calls: Sequence[ExternalCall] | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = BlocksForward(run, split, modules, states, x, mask, keep, refusal, calls)
+        forward = BlocksForward(run, split, modules, states, x, mask, keep, learns, refusal, calls)
         z, aux = forward.run()
         ctx.given, ctx.blocks = (run, split), states if keep else None
         ctx.set_materialize_grads(False)
@@ -390,7 +400,7 @@ class _ThroughBlocks(Function):
             own = block.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, *(None,) * 8, *grads
+        return dx if ctx.needs_input_grad[0] else None, *(None,) * 9, *grads
 
 
 def pipeline(
@@ -418,7 +428,8 @@ def pipeline(
         degrees: micro-batches forward and backward; a batch of fewer samples has empty ones.
         along: "samples", or "positions" of a causal model: chunks of a sequence follow each other, so that one sample
             is enough.
-        recompute: keep only inputs of dense parts for the backward pass, and compute the rest again there.
+        recompute: keep only inputs of dense parts for the backward pass, and compute the rest again there. A checkpoint
+            around the blocks saves memory if it is reentrant; with `use_reentrant=False` they keep what they keep.
     Raises:
         ConfigError: what is no such pair; blocks that cannot be split: gates that look at the whole batch, orders with
             a layout of their own, dispatchers of your own, experts of their own kind with different degrees.

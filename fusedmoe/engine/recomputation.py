@@ -8,8 +8,8 @@ not, and whatever else is an autograd function whose backward calls the forward 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize
@@ -68,6 +68,21 @@ def unselected() -> AbstractContextManager[Any]:
     and sends again."""
     # Such a checkpoint counts operators, and an exchange of sizes has others the second time.
     return _disable_current_modes() if selects() else nullcontext()
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """A context in which activation checkpoints (`use_reentrant=False`) leave alone what autograd saves."""
+    hooks, autograd = [], torch._C._autograd
+    # Of hooks the innermost are called, so whatever lies under the checkpoints takes their place.
+    while (top := autograd._top_saved_tensors_default_hooks(True)) and top[0].__module__ == checkpoint.__name__:
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack_and_unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
 
 
 class Remembered(Generic[Value]):

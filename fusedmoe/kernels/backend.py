@@ -11,8 +11,16 @@ import os
 import torch
 from torch import Tensor
 
+from fusedmoe.errors import ConfigError
+
 # Kernels take it as a constexpr: the interpreter knows bf16 as storage only, and no inline assembly.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def require_floats(who: str, dtype: object) -> None:
+    """Raises `ConfigError` for what is no floating-point dtype of PyTorch, as a dtype's name; None is the default."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"{who}: dtype = {dtype!r}; give a floating-point dtype of PyTorch, say torch.bfloat16")
 
 
 def uses_triton(tensor: Tensor) -> bool:

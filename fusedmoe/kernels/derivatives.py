@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -147,6 +147,13 @@ def graph_takes_sizes() -> bool:
 # The compiler calls it, and takes the answer as a constant. `torch.compiler.assume_constant_result` marks it alike, but
 # imports the compiler, which takes longer than all of this library.
 graph_takes_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def keep_out_of_graphs(owner: type, method: str) -> None:
+    """Has compiled models call this method of a class as it is. Said with the first object, not with the module: it
+    imports the compiler, too."""
+    setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
 
 
 def register_gradient(overload: Any, backward: Callable[..., tuple[Any, ...]], setup: Callable[..., None]) -> None:

@@ -34,7 +34,6 @@ def require_parts(
     shared: object,
     order: object,
     topology: object,
-    hooks: Sequence[object],
     placement: str,
 ) -> None:
     """Checks what a layer is made of.
@@ -52,9 +51,8 @@ def require_parts(
         ("shared", shared, Experts, network),
         ("order", order, Order, "fusedmoe.orders.Sparse()"),
         ("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)"),
-        *(("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own") for hook in hooks),
     ):
-        if part is not None or name == "a hook":
+        if part is not None:
             _require_kind(name, part, kind, example)
 
 
@@ -155,7 +153,7 @@ def set_up_experts(
         shared.shardings = {}
     if topology.ep.size * topology.esp.size > 1:
         require_shardings(experts)
-    experts.numbers = tuple(place.numbers)
+    experts.own_numbers = tuple(place.numbers)
     for name, _ in experts.named_parameters():
         experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
     if not moves:

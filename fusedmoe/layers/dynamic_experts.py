@@ -205,7 +205,7 @@ class DynamicExperts:
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
         self._gathered, self._added, self._learns, self.late = (), False, False, LateCopies()
-        self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
+        self.experts.own_numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
         self._held_W, self.now = held_after(self._held_W, self.now, wanted), wanted

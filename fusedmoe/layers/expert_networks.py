@@ -24,6 +24,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.adapters import adapted
@@ -85,11 +86,11 @@ class Experts(nn.Module):
 
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
-        numbers: which of all experts the parameters here are of, once a layer has them; None for experts that all ranks
-            have. The state has them, too, and loads where the parameters are of these experts (and shards) only, or
-            where it does not say, as states of older versions do not. `MoELayer`, models of this library and those
-            under `ShardedExperts` refuse another state whole; of other modules around them PyTorch has loaded by then
-            what comes before. `load_checkpoint` compares all first, always.
+        own_numbers: which of all experts the parameters here are of, once a layer has them; None for experts that all
+            ranks have. The state has them as `numbers`, and loads where the parameters are of these experts (and
+            shards) only, or where it does not say, as states of older versions do not. `MoELayer`, models of this
+            library and those under `ShardedExperts` refuse another state whole; of other modules around them PyTorch
+            has loaded by then what comes before. `load_checkpoint` compares all first, always.
         moves: the experts change owners, under a placement.
         grouped: kernels of this library compute them in chunks, `GroupedExperts`.
         each_alone: the rows of one expert are computed by its own parameters, and no other's are read: copies of those
@@ -105,7 +106,8 @@ class Experts(nn.Module):
         self.model_dim = 0
         self.shardings: dict[str, dict[str, int]] = {}
         self.recorder: Recorder | None = None
-        self.numbers: tuple[int, ...] | None = None
+        self.own_numbers: tuple[int, ...] | None = None
+        self._given_numbers: Tensor | None = None
         self.moves = False
 
     def setup(
@@ -122,8 +124,9 @@ class Experts(nn.Module):
         how experts are spread over ranks: ranks that were seeded alike hold the shards of one and the same model.
 
         Raises:
-            ConfigError: set up before, or the experts cannot be split so.
+            ConfigError: set up before, or the experts cannot be split so; a dtype that is none of floats.
         """
+        require_floats(type(self).__name__, dtype)
         if self.place is not None:
             raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
         self.place, self.model_dim = place, model_dim
@@ -133,7 +136,7 @@ class Experts(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.numbers is not None:
+        if self.own_numbers is not None:
             destination[prefix + NUMBERS] = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -142,19 +145,33 @@ class Experts(nn.Module):
         state_dict.pop(prefix + NUMBERS, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    @property
+    def numbers(self) -> Tensor | None:
+        """Numbers that a state given to `torch.func.functional_call` has under this name, during the call; else None.
+
+        Raises:
+            ConfigError: when it is set: the state is of other experts.
+        """
+        return self._given_numbers
+
+    @numbers.setter
+    def numbers(self, given: Tensor | None) -> None:
+        self.require_own({NUMBERS: given}, "")
+        self._given_numbers = given
+
     def _identity(self) -> list[Any]:
-        assert self.numbers is not None and self.place is not None
+        assert self.own_numbers is not None and self.place is not None
         shard = [self.place.shard, self.place.shards]
-        return [[number, *shard] for number in self.numbers] if self.place.shards > 1 else list(self.numbers)
+        return [[number, *shard] for number in self.own_numbers] if self.place.shards > 1 else list(self.own_numbers)
 
     def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here."""
         # Shapes fit on any rank: without this the rows of one expert would become another one's.
         saved = state_dict.get(prefix + NUMBERS)
-        if saved is None or self.numbers is None:
+        if saved is None or self.own_numbers is None:
             return
         # Without shards it may be of a version that did not write them.
-        held = list(self.numbers) if saved.dim() == 1 else self._identity()
+        held = list(self.own_numbers) if saved.dim() == 1 else self._identity()
         if saved.tolist() != held:
             raise other_experts(
                 prefix, saved.tolist(), held, f"In a state put together by hand leave out {prefix}{NUMBERS}"

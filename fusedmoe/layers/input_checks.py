@@ -212,18 +212,22 @@ class InputChecks:
         """Checks that MP ranks pass in equally many tokens [S, M], or summands of them, in one dtype. Collective.
 
         Returns:
-            the same tokens, or none where a rank refuses them, and what is wrong with them here. All ranks hear of that
-            in the exchange that follows; where none does it is raised.
+            the same tokens, which have gradients where any rank's have, or none where a rank refuses them, and what is
+            wrong with them here. All ranks hear of that in the exchange that follows; where none does it is raised.
         """
         topology, mp = self._topology, self._topology.mp
         ends_here = topology.ep.size == topology.esp.size == 1
         if refusal is not None and ends_here:
             mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
-        own_12 = torch.tensor([own], device=device_of(mp))
+        own_13 = torch.tensor([[*own, x_SM.requires_grad]], device=device_of(mp))
         # One exchange for sizes and dtypes: ranks with other tokens would wait in the next one.
-        found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
+        told = all_gather_rows(mp, own_13, [1] * mp.size, "exchange of counts").tolist()
+        found = [sizes for *sizes, _ in told]
         if found == [own] * mp.size and refusal is None:
+            # Gradients of tokens are put together by all ranks, or some would wait in the backward.
+            if torch.is_grad_enabled() and not x_SM.requires_grad and any(learns for *_, learns in told):
+                x_SM = x_SM.detach().requires_grad_()
             return x_SM, None
         culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
         if not culprits:
@@ -278,29 +282,46 @@ def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
         mask: true for a token.   x: [..., M].   refusal: of x; then there are none.
     """
     if refusal is None:
-        refusal = of_mask("MoELayer", mask, x, gate)
-    if refusal is not None:
-        return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
-    assert isinstance(mask, Tensor)
-    # Where the mask is, so that one on the host makes nobody wait.
-    return mask.reshape(-1).nonzero().squeeze(1).to(x.device), None
+        refusal = of_mask("MoELayer", mask, x)
+    if refusal is None:
+        assert isinstance(mask, Tensor)
+        real_N, cut = mask.reshape(-1), _cuts_sequences(mask, gate.loss_sequence)
+        if cut is not None:
+            # Whole sequences are a multiple of tokens; a cut leaves one place alone, which is none. So the host learns
+            # of it with their number, and waits once.
+            real_N = torch.cat([real_N & ~cut, cut[None]])
+        # Where the mask is, so that one on the host makes nobody wait.
+        real_S = real_N.nonzero().squeeze(1).to(x.device)
+        if cut is None or len(real_S) % (gate.loss_sequence or 1) == 0:
+            return real_S, None
+        refusal = _cut_sequences("MoELayer", gate.loss_sequence)
+    return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
 
 
 def of_mask(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
-    """Says what is wrong with a mask of the tokens of x, [..., M], if anything. `gates`: that route the tokens."""
+    """Says what is wrong with a mask of the tokens of x, [..., M], if anything. `gates`: that route the tokens, where
+    the mask is on the host."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
-        return next((text for gate in gates if (text := _cut_sequences(who, mask, gate.loss_sequence))), None)
+        for sequence in (gate.loss_sequence for gate in gates):
+            if (cut := _cuts_sequences(mask, sequence)) is not None and cut:
+                return _cut_sequences(who, sequence)
+        return None
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
 
 
-def _cut_sequences(who: str, mask: Tensor, sequence: int | None) -> str | None:
-    """Says that a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several."""
+def _cuts_sequences(mask: Tensor, sequence: int | None) -> Tensor | None:
+    """Tells whether a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several.
+
+    None: no loss is; or in a graph, and of tokens that do not divide, the loss itself says so.
+    """
     if sequence is None or torch.compiler.is_compiling() or mask.numel() % sequence:
-        return None  # in a graph, and of tokens that do not divide, the loss itself says so
-    mask_BL = mask.reshape(-1, sequence)
-    if (mask_BL == mask_BL[:, :1]).all():
         return None
+    mask_BL = mask.reshape(-1, sequence)
+    return (mask_BL != mask_BL[:, :1]).any()
+
+
+def _cut_sequences(who: str, sequence: int | None) -> str:
     return (
         f"{who} got a mask that cuts sequences of {sequence} tokens, in each of which the gate takes a loss; "
         "mask whole sequences, or make the gate without `sequence`"

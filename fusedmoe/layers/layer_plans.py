@@ -22,6 +22,7 @@ from fusedmoe.schedule.task import Task, TaskKind
 
 if TYPE_CHECKING:
     from fusedmoe.engine.one_sided_dispatcher import KernelTransport
+    from fusedmoe.schedule.cost import CostModel
     from fusedmoe.schedule.workload import Workload
 
 
@@ -106,6 +107,9 @@ class LayerPlans:
             if lacks:
                 raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
         self.assigned = Assigned(plans, gradients, beside)
+
+    def renew(self, like: Tensor, costs: CostModel) -> None:
+        """Has plans of rows like these follow from costs that were measured again, where they follow from any."""
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
         """Returns the fused operation that takes rows like these; None: none can. Collective where one might."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
-from fusedmoe.autograd.hooks import Hooks, enter, leave
+from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
-from fusedmoe.kernels.derivatives import graph_takes_sizes
+from fusedmoe.kernels.backend import require_floats
+from fusedmoe.kernels.derivatives import graph_takes_sizes, keep_out_of_graphs
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
@@ -82,7 +82,9 @@ class MoELayer(nn.Module):
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
             the best by prediction (in a training loop `fusedmoe.training.PlanTuning` measures); the name of a policy;
             or a `Schedule`. With "auto" and names the first forward, in each dtype, is collective over all ranks,
-            replicas included: it measures the machine, and keeps that on disk (`fusedmoe.runtime.cache`).
+            replicas included: it measures the machine, and keeps that on disk (`fusedmoe.runtime.cache`). A layer does
+            not watch its steps: what was measured holds until `measured_costs(tokens, again_s=…)` is called, by which
+            the next forward is planned. `PlanTuning` notices steps that drift by itself.
         placement: "ep": each rank has as many experts, in order, for good. "fssdp": any rank owns any number of them,
             and `fusedmoe.training.ShardedExperts` has them copied as load asks; results are those of "ep", to rounding.
         device, dtype: of the parameters.
@@ -116,7 +118,7 @@ class MoELayer(nn.Module):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        _keep_out_of_graphs()
+        keep_out_of_graphs(MoELayer, "_guarded")
         return super().__new__(cls)
 
     def __init__(
@@ -137,8 +139,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.model_dim, self.mp_input, self.hooks = model_dim, mp_input, tuple(hooks)
-        require_parts(gate, experts, shared, order, topology, self.hooks, placement)
+        self.model_dim, self.mp_input, self.hooks = model_dim, mp_input, listed(hooks)
+        require_parts(gate, experts, shared, order, topology, placement)
+        require_floats("MoELayer", dtype)
         self.topology = Topology() if topology is None else topology
         self.mp_tokens = MpTokens(self.topology.mp, mp_input)
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
@@ -279,7 +282,8 @@ class MoELayer(nn.Module):
         measured now, or before (`fusedmoe.runtime.cache`). Collective over all ranks.
 
         Args:
-            again_s: measure in any case, for about so many seconds; the same on every rank.
+            again_s: measure in any case, for about so many seconds; the same on every rank. A schedule that measures
+                plans the next forward in the parameters' dtype by it; kernels that send by themselves stay as chosen.
         Raises:
             ConfigError: experts that do not say how much they compute.
         """
@@ -287,7 +291,10 @@ class MoELayer(nn.Module):
 
         with self.topology.guard("MoELayer.measured_costs"):
             like = next(self.parameters()).new_empty(tokens, self.model_dim)
-            return measure_layer(self._plans, like, again_s=again_s)
+            costs = measure_layer(self._plans, like, again_s=again_s)
+            if again_s is not None:
+                self._plans.renew(like, costs)
+            return costs
 
     def update_gate(self) -> None:
         """Tells a gate that balances without a loss (DeepSeek-V3) the load of all ranks since the last call; call it
@@ -330,10 +337,3 @@ def number_layers(layers: Iterable[MoELayer | ScheduledExchange]) -> None:
     """Gives the layers of a model their numbers for timelines and profiles, in this order."""
     for number, layer in enumerate(layers):
         layer.number = number
-
-
-@cache
-def _keep_out_of_graphs() -> None:
-    """Compiled models call `_guarded` as it is. Said with the first layer, not with the module: to say so imports the
-    compiler, which takes longer than all of this library."""
-    MoELayer._guarded = torch.compiler.disable(MoELayer._guarded)  # type: ignore[method-assign]

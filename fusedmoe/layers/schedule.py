@@ -321,6 +321,10 @@ class ScheduledPlans(LayerPlans):
         """Measures this machine and this layer for tokens like these, [S, M]; see `measure_layer`. Collective."""
         return measure_layer(self, like, all_to_all)
 
+    def renew(self, like: Tensor, costs: CostModel) -> None:
+        self._costs[like.dtype, like.device] = costs
+        self.made.clear()
+
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """Returns how kernels send and receive by themselves; None where collectives do. The first call in a dtype and
         on a device is collective."""

@@ -250,6 +250,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(dtype, torch.dtype | None):
+            raise ConfigError(f"Transformer: dtype = {dtype!r}; give a dtype of PyTorch, say torch.bfloat16")
         self.config = config
         self.topology = Topology() if topology is None else topology
         self.recompute = recompute

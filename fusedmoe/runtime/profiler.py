@@ -32,7 +32,7 @@ from fusedmoe.comm.collectives import (
 from fusedmoe.comm.one_sided.heaps import find_backend, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import triton_serves
+from fusedmoe.kernels.backend import require_floats, triton_serves
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.runtime.recorder import Recorder
@@ -155,11 +155,12 @@ def profile(
         show: told (done, total) now and then.
         clock: what is measured with on a CPU, in seconds.
     Raises:
-        ConfigError: a budget that is not positive.
+        ConfigError: a budget that is not positive; a dtype that is none of floats.
         RankError: see `fusedmoe.comm.collectives`.
     """
     if not budget_s > 0:
         raise ConfigError(f"profile: the budget must be more than 0 s, not {budget_s}")
+    require_floats("profile", dtype)
     # Autocast would turn the products into others.
     with topology.guard("profile"), torch.no_grad(), torch.autocast(device.type, enabled=False):
         return _Profiler(topology, device, dtype, budget_s, show or _nothing, clock).run(machine)

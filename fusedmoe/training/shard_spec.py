@@ -205,9 +205,9 @@ def _told(shape: tuple[int, ...] | None) -> str:
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Lists which experts the parameters under a placement hold here, row by row."""
     return {
-        plain_name(prefix + name): experts.numbers
+        plain_name(prefix + name): experts.own_numbers
         for prefix, experts in experts_of(model)
-        if experts.moves and experts.numbers is not None
+        if experts.moves and experts.own_numbers is not None
         for name, _ in experts.named_parameters()
     }
 

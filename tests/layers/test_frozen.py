@@ -18,7 +18,7 @@ from fusedmoe.experts import add_adapters
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_memory import saved_elements
-from tests.layers.test_pipeline import Attention
+from tests.layers.test_pipeline import Attention, one_after_the_other
 from tests.layers.test_pipeline_parts import make
 from tests.layers.test_pipeline_plans import costs_of, halves
 from tests.marks import slowly
@@ -199,6 +199,73 @@ def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | Non
 )
 def test_tokens_that_need_no_gradient(cluster: Cluster, kind: str, degrees: tuple[int, int] | None) -> None:
     cluster.run(2, first_layer, kind, degrees)
+
+
+def frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
+    """Blocks of which nothing learns: gradients of some ranks' inputs need the backward of all, and of no rank none."""
+    blocks = make(Topology.from_sizes(ep=world, timeout_s=30), Attention)
+    modules = nn.ModuleList([module for block in blocks for module in block]).requires_grad_(False)
+    run = fusedmoe.pipeline(blocks, degrees)
+    torch.manual_seed(20 + rank)
+    x, dz = torch.randn(2, 3 + rank, 5, blocks[0].experts.model_dim, dtype=torch.float64)
+    found = []
+    for learns in (True, rank == 1, False):
+        torch.manual_seed(30 + rank)  # of the gates' noise
+        leaf = x.clone().requires_grad_(learns)
+        z = run(leaf)
+        aux = torch.stack([block.experts.aux_loss for block in blocks]).sum()
+        assert z.requires_grad == aux.requires_grad == (len(found) < 2)
+        if z.requires_grad:
+            ((z * dz).sum() + aux).backward()
+        assert (leaf.grad is not None) == learns
+        found.append((z.detach(), aux.detach(), *([leaf.grad] if learns else [])))
+    for other in found[1:]:
+        for one, right in zip(other, found[0], strict=False):
+            assert torch.equal(one, right)
+    torch.manual_seed(30 + rank)
+    leaf = x.clone().requires_grad_()
+    z = one_after_the_other(blocks)(leaf)
+    ((z * dz).sum() + torch.stack([block.experts.aux_loss for block in blocks]).sum()).backward()
+    for got, want in zip(found[0][::2], (z.detach(), leaf.grad), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert all(parameter.grad is None for parameter in modules.parameters())
+
+
+def same_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> None:
+    """Tokens that MP ranks have in common, of which one rank alone needs the gradient: all put it together."""
+    found = []
+    for in_blocks in (False, True):
+        for learns in (True, rank == 1):
+            blocks = make(Topology.from_sizes(**sizes, timeout_s=30), Attention, mp_input="replicated")
+            nn.ModuleList([module for block in blocks for module in block]).requires_grad_(not frozen)
+            torch.manual_seed(20)
+            x, dz = torch.randn(2, 4, 5, blocks[0].experts.model_dim, dtype=torch.float64)
+            run = fusedmoe.pipeline(blocks, (2, 1)) if in_blocks else one_after_the_other(blocks)
+            torch.manual_seed(30)  # of the gates' noise
+            leaf = x.clone().requires_grad_(learns)
+            (run(leaf) * dz).sum().backward()
+            assert (leaf.grad is not None) == learns
+            found.append(leaf.grad)
+    assert found[0] is not None
+    torch.testing.assert_close(found[2], found[0], rtol=1e-10, atol=1e-10)
+    for some, everywhere in ((found[1], found[0]), (found[3], found[2])):
+        assert some is None or torch.equal(some, everywhere)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "frozen"),
+    [({"mp": 2}, True), *slowly(({"mp": 2}, False), ({"mp": 2, "ep": 2}, True), ({"mp": 2, "esp": 2}, False))],
+    ids=str,
+)
+def test_tokens_in_common_of_which_one_rank_needs_the_gradient(
+    cluster: Cluster, sizes: dict[str, int], frozen: bool
+) -> None:
+    cluster.run(2, same_tokens, sizes, frozen)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+def test_blocks_that_are_frozen_whole(cluster: Cluster, degrees: tuple[int, int]) -> None:
+    cluster.run(2, frozen_blocks, degrees)
 
 
 @pytest.mark.parametrize(

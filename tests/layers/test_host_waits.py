@@ -135,6 +135,22 @@ def test_a_forward_waits_once(cluster: Cluster, world: int, esp: int, schedule: 
         assert files[2] == ["layers/input_checks.py", *files[0]], places[2]  # the counter counts
 
 
+@pytest.mark.parametrize("real", [[1, 1, 1, 0, 0, 0, 1, 1, 1], [0] * 9, [1] * 9, [1, 1, 1, 0, 1, 0, 0, 0, 0]])
+@pytest.mark.parametrize("sequence", [None, 3, 1])
+def test_a_mask_waits_once(real: list[int], sequence: int | None) -> None:
+    """For the number of tokens, with which the host learns whether the mask cuts a sequence that a loss is taken in."""
+    gate = fusedmoe.gates.DeepSeekV3(E, K, groups=1, groups_kept=1, sequence=sequence, aux={"balance": 1.0})
+    mask_BL, x_BLM = torch.tensor(real).bool().view(3, 3), torch.randn(3, 3, M)
+    wanted_S = mask_BL.flatten().nonzero().squeeze(1)
+    with as_on_cuda(Topology()) as waits:
+        real_S, refusal = input_checks.real_tokens(mask_BL, x_BLM, None, gate)
+    assert [wait.split(" ")[0] for wait in waits] == ["nonzero"]
+    if sequence == 3 and sum(real) == 4:
+        assert refusal is not None and "cuts sequences of 3 tokens" in refusal and len(real_S) == 0
+    else:
+        assert refusal is None and torch.equal(real_S, wanted_S)
+
+
 def tells(rank: int, world: int, culprits: list[int], esp: int, schedule: Any, blocks: bool) -> None:
     """Logits that are counted on a device end all ranks, by the name of the first that has some, and no later batch."""
     topology = Topology.from_sizes(world // esp, esp)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import DerivativeError
+from fusedmoe.errors import ConfigError, DerivativeError
 from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.tutel import moe
@@ -283,6 +283,13 @@ def test_functional_call_and_hooks_of_modules() -> None:
     x = torch.randn(4, M)
     doubled = {name: 2 * p for name, p in model.named_parameters()}
     assert not torch.equal(torch.func.functional_call(model, doubled, (x,)), model(x))
+    # A state says of which experts its matrices are, and is none of other experts.
+    state = {name: 2 * value if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    for _ in range(2):
+        assert torch.func.functional_call(model, state, (x,)) == torch.func.functional_call(model, doubled, (x,))
+    others = {name: value if value.is_floating_point() else value + 1 for name, value in state.items()}
+    with pytest.raises(ConfigError, match=r"this state has experts \[1, .* this rank has experts \[0, "):
+        torch.func.functional_call(model, others, (x,))
     calls: list[str] = []
     model.blocks[0].moe.register_forward_hook(partial(lambda name, *_: calls.append(name), "forward"))
     model.blocks[0].moe.register_full_backward_hook(partial(lambda name, *_: calls.append(name), "backward"))

@@ -169,6 +169,32 @@ def test_costs_are_measured_again_as_far_as_parameters_are_whole(cluster: Cluste
         assert found == pytest.approx([1e-9, 1.0, 2e-9, 2.0, 3e-9, 2.0], rel=1e-12)
 
 
+def replanned(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
+    """Chunks of a layer by itself where its links get slower by and by: they follow a call alone."""
+    layer = fusedmoe.MoELayer(
+        M, fusedmoe.gates.TopK(E, K), fusedmoe.experts.SwiGLU(8), topology=Topology.from_sizes(2), schedule="fsmoe"
+    )
+    x_SM, chunks = torch.randn(TOKENS, M), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed())
+        for beta_s, again_s in ((0.0, None), (1e-3, None), (1e-3, 1.0)):
+            line = Line(1e-9, beta_s)
+            costs = CostModel({name: line if "all-to-all" in name else Line(1e-9, 1e-6) for name in MODEL.lines})
+            patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_, of=costs: of)
+            if again_s is not None:
+                layer.measured_costs(TOKENS, again_s=again_s)
+            layer(x_SM).sum().backward()
+            ((_, plans),) = layer._plans.made.items()
+            chunks.append(plans.degrees)
+    return chunks
+
+
+def test_a_layer_by_itself_plans_anew_when_it_is_told_to_measure(cluster: Cluster, tmp_path: Path) -> None:
+    for first, kept, again in cluster.run(2, replanned, str(tmp_path)):
+        assert first == kept == (1, 1) and min(again) > 1
+
+
 def planned(rank: int, world: int, folder: str) -> list[Any]:
     topology = Topology.from_sizes(2)
     layers = [layer_of(topology, Clock()) for _ in range(2)]

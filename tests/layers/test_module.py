@@ -232,7 +232,7 @@ def states(rank: int, world: int) -> None:
             continue
         topology, make = Topology.from_sizes(**{axis: 2}, timeout_s=30.0), LAYERS[name]
         layer = make(topology)
-        paths = [path for path, module in layer.named_modules() if isinstance(module, Experts) and module.numbers]
+        paths = [path for path, module in layer.named_modules() if isinstance(module, Experts) and module.own_numbers]
         own, alone = layer.state_dict(), layer.get_submodule(paths[0]).state_dict()
         theirs, theirs_alone = all_gather_object(topology.world, (own, alone), "states")[1 - rank]
         whole = make(Topology())

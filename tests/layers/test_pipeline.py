@@ -179,6 +179,40 @@ def test_parameters_that_dense_parts_get_later_are_trained() -> None:
             torch.testing.assert_close(one.grad, right.grad, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_functional_call(own: bool, recompute: bool) -> None:
+    """Weights that are given, made of others, take the place of the module's; gradients go to what they are made of."""
+    torch.manual_seed(1)
+    network = (lambda: experts.Custom(lambda dim: nn.Linear(dim, dim))) if own else (lambda: experts.SwiGLU(H))
+    blocks = [
+        Parts(Attention().double(), fusedmoe.MoELayer(M, GATES["xmoe"](2, None), network(), dtype=torch.double))
+        for _ in range(LAYERS)
+    ]
+    pipe = fusedmoe.pipeline(blocks, (2, 2), recompute=recompute)
+    plain = copy.deepcopy(blocks)
+    x_BLM, dz_BLM = torch.randn(2, 3, L, M, dtype=torch.double)
+    state = pipe.state_dict()
+    weights = {name: one.detach() for name, one in pipe.named_parameters()}
+    leaves = {name: torch.full((), 1.25, dtype=torch.double, requires_grad=True) for name in weights}
+    given = {**state, **{name: leaf * weights[name] for name, leaf in leaves.items()}}
+    z_BLM = torch.func.functional_call(pipe, given, (x_BLM,))
+    (z_BLM * dz_BLM).sum().backward()
+    for number, block in enumerate(plain):
+        for part, module in (("dense", block.dense), ("experts", block.experts)):
+            for name, parameter in module.named_parameters():
+                parameter.data *= 1.25
+                parameter.register_hook(lambda grad, name=f"{part}.{number}.{name}": found.__setitem__(name, grad))
+    found: dict[str, Tensor] = {}
+    want_BLM = one_after_the_other(plain)(x_BLM)
+    (want_BLM * dz_BLM).sum().backward()
+    torch.testing.assert_close(z_BLM, want_BLM, rtol=1e-10, atol=1e-10)
+    for name, leaf in leaves.items():
+        want = (found[name] * weights[name]).sum() if name in found else None
+        torch.testing.assert_close(leaf.grad, want, rtol=1e-9, atol=1e-9)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
 @pytest.mark.slow  # it imports the compiler
 def test_compiled_models_call_blocks_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(M, M).double(), fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (2, 3)))

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import experts, gates
+from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
@@ -154,6 +156,32 @@ def test_inside_activation_checkpoints() -> None:
     with pytest.raises(ConfigError, match="pipeline: a selective activation checkpoint"):
         many.set_plan(few.plans)
         checkpoint(many, x_BLM, use_reentrant=False, context_fn=save_communication)
+
+
+def test_a_checkpoint_does_not_compute_blocks_again_from_within_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each micro-batch, that is, and at another place on each rank. What follows the blocks in the checkpoint
+    has them computed once more, before their backward."""
+    ran, run = [], BlocksForward.run
+
+    def counted(self: BlocksForward) -> Any:
+        ran.append(recomputing())
+        return run(self)
+
+    monkeypatch.setattr(BlocksForward, "run", counted)
+    pipe, last = make(Topology(), (2, 3)), nn.Linear(M, M, dtype=torch.float64)
+    x_BLM = torch.randn(4, L, M, dtype=torch.float64, requires_grad=True)
+    found = []
+    for model in (pipe, nn.Sequential(pipe, last)):
+        for around in (False, True):
+            model.zero_grad()
+            x_BLM.grad = None
+            y_BLM = checkpoint(model, x_BLM, use_reentrant=False) if around else model(x_BLM)
+            y_BLM.square().sum().backward()
+            assert x_BLM.grad is not None
+            found.append([y_BLM.detach(), x_BLM.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert ran == [False] * 4 + [True]
+    for first, second in (found[:2], found[2:]):
+        assert all(map(torch.equal, first, second))
 
 
 def of_an_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from fusedmoe import puts
 from fusedmoe.comm.all_to_all import AllToAll, Traffic, make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.dispatchers import Collectives, Routed
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import Custom, FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import Custom, FeedForward, Place, SwiGLU
 from fusedmoe.layers.moe import MoELayer, MpInput
+from fusedmoe.measuring import cached_profile
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
 from fusedmoe.ops import order
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES
@@ -92,12 +96,34 @@ def test_sizes_that_cannot_work() -> None:
         ({"shared": nn.Linear(M, M)}, r"shared is Linear\(.*, no Experts; .* fusedmoe.experts.Custom"),
         ({"order": "sparse"}, r"order is 'sparse', no Order; give, say, fusedmoe.orders.Sparse\(\)"),
         ({"hooks": [fusedmoe.hooks.WireFp8]}, "a hook is <class .*WireFp8'>, no Hooks"),
+        ({"hooks": fusedmoe.hooks.WireFp8()}, r"hooks is WireFp8\(\); give a list, hooks=\["),
+        ({"hooks": None}, "hooks is None; give a list"),
+        ({"hooks": "fp8"}, "a hook is 'f', no Hooks"),
+        ({"dtype": "float32"}, "^MoELayer: dtype = 'float32'; give a floating-point dtype of PyTorch, say torch.bf"),
+        ({"dtype": torch.int8}, "dtype = torch.int8; give a floating-point dtype"),
         ({"topology": 4}, "topology is 4, no Topology"),
     ],
 )
 def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make(**parts)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda dtype: fusedmoe.gates.TopK(E).setup(M, dtype=dtype),
+        lambda dtype: SwiGLU(H).setup(M, Place(), dtype=dtype),
+        lambda dtype: Transformer(ModelConfig(layers=1), dtype=dtype),
+        lambda dtype: cached_profile(Topology(), torch.device("cpu"), dtype=dtype),
+        lambda dtype: puts.ReceiveBuffers(
+            puts.open_heap(Topology().ep, torch.device("cpu"), "host"), puts.BufferSizes(8, 2, 4, 8, dtype)
+        ),
+    ],
+)
+def test_names_of_dtypes_are_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^\w+: dtype = 'bfloat16'; give a .*dtype of PyTorch, say torch.bfloat16$"):
+        call("bfloat16")
 
 
 def test_a_cast_to_integers_is_refused() -> None:

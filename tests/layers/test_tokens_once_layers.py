@@ -168,8 +168,10 @@ def equals_the_definition(rank: int, world: int, name: str, esp: int) -> int:
             path, _, last = key.rpartition(".")
             if path.endswith("experts"):
                 experts = blocks.get_submodule(path)
-                assert isinstance(experts, FeedForward) and experts.numbers is not None and experts.place is not None
-                expected = slice_of(expected, last, experts.numbers, experts.place)
+                assert (
+                    isinstance(experts, FeedForward) and experts.own_numbers is not None and experts.place is not None
+                )
+                expected = slice_of(expected, last, experts.own_numbers, experts.place)
             else:
                 got = all_reduce(topology.world, got.clone())
             close(got, expected)

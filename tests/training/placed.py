@@ -122,7 +122,7 @@ def experts_of(model: Model) -> list[dict[str, Any]]:
     found = []
     for layer in model.layers:
         place = layer.experts.place
-        numbers = layer.experts.numbers
+        numbers = layer.experts.own_numbers
         numbers = place.numbers if numbers is None else numbers
         found.append(
             {
@@ -138,7 +138,7 @@ def experts_of(model: Model) -> list[dict[str, Any]]:
 
 
 def owners_of(model: Model) -> list[tuple[int, ...]]:
-    return [layer.experts.numbers for layer in model.layers]
+    return [layer.experts.own_numbers for layer in model.layers]
 
 
 def run(rank: int, world: int, placement: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:

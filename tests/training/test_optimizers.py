@@ -249,7 +249,7 @@ def values_of(model: Model) -> dict[Any, Tensor]:
     return {
         (layer, name, number): parameter.detach()[row].clone()
         for layer, experts in enumerate(layer.experts for layer in model.layers)
-        for row, number in enumerate(experts.place.numbers if experts.numbers is None else experts.numbers)
+        for row, number in enumerate(experts.place.numbers if experts.own_numbers is None else experts.own_numbers)
         for name, parameter in experts.named_parameters()
     }
 

@@ -404,7 +404,7 @@ def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[
         for number, mean in enumerate(means)
         for at, layer in enumerate(mean.module.layers)
         for name, parameter in layer.experts.named_parameters()
-        for expert, row in zip(layer.experts.numbers or layer.experts.place.numbers, parameter, strict=True)
+        for expert, row in zip(layer.experts.own_numbers or layer.experts.place.numbers, parameter, strict=True)
     }
     if sharded is not None:
         assert all(owners_of(mean.module) == owners_of(model) != before for mean in means)

@@ -221,7 +221,15 @@ class NvshmemHeap(Heap):
         group, operation = self.group, "opening NVSHMEM"
         if all(state.owner == _CLOSED for state in states):
             job = self._all(lambda: self._library.unique_id() if group.index == 0 else b"", operation)[0]
-            self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
+            try:
+                self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
+            except RankError as error:
+                # A kernel's module may have been refused: no job stays open for that. The others have been told first,
+                # for ending it waits for them.
+                if isinstance(error.__cause__, _Failed):
+                    with suppress(RankError):
+                        self._bounded(lambda: self._library.call("finalize"), operation)
+                raise
             return list(range(group.size))
         pes = [state.pe for state in states]
         alike = {(state.owner, state.pes, state.job) for state in states}

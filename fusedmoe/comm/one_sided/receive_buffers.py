@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.one_sided import MOST_FAULTS, Bounds, Faults, Mark, ReceiveBuffer, ReturnRows
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
@@ -66,6 +67,7 @@ class ReceiveBuffers:
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
         self.heap, self.sizes, self.network = heap, sizes, heap.network
         size = heap.group.size
+        require_floats("ReceiveBuffers", sizes.dtype)
         if sizes.experts % size:
             raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
         self.experts = sizes.experts // size

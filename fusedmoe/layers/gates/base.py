@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.backend import require_floats, uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
@@ -173,9 +173,10 @@ class Gate(nn.Module):
         """Creates the parameters. A second call with the same `model_dim` changes nothing.
 
         Raises:
-            ConfigError: `model_dim` is not positive, or not that of the first call.
+            ConfigError: `model_dim` is not positive, or not that of the first call; a dtype that is none of floats.
         """
         check_count(self, "model_dim", model_dim)
+        require_floats(type(self).__name__, dtype)
         if self.model_dim is not None:
             self.require(
                 model_dim == self.model_dim,
@@ -246,16 +247,18 @@ class Gate(nn.Module):
         weight_SK: Tensor,
         logits_SE: Tensor | None = None,
         terms: Mapping[str, Callable[[], Tensor]] | None = None,
+        bad: Tensor | None = None,
     ) -> Routing:
         """Makes the `Routing` of chosen experts and their weights, with this gate's capacity and losses.
 
         Args:
             logits_SE: what the experts were chosen by; None: nothing that a check could look at.
             terms: how each auxiliary loss of the class's `losses` is computed.
+            bad: tokens whose logits are not finite, where they have been counted (`Routing.bad`).
         """
         aux_loss = self.weigh(weight_SK, terms or {})
         logits_SE = None if logits_SE is None else logits_SE.detach()
-        return Routing(expert_SK, weight_SK, self.row_capacity(len(expert_SK)), None, aux_loss, logits_SE)
+        return Routing(expert_SK, weight_SK, self.row_capacity(len(expert_SK)), None, aux_loss, logits_SE, bad)
 
     def row_capacity(self, tokens: int) -> int | None:
         """Rows that one expert accepts from `tokens` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
@@ -405,9 +408,7 @@ class RouterGate(Gate):
             return z_loss_of_sums(choice.logsumexp_S)
 
         terms = {"balance": balance, "z": z, **(other_losses or {})}
-        routing = self.routing(choice.expert_SK, choice.weight_SK, choice.logits_SE, terms)
-        routing.bad = choice.bad
-        return routing
+        return self.routing(choice.expert_SK, choice.weight_SK, choice.logits_SE, terms, choice.bad)
 
 
 class _RouterLogits(Function):

@@ -165,6 +165,24 @@ def init_fails(group: Group) -> None:
         assert "rank 1 failed in opening NVSHMEM: nvshmemx_hostlib_init_attr returned 7" in str(error), error
 
 
+def module_refused(group: Group) -> None:
+    """By a module that was loaded before the job, alone and on rank 1 of two: no job stays open, and another begins."""
+    nvshmem.register_module(WITH_FUNCTIONS)
+    if group.index:
+        nvshmem.register_module(REFUSED)
+    for ranks in (Group("one"), group):
+        try:
+            with NvshmemHeap(ranks, CPU):
+                assert not group.index and ranks.size == 1
+        except RankError as error:
+            assert "opening NVSHMEM: nvshmemx_cumodule_init returned 5" in str(error), error
+        assert nvshmem.load().state().owner == (ranks.size == 2 and group.index == 0)
+    refused = [f"module {REFUSED}", f"module {WITH_FUNCTIONS} out", "finalize"]
+    for size in (1, 2) if group.index else ():
+        started = log().index(f"init {size - 1} of {size}")
+        assert log()[started + 1 : started + 5] == [f"module {WITH_FUNCTIONS}", *refused], log()
+
+
 def one_without(group: Group) -> None:
     """Rank 1 has no GPU: all say so."""
     if group.index:

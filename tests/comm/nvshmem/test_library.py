@@ -115,6 +115,7 @@ def test_without_a_gpu_every_function_says_why(library: Path, nvshmem_site: Path
         ("heap", {"FAKE_OTHER_NODE": "1"}),
         ("no_room", {}),
         ("init_fails", {"FAKE_INIT_FAILS": "1"}),
+        ("module_refused", {}),
         ("one_without", {}),
     ],
 )

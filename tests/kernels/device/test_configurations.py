@@ -1,0 +1,187 @@
+"""Configurations of the grouped products are right, and checks find one that is not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped import correctness
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
+from fusedmoe.kernels.triton.grouped.configs import (
+    OPERATIONS,
+    Config,
+    Key,
+    Variant,
+    bucket,
+    by_shape,
+    candidates,
+    is_even,
+)
+from fusedmoe.kernels.triton.grouped.correctness import check
+from tests.marks import interpreted_slowly, slowly
+
+# Warnings of configurations that are named and left out.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not used.*:RuntimeWarning")
+
+COUNTS = (0, 1, 37, 0, 0, 65, 0)
+# Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
+SIDES = {True: (64, 80), False: (67, 81)}
+SMALL = Config(32, 64, 32, 4, 1, 4)
+
+
+def variant(
+    operation: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    even: bool = True,
+    bulk: bool = True,
+    gather: bool = True,
+    extra: bool = True,
+) -> Variant:
+    activation = {"up": "swiglu", "dhidden": "geglu"}.get(operation, "")
+    gather = gather and operation not in ("down", "dinput")
+    extra = extra and operation != "dinput"
+    name = str(dtype).removeprefix("torch.")
+    return Variant(operation, name, "ieee", activation, gather, extra, even, bulk and even)
+
+
+def small(variant: Variant, config: Config, device: torch.device) -> str:
+    return check(variant, config, device, COUNTS, SIDES[variant.even])
+
+
+@pytest.mark.parametrize(("even", "bulk"), [(True, True), (False, False), *interpreted_slowly((True, False))])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.device) -> None:
+    for flag in (True, False):
+        assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
+
+
+class _ChecksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            assert small(variant("dhidden"), SMALL, dx.device) == ""
+        return dx
+
+
+def test_checks_pass_inside_a_backward(device: torch.device) -> None:
+    """In an operator, where autograd is off altogether, and on a GPU in the one thread that takes its derivatives: the
+    definition takes one nevertheless."""
+    _ChecksBackward.apply(torch.ones(1, device=device, requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike. On a GPU one that
+    fails is named and left out, as the tuner does, so long as others are right."""
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+    bulk = capability is None or capability >= (9, 0)
+    for even, flag in itertools.product((True, False), repeat=2):
+        if capability is None and even != flag:
+            continue
+        case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
+        choices = [one.config for one in candidates(operation, dtype, capability, even)]
+        if capability is None:
+            assert [small(case, config, device) for config in choices] == [""] * len(choices), case
+        else:
+            assert_some_are_right(case, choices, lambda case, config: check(case, config, device))
+
+
+def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[[Variant, Config], str]) -> None:
+    """Through the tuner's own judgement, which names the others in warnings."""
+    tuner = Tuner(lambda key: [], check, lambda run, shared: lambda: 0.0, Record(None), lambda: True)
+    key = Key(case, 576, 272, 8, 64)
+    assert tuner._right(key, choices), tuner.record.faults
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("operation", ["up", "dhidden"])
+def test_checks_pass_with_every_activation(operation: str, activation: str, device: torch.device) -> None:
+    assert small(variant(operation)._replace(activation=activation), SMALL, device) == ""
+
+
+@pytest.mark.parametrize(
+    ("operation", "count"), [("down", 1), ("dw1", 1), *slowly(*((operation, None) for operation in OPERATIONS))]
+)
+def test_configurations_of_hopper(operation: str, count: int | None, device: torch.device) -> None:
+    """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them.
+
+    count: how many of them, drawn anew each time; all where it is None.
+    """
+    if device.type == "cuda":
+        pytest.skip("float32 does not fit them")
+    configs = [*{candidate.config for candidate in candidates(operation, torch.bfloat16, (9, 0))}]
+    for config in random.sample(configs, count or len(configs)):
+        assert check(variant(operation), config, device) == ""
+        if operation in ("up", "dhidden"):
+            assert check(variant(operation)._replace(activation="gelu"), config, device) == ""
+
+
+def test_real_sizes_are_what_they_are_said_to_be() -> None:
+    assert all(is_even(*correctness.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert not any(is_even(*correctness.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_check_finds_one_wrong_value(
+    operation: str, error: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"down": "product", "dinput": "product", "dw1": "dweight", "dw2": "dweight"}.get(operation, operation)
+    launcher = getattr(correctness, name)
+
+    def wrong(*args: object) -> object:
+        found = launcher(*args)
+        last = found if isinstance(found, Tensor) else found[-1]
+        last[min(COUNTS[-2] + 30, len(last) - 2)] += error * last[1].abs().mean()
+        return found
+
+    monkeypatch.setattr(correctness, name, wrong)
+    assert "wrong" in small(variant(operation), SMALL, device)
+
+
+@pytest.mark.parametrize("operation", ["up", "down", "dhidden", "dinput"])
+def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiles = grouped_call.make_tiles
+
+    def lossy(*args: Any) -> Tiles:
+        tiles = make_tiles(*args)
+        tiles.table[2, 0] = -1
+        return tiles
+
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
+    assert "wrong" in small(variant(operation), SMALL, device)
+
+
+def test_buckets() -> None:
+    assert [bucket(rows, 4) for rows in (0, 3, 4, 11, 16, 4095, 4096)] == [1, 1, 1, 2, 4, 512, 1024]
+    assert bucket(0, 0) == 1
+
+
+def test_default_depends_on_the_shape() -> None:
+    choices = candidates("down", torch.bfloat16, (9, 0))
+    shapes = [(4096, 1024), (4096, 256), (100, 1024), (16, 1024)]
+    first = [by_shape(choices, rows, depth)[0] for rows, depth in shapes]
+    assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
+    for shape in shapes:
+        assert sorted(map(str, by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
+    for operation, dtype, capability, even in itertools.product(
+        OPERATIONS, (torch.bfloat16, torch.float32), ((8, 0), (9, 0), (10, 0), (12, 0), None), (True, False)
+    ):
+        found = candidates(operation, dtype, capability, even)
+        assert 1 <= len(found) <= 6 and any(not candidate.rows and not candidate.depth for candidate in found)
+        assert len({candidate.config for candidate in found}) == len(found)
