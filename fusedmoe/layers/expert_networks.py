@@ -91,9 +91,9 @@ class _OwnNumbers(Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(
-            f"{fqn}: each rank has experts of its own under the same names, of which torch.distributed.checkpoint would "
-            "keep one rank's. Save by fusedmoe.training.save_checkpoint, or each rank's state_dict() by torch.save, to a "
-            "file of its own"
+            f"{fqn}: each rank has experts of its own under the same names, and torch.distributed.checkpoint would "
+            "keep those of one rank. Save by fusedmoe.training.save_checkpoint; or save each rank's state_dict() by "
+            "torch.save, to a file of its own"
         )
 
     def __deepcopy__(self, memo: Any) -> Tensor:
