@@ -21,6 +21,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from fusedmoe.cli.main import make_parser
 from fusedmoe.schedule.cost import LINES, CostModel, Line
@@ -56,6 +57,7 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
         patch("fusedmoe.layers.measure.measured_costs", lambda *_: costs),
     ):
         for page in RUNNABLE:
+            torch.manual_seed(rank)  # processes of torchrun have other random numbers, too
             code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)
             with redirect_stdout(StringIO()) as out:
                 exec(code, {"__name__": page.stem})

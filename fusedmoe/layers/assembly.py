@@ -153,7 +153,7 @@ def set_up_experts(
         shared.shardings = {}
     if topology.ep.size * topology.esp.size > 1:
         require_shardings(experts)
-    experts.own_numbers = tuple(place.numbers)
+    experts.own_numbers, experts.num_experts = tuple(place.numbers), gate.experts
     for name, _ in experts.named_parameters():
         experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
     if not moves:

@@ -81,6 +81,29 @@ def even_place(experts: int, topology: Topology) -> Place:
     return Place(ep.index * local, local, esp.index, esp.size)
 
 
+class _OwnNumbers(Tensor):
+    """Numbers of experts in the state of a rank that has a part of all, which torch.distributed.checkpoint refuses.
+
+    Saved any other way they are a plain tensor.
+    """
+
+    # It takes tensors of one name for copies, and keeps this one of one rank and that one of another. Experts would be
+    # lost at the save, and nobody told before the load.
+
+    def __create_write_items__(self, fqn: str, _: Any) -> Any:
+        raise ConfigError(
+            f"{fqn}: each rank has experts of its own under the same names, and torch.distributed.checkpoint would "
+            "keep those of one rank. Save by fusedmoe.training.save_checkpoint; or save each rank's state_dict() by "
+            "torch.save, to a file of its own"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load(weights_only=True) knows no other class
+
+
 class Experts(nn.Module):
     """Base of all experts. They are made without dimensions; the layer calls `setup` once.
 
@@ -91,6 +114,8 @@ class Experts(nn.Module):
             shards) only, or where it does not say, as states of older versions do not. `MoELayer`, models of this
             library and those under `ShardedExperts` refuse another state whole; of other modules around them PyTorch
             has loaded by then what comes before. `load_checkpoint` compares all first, always.
+        num_experts: of the layer, over all ranks; 0 before a layer has them. Where a rank has some of them or shards,
+            torch.distributed.checkpoint refuses its state.
         moves: the experts change owners, under a placement.
         grouped: kernels of this library compute them in chunks, `GroupedExperts`.
         each_alone: the rows of one expert are computed by its own parameters, and no other's are read: copies of those
@@ -108,6 +133,7 @@ class Experts(nn.Module):
         self.recorder: Recorder | None = None
         self.own_numbers: tuple[int, ...] | None = None
         self._given_numbers: Tensor | None = None
+        self.num_experts = 0
         self.moves = False
 
     def setup(
@@ -137,7 +163,9 @@ class Experts(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.own_numbers is not None:
-            destination[prefix + NUMBERS] = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
+            numbers = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
+            whole = numbers.dim() == 1 and len(numbers) == self.num_experts
+            destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(_OwnNumbers)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.require_own(state_dict, prefix)

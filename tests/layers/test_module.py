@@ -7,9 +7,11 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fusedmoe
@@ -260,3 +262,25 @@ def states(rank: int, world: int) -> None:
 
 def test_states_of_other_ranks(cluster: Cluster) -> None:
     cluster.run(2, states)
+
+
+def states_by_dcp(rank: int, world: int, folder: str) -> None:
+    """PyTorch's checkpoint refuses a rank's state: of two tensors of one name it would keep one."""
+    for axis in ("ep", "esp"):
+        topology = Topology.from_sizes(**{axis: 2}, timeout_s=30.0)
+        state = LAYERS["feed-forward"](topology).state_dict()
+        with pytest.raises(dcp.CheckpointException, match="experts.numbers: .*fusedmoe.training.save_checkpoint"):
+            dcp.save(state, checkpoint_id=folder)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        assert {type(value) for value in torch.load(buffer, weights_only=True).values()} == {Tensor}
+    whole = LAYERS["feed-forward"](Topology())
+    before = copy.deepcopy(whole.state_dict())
+    dcp.save(whole.state_dict(), checkpoint_id=f"{folder}{rank}", no_dist=True)
+    dcp.load(whole.state_dict(), checkpoint_id=f"{folder}{rank}", no_dist=True)
+    assert all(torch.equal(value, before[key]) for key, value in whole.state_dict().items())
+
+
+def test_states_by_torch_distributed_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, states_by_dcp, str(tmp_path / "state"))

@@ -422,3 +422,37 @@ def _sharded_overflow(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_overflow_in_one_ranks_shard_reaches_all_ranks(cluster: Cluster) -> None:
     cluster.run(2, _sharded_overflow)
+
+
+def _by_others(rank: int, world: int) -> None:
+    """PyTorch's own wrappers take experts of different ranks for copies; around copies they serve."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for axis in ("ep", "esp"):
+        topology = Topology.from_sizes(**{axis: 2}, timeout_s=30)
+
+        def block(topology: Topology = topology) -> nn.Module:
+            torch.manual_seed(3)
+            gate, experts = fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.FeedForward(6)
+            return nn.Sequential(nn.Linear(4, 4), fusedmoe.MoELayer(4, gate, experts, topology=topology))
+
+        def wrapped(model: nn.Module) -> nn.Module:
+            return nn.parallel.DistributedDataParallel(model)
+
+        def outer(model: nn.Module) -> nn.Module:
+            torch.distributed.fsdp.fully_shard(model[0])  # the root takes what is left
+            return torch.distributed.fsdp.fully_shard(model)
+
+        for wrap in (wrapped, outer):
+            model = block()
+            model(x)  # before it is wrapped it is as good as any
+            refused = wrap(model)
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"experts of this layer are this rank's own.*fusedmoe.training"):
+                    refused(x)
+            wrap(block(Topology()))(x).sum().backward()
+        distributed_data_parallel(block(), topology)(x).sum().backward()
+        fully_shard(block(), topology)(x).sum().backward()
+
+
+def test_wrappers_of_others_are_refused_around_split_experts(cluster: Cluster) -> None:
+    cluster.run(2, _by_others)
