@@ -29,11 +29,14 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
             has it: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names the first
             forward measures the machine, and keeps that on disk. None: as before. The same on all ranks; collective.
     Raises:
-        ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
-            has replaced, which is named; experts that this library cannot compute, named; experts outside of any
-            `PreTrainedModel`; an unknown schedule, or one for experts whose tokens transformers itself sends.
+        ConfigError: no model at all; one without experts that transformers' registry serves; experts whose forward
+            another library has replaced, which is named; experts that this library cannot compute, named; experts
+            outside of any `PreTrainedModel`; an unknown schedule, or one for experts whose tokens transformers itself
+            sends.
         RankError: ranks with different schedules.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"fusedmoe.hf.apply: {model!r} is no model; load it first, by from_pretrained")
     modules = registered_experts(model)
     who = type(model).__name__
     if not modules:

@@ -268,6 +268,8 @@ def test_who_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
         fusedmoe.hf.apply(dense)
+    with pytest.raises(ConfigError, match="'a/model' is no model; load it first"):
+        fusedmoe.hf.apply("a/model")
     model = make("mixtral", "eager")
     model.model.layers[1].mlp.experts.forward = lambda *_: None
     with pytest.raises(
