@@ -170,7 +170,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
 
     Args:
         held: by this rank; names may differ between ranks.
-        cure: what helps besides equal seeds.
+        cure: a sentence for the error.
     Raises:
         RankError: the same on every rank; it names the first tensor that differs, and the ranks.
     """
@@ -191,8 +191,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
     values = ", another on ".join(f"ranks {ranks}" for ranks in holders.values())
     raise RankError(
         f"rank {topology.rank}: {name} should be a copy on all of these ranks, but has one value on {values}"
-        f"{f', and {len(differ)} more parameters differ' if differ else ''}. Call torch.manual_seed with the same seed "
-        f"on every rank before the model is made, or {cure}",
+        f"{f', and {len(differ)} more parameters differ' if differ else ''}. {cure}",
         agreed=True,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,14 @@ BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 # Modules that `fully_shard` has sharded with their experts, whose gradients FSDP then divides as the library does.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
-# Models whose copies ranks have compared.
-_compared: WeakSet[nn.Module] = WeakSet()
+# How often ranks have compared the copies of a model: as they begin, and once a step may have parted them.
+_compared: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_CURES = (
+    "Call torch.manual_seed with the same seed on every rank before the model is made, or "
+    "fusedmoe.training.broadcast_parameters(model, topology) before the first step",
+    "It was equal before: steps differ. Clip by fusedmoe.training.clip_grad_norm, as torch.nn.utils.clip_grad_norm_ "
+    "has another norm on each rank, and give optimizers and their schedules the same settings on all ranks",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +160,10 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     part.copy_(flat.view(part.shape))
 
 
-def compare_copies(copies: list[Replica], topology: Topology) -> None:
+def compare_copies(copies: list[Replica], topology: Topology, cure: str = _CURES[0]) -> None:
     """Raises `RankError`, on all ranks, where copies of a parameter that learns differ. Collective over the world."""
     held = [(one.name, one.group, local_part(one.parameter.detach())) for one in copies if one.parameter.requires_grad]
-    require_equal(held, topology, "fusedmoe.training.broadcast_parameters(model, topology) before the first step")
+    require_equal(held, topology, cure)
 
 
 @torch.no_grad()
@@ -172,15 +178,16 @@ def reduce_gradients(
 
     Args:
         copies: the same parameters in the same order on every rank, save for names that only some ranks have.
-        model: whose copies are compared before, the first time; None: they are known to be equal.
+        model: whose copies are compared before, the first two times; None: they are known to be equal.
     Raises:
         ConfigError: a sparse gradient (on every rank).
         RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ.
     """
-    present, compares = _present(copies, topology, None if model is None else model not in _compared)
+    times = 0 if model is None else _compared.get(model, 0)
+    present, compares = _present(copies, topology, None if model is None else times < len(_CURES))
     if compares and model is not None:
-        compare_copies(replicas(model, topology), topology)
-        _compared.add(model)
+        compare_copies(replicas(model, topology), topology, _CURES[min(times, 1)])
+        _compared[model] = times + 1
     topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, exists in zip(copies, divisors, present, strict=True):

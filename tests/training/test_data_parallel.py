@@ -243,7 +243,8 @@ def test_the_host_reads_little(cluster: Cluster, sizes: Sizes) -> None:
 def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
     """Calls that wait for the device in a sync and in a clip."""
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
-    sync_gradients(model, topology)  # the first one reads what it compares
+    for _ in range(2):  # the first two read what they compare
+        sync_gradients(model, topology)
     _give_gradients(model, sizes, rank)
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -303,7 +304,8 @@ def test_broadcast_gives_every_copy_the_first_holders_value(cluster: Cluster) ->
 
 
 def _seeded(rank: int, world: int, sizes: Sizes) -> None:
-    """Ranks that were seeded differently are told so in the first sync, and not after the cure."""
+    """Ranks that were seeded differently, or step differently, are told so in the first two syncs, and not after the
+    cure."""
     topology = sizes.topology()
 
     def made(seed: int) -> nn.Sequential:
@@ -327,7 +329,14 @@ def _seeded(rank: int, world: int, sizes: Sizes) -> None:
     broadcast_parameters(model, topology)
     model.own.fill_(rank)  # what does not learn may differ
     sync_gradients(model, topology)
+    with torch.no_grad():
+        model[0].weight.mul_(1 + rank)  # as a step by a norm that each rank has for itself
+    with pytest.raises(fusedmoe.RankError, match=r"0\.weight should be a copy.* It was equal before: steps differ"):
+        sync_gradients(model, topology)
+    broadcast_parameters(model, topology)
+    model.own.fill_(rank)
     sync_gradients(copy.deepcopy(model) if rank == 1 else model, topology)  # compared on one rank, so on all
+    sync_gradients(model, topology)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "compare_copies", None)
         sync_gradients(model, topology)

@@ -332,7 +332,10 @@ class MOELayer(nn.Module):
             # Whoever shards gates gathers one value for all ranks.
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         ]
-        require_equal(gates, topology, "give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's")
+        seed = "Call torch.manual_seed with the same seed on every rank before the model is made"
+        require_equal(
+            gates, topology, f"{seed}, or give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's"
+        )
 
     def _places(self, capacity: int) -> int:
         """Returns the places for rows of one source in a local expert's block."""
