@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import precompile, suites, training
+from bench.gpu import precompile, steps, suites, training
 from bench.gpu.kernels import KERNELS, PASSES
 from bench.gpu.part import Log, Outcome, Part, Place
 from bench.gpu.process import ROOT, Ended
@@ -337,8 +337,9 @@ def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of every part; and how long it takes to compile for the first shape, from what was measured."""
+    monkeypatch.setattr(steps, "REHEARSED_S", 15.0)
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("nothing is compiled where kernels are interpreted")

@@ -20,7 +20,6 @@ from fusedmoe.comm.failure.store_line import StoreLine, line_to
 from fusedmoe.errors import RankError
 from tests.cluster import open_sockets
 
-
 T = TypeVar("T")
 
 
