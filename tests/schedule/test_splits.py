@@ -298,7 +298,7 @@ def backward_orders(rng: random.Random) -> tuple[dict[str, list[Task]], dict[Tas
     return orders, seconds, gradients
 
 
-SETTINGS = pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+SETTINGS = pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 
 
 @SETTINGS
