@@ -65,6 +65,9 @@ class Way:
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
         self.name = f"{all_to_all.identity}, {topology.esp.identity}"
+        # A long job makes topologies again and again: names that no way has any more are forgotten.
+        for name in [name for name, ways in _ways.items() if not ways]:
+            del _ways[name]
         _ways.setdefault(self.name, WeakSet()).add(self)
 
     @property
