@@ -208,8 +208,8 @@ def trained(rank: int, world: int, chooses: str, k: int, factor: float, own_plac
     ("ranks", "chooses", "k", "factor"),
     [
         # test_who_says_so_has_rows_or_none is the quick one
-        *slowly((2, "top", 1, 1.0), (1, "switch", 1, 0.5), (2, "top", 2, 2.0), (4, "top", 1, 4.0)),
-        *slowly((2, "random", 1, 2.0), (4, "random", 2, 4.0), (1, "hash", 2, 0.5), (4, "switch", 1, 4.0)),
+        *slowly((1, "switch", 1, 0.5), (2, "top", 2, 2.0), (4, "top", 1, 4.0)),
+        *slowly((2, "random", 1, 2.0), (4, "random", 2, 4.0), (1, "hash", 2, 0.5)),
     ],
 )
 def test_training_is_what_it_was(cluster: Cluster, ranks: int, chooses: str, k: int, factor: float) -> None:
@@ -258,7 +258,7 @@ class ByProducts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire_s", [0.75, *slowly(0.5, 1.0)])
+@pytest.mark.parametrize("wire_s", [0.5, 1.0])
 def test_micro_batches_hide_what_those_of_a_whole_model_would(world: None, wire_s: float) -> None:
     """Predicted for two layers, beside micro-batches that all of the model goes through, gates included."""
     blocks, tokens, chunks = 2, 128, 8
