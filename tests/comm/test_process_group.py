@@ -50,7 +50,7 @@ def made_and_dropped(rank: int, world: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_many_topologies(cluster: Cluster) -> None:
-    cluster.run(4, made_and_dropped, 60)
+    cluster.run(4, made_and_dropped, 200)
 
 
 def closed(rank: int, world: int) -> None:
