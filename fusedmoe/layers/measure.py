@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
@@ -105,6 +104,9 @@ def measure_layer(
 
         seconds = observe_fused(topology, gate, order, experts, like, fused_kind, through, degrees, enough_s)
         return of_parts | Observed(seconds)
+
+    # With it comes the compiler, which `import fusedmoe` waits for no more than it must.
+    from torch.distributed.tensor import DTensor
 
     facts["tokens"] = len(like)
     # FSDP has a layer's parameters whole in a forward alone: elsewhere what its parts took stays.

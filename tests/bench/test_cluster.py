@@ -192,14 +192,22 @@ def test_plans_of_blocks() -> None:
     )
 
 
-def measured_parts(rank: int, world: int, setting: Setting, names: list[str], folder: str) -> None:
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for profiles, which settings with equal ranks have in common."""
+    return str(tmp_path_factory.mktemp("profiles"))
+
+
+def measured_parts(rank: int, world: int, setting: Setting, names: list[str], folder: str, profiles: str) -> None:
     """As `bench.cluster.rank` has it, with less time for measuring, and no pictures."""
     with pytest.MonkeyPatch.context() as quicker:
-        quicker.setenv(cache.CACHE, str(Path(folder, "cache")))
+        quicker.setenv(cache.CACHE, profiles)
         quicker.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
         for module in (profile, model):
             quicker.setattr(module, "STEPS_BUDGET_S", 0.5)
         quicker.setattr(placed, "_ATTENTION_S", 1e-3)
+        quicker.setattr(placed, "_STEPS", 3)
+        quicker.setattr(placed, "_ROUTED_STEPS", 2)
         quicker.setattr(stacks, "draw", lambda timelines, path, title: path.touch())
         parts = Parts(setting, topology_of(setting), 1, Path(folder))
         for name in names:
@@ -225,10 +233,10 @@ def shown(setting: Setting, folder: Path, names: list[str], capsys: pytest.Captu
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
 @pytest.mark.slow
 def test_a_stack_of_blocks_is_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, names = replace(TINY_BLOCKS_EMULATED, layers=2, gradient_bytes=2**16), ["steps", "buckets"]
-    cluster.run(4, measured_parts, setting, names, str(tmp_path))
+    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles)
     found = shown(setting, tmp_path, names, capsys)
     rows, buckets = found["steps"]["rows"], found["buckets"]
     assert len(list(tmp_path.glob("*.png"))) == sum("same_as" not in row for row in rows.values())
@@ -243,12 +251,12 @@ def test_a_stack_of_blocks_is_measured_and_shown(
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True], ids=["layers", "blocks"])
 def test_a_model_that_waits_is_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], blocks: bool
+    cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str], blocks: bool
 ) -> None:
     like = BLOCKS if blocks else EMULATED
     setting = replace(like, layers=2, S=96, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
     names = ["model"] if blocks else ["layer", "model"]
-    cluster.run(4, measured_parts, setting, names, str(tmp_path))
+    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles)
     found = shown(setting, tmp_path, names, capsys)
     for name in names:
         rows = found[name]["rows"]
@@ -260,12 +268,13 @@ def test_a_model_that_waits_is_measured_and_shown(
 
 
 @pytest.mark.slow
-def test_placements_are_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_placements_and_routers_are_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
-    cluster.run(4, measured_parts, setting, ["placement"], str(tmp_path))
-    rows = shown(setting, tmp_path, ["placement"], capsys)["placement"]["rows"]
+    setting, names = replace(PLACED, layers=2, S=64, M=8, H=4, E=8), ["placement", "routers"]
+    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles, timeout_s=200)
+    found = shown(setting, tmp_path, names, capsys)
+    rows = found["placement"]["rows"]
     assert rows.keys() == set(placed._RUNS)
     assert all(row["peak_bytes"] >= row["memory_bytes"] > 0 for row in rows.values())
     peak, ep = {name: row["peak_bytes"] for name, row in rows.items()}, rows["ep"]
@@ -275,26 +284,20 @@ def test_placements_are_measured_and_shown(
         peak["hecate"] > rows["hecate"]["memory_bytes"]
         and peak["hecate"] > peak["hecate, re-materialising"] > peak["ep"]
     )
-    assert len(rows["smartmoe"]["rounds_s"]) == 12
-
-
-@pytest.mark.slow
-def test_routers_are_measured_and_shown(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
-    cluster.run(4, measured_parts, setting, ["routers"], str(tmp_path))
-    found = shown(setting, tmp_path, ["routers"], capsys)["routers"]["routers"]
-    assert [*found] == [*placed._ROUTERS]
-    for of in found.values():
-        assert of["rows"]["hecate"]["over_hecate"] == 1 and len(of["rows"]["auto"]["rounds_s"]) == 6
-    straggler = {router: of["rows"]["ep"]["straggler"] for router, of in found.items()}
+    assert len(rows["smartmoe"]["rounds_s"]) == 3
+    routers = found["routers"]["routers"]
+    assert [*routers] == [*placed._ROUTERS]
+    for of in routers.values():
+        assert of["rows"]["hecate"]["over_hecate"] == 1 and len(of["rows"]["auto"]["rounds_s"]) == 2
+    straggler = {router: of["rows"]["ep"]["straggler"] for router, of in routers.items()}
     assert 1 <= straggler["even"] < straggler["changes every step"]
 
 
 @pytest.mark.slow
 def test_the_price_of_placements_is_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.run(2, measured_parts, TINY, ["price"], str(tmp_path))
+    cluster.run(2, measured_parts, TINY, ["price"], str(tmp_path), profiles)
     rows = shown(TINY, tmp_path, ["price"], capsys)["price"]["rows"]
     assert [*rows] == ["ep, off", "fssdp, off", "ep, fsmoe", "fssdp, fsmoe"]
     for name, row in rows.items():

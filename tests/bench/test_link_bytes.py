@@ -43,11 +43,13 @@ def test_expected_rows_are_those_of_random_choices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_on_links_are_those_of_rows_and_pairs(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, [(256, 8, "direct")]), (4, [(1024, 4, "direct"), (1024, 4, "2dh")])], ids=str
+)
+def test_bytes_on_links_are_those_of_rows_and_pairs(ranks: int, cases: list[tuple[int, int, str]]) -> None:
     if lacking := missing():
         pytest.skip(lacking)
-    for found in count(ranks, [(256, 8, "direct"), (1024, 4, "direct"), (1024, 4, "2dh")]):
+    for found in count(ranks, cases):
         for where in ("links", "across"):
             of = found[where]
             assert of["plain_without_headers"] == pytest.approx(1, abs=0.01), found  # else bytes went twice

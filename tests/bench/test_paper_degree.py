@@ -71,16 +71,8 @@ def grid_passes(testbed, every: int, first: int = 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_its_grid(testbed, record_property):
-    regrets = paper_regret(grid_passes(testbed, 97))
-    record_property("mean regret", sum(regrets) / len(regrets))
-    assert sum(regrets) / len(regrets) < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_a_fifth_of_its_grid(testbed):
-    regrets = paper_regret(grid_passes(testbed, 5, first := random.randrange(5)))
+def test_the_paper_s_choice_is_close_on_its_grid(testbed):
+    """In each 25th case, which shares no factor with the lengths of the grid's axes: all of their values come."""
+    regrets = paper_regret(grid_passes(testbed, 25, first := random.randrange(25)))
     mean = sum(regrets) / len(regrets)
     assert mean < 1e-3, f"{testbed} from {first}: mean regret {mean:.4%}, worst {max(regrets):.2%}"

@@ -41,7 +41,7 @@ def test_a_few_faults(cases: int, patient: None) -> None:
 def test_ranks_that_tell_what_is_not_so(patient: None) -> None:
     """Every one is caught, and named: a rank that was told has no right numbers to go on with."""
     seed = random.SystemRandom().randrange(10**6)
-    results = run(Campaign(seed, faults=tuple(OF_MESSAGES), scenes=SCENES), 30, 100.0, teams=1)
+    results = run(Campaign(seed, faults=tuple(OF_MESSAGES), scenes=SCENES), 15, 100.0, teams=1)
     bad = [
         f"{r.outcome}, named {r.named}: seed {seed}, {r.case}\n{r.text}"
         for r in results
@@ -53,9 +53,9 @@ def test_ranks_that_tell_what_is_not_so(patient: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_two_minutes(tmp_path: Path) -> None:
+def test_a_minute(tmp_path: Path) -> None:
     found = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "tests.chaos", "--minutes", "2", "--json", str(found)]
+    command = [sys.executable, "-m", "tests.chaos", "--minutes", "1", "--json", str(found)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert json.loads(found.read_text())["cases"] > 1
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]

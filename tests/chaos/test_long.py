@@ -24,6 +24,6 @@ def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_nothing_piles_up() -> None:
-    """2,000 steps, 200 topologies, 100 plans, 50 checkpoints, each loaded again."""
-    for looks in lives(200):
+    """800 steps, 80 topologies, 40 plans, 20 checkpoints, each loaded again."""
+    for looks in lives(80):
         assert not growth(looks), looks

@@ -205,7 +205,7 @@ def test_noise_is_drawn_before_it_is_needed(world: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "through", "k", "before"), CASES)
+@pytest.mark.parametrize(("count", "through", "k", "before"), CASES[::5])
 def test_what_can_be_split_is_on_two_ranks(
     cluster: Cluster, count: Count, through: Through, k: int, before: bool
 ) -> None:

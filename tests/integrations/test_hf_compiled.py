@@ -51,12 +51,12 @@ def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "count"), [(2, 10), (4, 2)])
+@pytest.mark.parametrize(("world", "count"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize(("family", "shared"), [("mixtral", False), ("mixtral", True), ("gpt-oss", False)])
-def test_one_graph_for_all_blocks_and_twenty_sizes(
+def test_one_graph_for_all_blocks_and_many_sizes(
     cluster: Cluster, world: int, count: int, family: str, shared: bool
 ) -> None:
     # Of a batch that they share, each rank has two tokens at least: none and one are graphs of their own.
-    sizes = [size * (world if shared else 1) for size in range(2, 22)]
+    sizes = [size * (world if shared else 1) for size in range(2, 22, 3)]
     for graphs, worst in cluster.run(world, compiled, family, shared, count, sizes, timeout_s=550):
         assert graphs <= 2 and worst < 1e-10, (graphs, worst)

@@ -53,10 +53,10 @@ def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "count"), [(2, 10), (4, 2)])
+@pytest.mark.parametrize(("world", "count"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_one_graph_for_all_blocks_and_twenty_sizes(cluster: Cluster, world: int, count: int, family: str) -> None:
-    for graphs, worst in cluster.run(world, compiled, family, count, [*range(2, 22)], timeout_s=550):
+def test_one_graph_for_all_blocks_and_many_sizes(cluster: Cluster, world: int, count: int, family: str) -> None:
+    for graphs, worst in cluster.run(world, compiled, family, count, [*range(2, 22, 3)], timeout_s=550):
         assert graphs <= 2 and worst < 1e-10, (graphs, worst)
 
 

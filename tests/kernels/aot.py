@@ -84,6 +84,7 @@ def check(
     quick: bool = False,
     rare: bool = False,
     module: str = "",
+    part: slice = slice(None),
     progress: bool = False,
 ) -> Found:
     """(case, target) -> what was found; "error" where it failed.
@@ -91,6 +92,7 @@ def check(
     Args:
         only: a part of the names.
         quick: the small selection alone; rare: those cases too that are compiled where they are asked for by name.
+        part: of all these, in their order.
         progress: tell on stderr how far it is.
     """
     tasks = [
@@ -100,6 +102,7 @@ def check(
         if only in case.name and target in (None, at) and module in ("", found_in)
         if (case.quick or not quick) and (rare or not case.rare) and not absent(case)
     ]
+    tasks = tasks[part]
     found, start = {}, time.monotonic()
     with processes(environment=WITHOUT_LINES) as pool:
         for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks, chunksize=4), strict=True):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -28,8 +29,8 @@ def differences(found: aot.Found) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("module", [module.__name__ for module in aot.modules()])
 def test_every_kernel_compiles(module: str, target: int) -> None:
-    """In every configuration, if not in every variant: rare ones are compiled where they are asked for by name."""
-    found = aot.check(module=module, target=target)
+    """A third of all configurations, another one each time; `python -m tests.kernels.aot` compiles all."""
+    found = aot.check(module=module, target=target, part=slice(random.randrange(3), None, 3))
     if not found:
         pytest.skip("; ".join(aot.left_out(module=module)))
     assert not aot.errors(found)

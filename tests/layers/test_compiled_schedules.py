@@ -109,10 +109,10 @@ def test_one_graph_for_all_blocks_with_a_schedule(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "esp", "count"), [(2, 1, 10), (4, 1, 2), (4, 2, 2)])
-def test_one_graph_for_all_blocks_and_twenty_sizes(cluster: Cluster, world: int, esp: int, count: int) -> None:
-    schedules = QUICK | {"same degrees": FSMOE, "off": "off"}
-    for found in cluster.run(world, compiled_blocks, schedules, count, [*range(2, 22)], esp, timeout_s=550):
+@pytest.mark.parametrize(("world", "esp", "count"), [(2, 1, 4), (4, 1, 2), (4, 2, 2)])
+def test_one_graph_for_all_blocks_and_many_sizes(cluster: Cluster, world: int, esp: int, count: int) -> None:
+    schedules = QUICK | ({"same degrees": FSMOE, "off": "off"} if world == 2 else {})
+    for found in cluster.run(world, compiled_blocks, schedules, count, [*range(2, 22, 3)], esp, timeout_s=550):
         assert all(graphs <= 2 and worst < 1e-10 for graphs, worst in found.values()), found
 
 

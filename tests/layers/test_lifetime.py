@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import MoELayer, Schedule, Topology, experts, gates
+from fusedmoe.autograd.exchange_operators import _ways
 from tests.cluster import Cluster
 
 M = 8
@@ -82,3 +83,19 @@ def on_ranks(rank: int, world: int) -> list[str]:
 
 def test_nothing_is_left_on_ranks(cluster: Cluster) -> None:
     assert cluster.run(2, on_ranks) == [[], []]
+
+
+def names_of_ways(rank: int, world: int) -> list[int]:
+    """How many there are after each of some topologies, which come and go."""
+    counts = []
+    for _ in range(4):
+        with Topology.from_sizes(world) as topology:
+            layer(topology)(torch.randn(4, M))
+        gc.collect()
+        counts.append(len(_ways))
+    return counts
+
+
+def test_names_of_ways_that_are_gone_are_forgotten(cluster: Cluster) -> None:
+    for counts in cluster.run(2, names_of_ways):
+        assert counts[-1] <= counts[1], counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -235,7 +234,9 @@ DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
     ("degrees", "batches", "factor"),
     [
         pytest.param(*of, marks=() if of in DEFAULT else pytest.mark.slow)
-        for of in itertools.product([(1, 1), (8, 8), (2, 3), (1, 4)], [(1,), (8, 0), (3, 8)], [None, 0.5])
+        for row, degrees in enumerate([(1, 1), (8, 8), (2, 3), (1, 4)])
+        for column, batches in enumerate([(1,), (8, 0), (3, 8)])
+        for of in [(degrees, batches, (None, 0.5)[(row + column + (row == 3)) % 2])]
     ],
 )
 def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
@@ -260,7 +261,7 @@ def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], factor: float | 
 def test_any_split_of_any_gate(cluster: Cluster, world: int) -> None:
     """Five steps each, on fresh random choices of everything."""
     rng = random.Random()
-    for _ in range(40 if world == 1 else 15):
+    for _ in range(15 if world == 1 else 6):
         gate = rng.choice(list(GATES))
         k = 1 if gate == "switch" else rng.choice([1, 2, 4, 8])
         factor = rng.choice([None, 0.5, 1.0, 1.25, 2.0])

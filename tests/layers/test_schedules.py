@@ -341,7 +341,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
     asked: list[Any] = []
     compared: list[Any] = []
 
-    def measure(topology: Topology, device: torch.device, *, dtype: torch.dtype) -> Any:
+    def measure(topology: Topology, device: torch.device, *, dtype: torch.dtype, **_: Any) -> Any:
         asked.append(dtype)
         return Profile(slow), None
 

@@ -218,7 +218,7 @@ def materialised(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "seed", "m"),
-    [(4, 0, 2), *(pytest.param(24, seed, m, marks=pytest.mark.slow) for seed in range(3) for m in (2, 4))],
+    [(4, 0, 2), *(pytest.param(24, seed, m, marks=pytest.mark.slow) for seed, m in ((0, 2), (1, 4)))],
 )
 def test_ahead_of_algorithm_1_on_loads_that_drift(layers, seed, m):
     """What was expected is not what comes, and the search has seen the former only."""
@@ -277,7 +277,7 @@ def test_every_small_case_is_close_to_the_best(t, m):
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "experts", "t", "m"), CASES)
 def test_every_case_is_close_to_the_best(nodes, experts, t, m):
-    found = ratios(nodes, experts, t, m, range(20))
+    found = ratios(nodes, experts, t, m, range(8))
     assert max(found) < 1.1 and np.mean(found) < 1.03
 
 

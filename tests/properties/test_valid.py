@@ -32,4 +32,4 @@ def test_a_few(name: str) -> None:
 def test_many(name: str) -> None:
     first = random.SystemRandom().randrange(2**40)
     print(f"seeds from {first}")
-    hold(name, first, 250)
+    hold(name, first, 100)

@@ -21,6 +21,7 @@ from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS as BLOCK_COSTS
 from tests.layers.test_pipeline_plans import workload
+from tests.marks import slowly
 from tests.runtime.issue_order import Issue, check, made_up_streams, recorded
 from tests.training.test_step_plan import CONFIG, COSTS, WORK
 
@@ -112,10 +113,17 @@ def test_two_ranks(cluster: Cluster, what: str, streams: bool) -> None:
     compare(cluster.run(2, issued, what, 2, 1, streams), streams)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
-@pytest.mark.parametrize(("ep", "esp"), [(2, 2), (4, 1), (2, 1), (1, 4)])
-@pytest.mark.parametrize("what", STEPS)
+# Each pair of a step, a layout and a way to run.
+@pytest.mark.parametrize(
+    ("what", "ep", "esp", "streams"),
+    slowly(
+        *(
+            (what, *sizes, (row + column) % 2 == 0)
+            for row, what in enumerate(STEPS)
+            for column, sizes in enumerate([(2, 2), (4, 1), (2, 1), (1, 4)])
+        )
+    ),
+)
 def test_four_ranks(cluster: Cluster, what: str, ep: int, esp: int, streams: bool) -> None:
     compare(cluster.run(4, issued, what, ep, esp, streams), streams)
 

@@ -48,7 +48,7 @@ def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, 
 @pytest.mark.parametrize(
     "seed",
     # "fresh": another one in each run
-    ["fresh", *range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))],
+    ["fresh", *range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))],
 )
 def test_no_order_of_any_split_beats_it(seed: int | str) -> None:
     seed = random.randrange(10**6) if seed == "fresh" else seed
@@ -63,7 +63,7 @@ def test_no_order_of_any_split_beats_it(seed: int | str) -> None:
         assert least <= found * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", ["fresh", *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8))])
+@pytest.mark.parametrize("seed", ["fresh", *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3))])
 def test_no_plan_beats_it_where_all_resources_disturb_each_other(seed: int | str) -> None:
     seed = random.randrange(10**6) if seed == "fresh" else seed
     print(f"seed {seed}")

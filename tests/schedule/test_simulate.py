@@ -156,9 +156,8 @@ def test_closed_forms_equal_simulation():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_closed_forms_equal_simulation_100_000_times():
-    sweep(50_000, seed=12)
+def test_closed_forms_equal_simulation_20_000_times():
+    sweep(10_000, seed=12)
 
 
 SECONDS = st.floats(0.0, 1e3, allow_subnormal=False)

@@ -137,10 +137,9 @@ GRID = Sizes(4, ep=2, esp=2, mp=2)
     ("saved", "loaded", "count"),
     [
         (ONE, Sizes(2, esp=2), 10),
-        slow(Sizes(2, ep=2), ONE, 30),
-        slow(GRID, ONE, 500),
-        slow(GRID, GRID, 500),
-        slow(Sizes(2, ep=2), Sizes(4, ep=4, mp=4), 500),
+        slow(GRID, ONE, 200),
+        slow(GRID, GRID, 100),
+        slow(Sizes(2, ep=2), Sizes(4, ep=4, mp=4), 100),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@ expert parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +89,7 @@ def trained(topology: Topology, placement: str, case: Case) -> tuple[list[torch.
     return found, owned
 
 
-def both(rank: int, world: int, seeds: range) -> list[tuple[str, Any, Any]]:
+def both(rank: int, world: int, seeds: Sequence[int]) -> list[tuple[str, Any, Any]]:
     """Each case under a placement, and with expert parallelism."""
     results = []
     for seed in seeds:
@@ -106,12 +107,20 @@ def by_number(ranks: list[list[dict[str, Any]]]) -> list[dict[Any, Any]]:
     ]
 
 
-#: 200 cases, in parts that end within a test's time.
-PARTS = [(world, range(first, first + 10)) for world in (2, 4) for first in range(3, 103, 10)]
+#: Of the seeds 3 to 102 so few that each pair of choices which comes in any of them comes in these: found by taking the
+#: seed with the most pairs that were missing, again and again. In parts that end within a test's time.
+PARTS = [
+    (2, (3, 58, 86, 30, 32, 37, 80, 79, 34)),
+    (2, (84, 60, 47, 4, 19, 11, 72, 25, 17)),
+    (2, (23, 18, 31, 40, 70, 77, 26, 94)),
+    (4, (3, 23, 43, 20, 79, 60, 25, 26, 15)),
+    (4, (91, 34, 61, 65, 87, 42, 95, 86)),
+    (4, (16, 28, 33, 44, 56, 69, 32, 78)),
+]
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, range(3)), *slowly(*PARTS)], ids=str)
-def test_as_expert_parallelism(cluster: Cluster, world: int, seeds: range):
+def test_as_expert_parallelism(cluster: Cluster, world: int, seeds: Sequence[int]):
     ranks = cluster.run(world, both, seeds)
     for of_ranks in zip(*ranks, strict=True):
         case = of_ranks[0][0]

@@ -256,11 +256,13 @@ def plain(cluster: Cluster) -> Plain:
     [
         (USES[::5], {}, False),
         (USES[1::5], EXACT, False),
-        *slowly((USES[2::5], {"rematerialises": True}, False), ((loads_a_state,), CALIBRATED, False)),
-        *(
-            pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
-            for options in ({}, {"rematerialises": True}, CALIBRATED, EXACT, AUTO)
-            for recomputes in (False, True)
+        # Each use with all options, and with and without recomputation.
+        *slowly(
+            *(
+                (USES[(number + recomputes) % 2 :: 2], options, recomputes)
+                for number, options in enumerate(({}, {"rematerialises": True}, CALIBRATED, EXACT, AUTO))
+                for recomputes in (False, True)
+            )
         ),
     ],
     ids=lambda value: (

@@ -151,7 +151,6 @@ def plain(cluster: Cluster) -> Plain:
     ("uses", "options"),
     [
         (USES[1::4], REMATERIALISES),
-        *slowly((USES[::2], {}), (USES[1::2], REMATERIALISES)),
         *(pytest.param(USES, options, marks=pytest.mark.slow) for options in ({}, REMATERIALISES, EXACT, AUTO)),
     ],
     ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value),

@@ -17,12 +17,7 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
     ("tokens", "degrees", "bias"),
     [
         ([7, 4], [(3, 2)], False),
-        *slowly(([5, 0], [2], True)),
-        pytest.param([9, 20], [(1, 4), (2, 3), (8, 5)], True, marks=pytest.mark.slow),
-        pytest.param([5, 9], [2], False, marks=pytest.mark.slow),
-        pytest.param([9, 20], [1, 5, 8], True, marks=pytest.mark.slow),
-        pytest.param([20, 0], [3], False, marks=pytest.mark.slow),
-        pytest.param([200, 130], [1, 4], False, marks=pytest.mark.slow),
+        *slowly(([9, 20], [(1, 4), (2, 3), (8, 5)], True), ([20, 0], [3], False), ([200, 130], [4], False)),
     ],
     ids=str,
 )
@@ -48,7 +43,7 @@ def test_exchanges(cluster: Cluster, ahead: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_rank_of_another_node_is_killed_at_any_moment(cluster: Cluster, seed: int) -> None:
     check_death(cluster, seed, APART)
 

@@ -26,14 +26,8 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
     ("tokens", "degrees", "bias"),
     [
         ([7, 0], [1, 3], True),
-        pytest.param([9, 20], [1, 7, 3], True, marks=pytest.mark.slow),
-        pytest.param([11, 0], [2, 8], False, marks=pytest.mark.slow),
-        pytest.param([9, 20], [1, 3, 5, 7], True, marks=pytest.mark.slow),
-        pytest.param([11, 0], [2, 4, 6, 8], False, marks=pytest.mark.slow),
-        pytest.param([9, 33], [1, 5, 2, 8], True, marks=pytest.mark.slow),
-        pytest.param([20, 0], [8], False, marks=pytest.mark.slow),
-        pytest.param([1, 1], [2, 3, 8], True, marks=pytest.mark.slow),
-        pytest.param([200, 130], [1, 4, 6], False, marks=pytest.mark.slow),
+        # The third of a case's degrees has a capacity, the second an expert without rows.
+        *slowly(([11, 0], [2, 8, 5], False), ([1, 1], [2, 3, 8], True), ([200, 130], [1, 4], False)),
     ],
     ids=str,
 )
@@ -41,12 +35,7 @@ def test_two_ranks(cluster: Cluster, tokens: list[int], degrees: list[int], bias
     assert cluster.run(2, compare, tokens, degrees, bias, timeout_s=110) == [[], []]
 
 
-@pytest.mark.slow
-def test_four_ranks(cluster: Cluster) -> None:
-    assert cluster.run(4, compare, [5, 0, 17, 3], [2], False) == [[]] * 4
-
-
-@pytest.mark.parametrize("degrees", [[5], *slowly([1, 3, 4, 5, 6, 7, 8])], ids=str)
+@pytest.mark.parametrize("degrees", [[5], *slowly([2, 4, 6, 7])], ids=str)
 def test_four_ranks_in_any_number_of_chunks(cluster: Cluster, degrees: list[int]) -> None:
     tokens = [3, 0, 6, 2]
     assert cluster.run(4, compare, tokens, degrees, False, timeout_s=110) == [[]] * 4
@@ -56,7 +45,7 @@ def test_four_ranks_in_any_number_of_chunks(cluster: Cluster, degrees: list[int]
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_degrees(cluster: Cluster, world: int) -> None:
     tokens = [12, 7, 0, 30][:world]
-    degrees = [1, 3, 8] if world == 4 else list(range(1, 9))
+    degrees = list(range(1, 9)) if world == 2 else [1, 3, 8]
     assert cluster.run(world, compare, tokens, degrees, True, timeout_s=280) == [[]] * world
 
 
@@ -64,10 +53,12 @@ def test_all_degrees(cluster: Cluster, world: int) -> None:
     ("tokens", "degrees", "bias"),
     [
         ([9, 0], [(2, 3)], True),
-        *slowly(([9, 0], [(4, 1)], True), ([6], [(3, 4)], False), ([3, 0, 6, 2], [(1, 4)], False)),
-        pytest.param([9, 20], [(1, 2), (5, 3), (8, 7), (2, 4)], True, marks=pytest.mark.slow),
-        pytest.param([5, 0, 17, 3], [(4, 2), (3, 2)], True, marks=pytest.mark.slow),
-        pytest.param([200, 130], [(1, 4), (6, 1), (2, 3)], False, marks=pytest.mark.slow),
+        *slowly(
+            ([6], [(3, 4)], False),
+            ([9, 20], [(1, 2), (5, 3), (8, 7)], True),
+            ([5, 0, 17, 3], [(1, 4), (4, 2)], True),
+            ([200, 130], [(6, 1)], False),
+        ),
     ],
     ids=str,
 )
@@ -90,7 +81,7 @@ def test_shards(cluster: Cluster, rows: list[int]) -> None:
     [
         (2, 30, False),
         (4, 12, True),
-        *(pytest.param(*of, ahead, marks=pytest.mark.slow) for of in ((2, 400), (4, 200)) for ahead in (False, True)),
+        *(pytest.param(*of, ahead, marks=pytest.mark.slow) for of in ((2, 120), (4, 60)) for ahead in (False, True)),
     ],
 )
 def test_exchange_after_exchange(cluster: Cluster, world: int, count: int, ahead: bool) -> None:
@@ -110,7 +101,7 @@ def test_a_rank_fails(cluster: Cluster, how: str) -> None:
     assert not left_in_shared_memory()
 
 
-_SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(16)]
+_SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(6)]
 
 
 @pytest.mark.parametrize("seed", _SEEDS)

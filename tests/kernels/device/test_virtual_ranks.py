@@ -31,10 +31,7 @@ from tests.marks import interpreted_slowly, slow_without_gpu
         (3, 4, "w1 w2"),
         *interpreted_slowly(((2, 3), 2, "w1 w2"), ((2, 3), 2, ""), ((1, 2), 2, "w2")),
         pytest.param(1, 2, "w1", marks=pytest.mark.slow),
-        *(
-            pytest.param(*of, "w1 w2", marks=pytest.mark.slow)
-            for of in ((1, 2), (1, 4), (1, 8), (3, 2), (3, 8), ((4, 1), 4), ((1, 5), 8))
-        ),
+        *(pytest.param(*of, "w1 w2", marks=pytest.mark.slow) for of in ((1, 2), (1, 8), ((4, 1), 4), ((1, 5), 8))),
     ],
     ids=str,
 )
@@ -95,7 +92,7 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     ("degree", "stashed"),
-    interpreted_slowly(((2, 1), False), ((2, 1), True), ((1, 1), False), ((3, 3), False), ((1, 1), True)),
+    interpreted_slowly(((2, 1), True), ((1, 1), False), ((3, 3), False)),
     ids=str,
 )
 def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, int], stashed: bool) -> None:

@@ -46,6 +46,6 @@ def test_tiles_as_on_a_gpu(activation: str) -> None:
     check_dhidden((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *slowly(*range(3, 9))])
-def test_orders_of_events(seed: int) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_orders_of_events(seed: int) -> None:
     check_dhidden(ALL_ODD, 56, 24, seed=seed)

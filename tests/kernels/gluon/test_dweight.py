@@ -37,7 +37,7 @@ def test_rings_and_grids(stages: int, lag: int, programs: int, gather: str) -> N
 @pytest.mark.parametrize("routing", ["empty between", *slowly("nothing", "one row", "all odd")])
 def test_added_to_those_of_other_rows(routing: str, added: torch.dtype, gather: str) -> None:
     check_dweight(ROUTINGS[routing], 24, 40, gather, added=added)
-    check_dweight(ROUTINGS[routing], 72, 104, gather, added=added, programs=3, seed=1)
+    check_dweight(ROUTINGS[routing], 40, 72, gather, added=added, programs=3, seed=1)
 
 
 @SIDES
@@ -46,6 +46,5 @@ def test_tiles_as_on_a_gpu(gather: str) -> None:
 
 
 @SIDES
-@pytest.mark.parametrize("seed", [1, *slowly(*range(2, 9))])
-def test_orders_of_events(seed: int, gather: str) -> None:
-    check_dweight((37, 0, 21, 3), 24, 40, gather, seed=seed)
+def test_another_order_of_events(gather: str) -> None:
+    check_dweight((37, 0, 21, 3), 24, 40, gather, seed=1)

@@ -12,7 +12,8 @@ from tests.kernels.gluon.grouped_cases import ROUTINGS, check_dhidden, check_dwe
 
 pytestmark = pytest.mark.slow
 KERNELS = ("up", "product", "dhidden", "dweight")
-ORDERS = 200
+# In so many each pair of sizes, stages and programs comes.
+ORDERS = 30
 SIZES = ((40, 24), (8, 8), (72, 40), (16, 104), (56, 16))
 # Steps of a matrix's gradient are rows: more of them, too.
 DEEP = {"several steps": (50, 0, 16, 1), "steps with a rest": (0, 37, 20, 0)}

@@ -69,7 +69,6 @@ def test_tiles_as_on_a_gpu(transposed: bool) -> None:
     check_product((130, 0, 70), 328, 264, transposed, tile=LARGE_TURNS, stages=6, pingpong=True)
 
 
-@pytest.mark.parametrize("seed", [1, *slowly(*range(2, 9))])
-def test_orders_of_events(seed: int) -> None:
-    check_product(ALL_ODD, 56, 40, True, seed=seed)
-    check_product(ALL_ODD, 56, 40, False, seed=seed, pingpong=True)
+def test_another_order_of_events() -> None:
+    check_product(ALL_ODD, 56, 40, True, seed=1)
+    check_product(ALL_ODD, 56, 40, False, seed=1, pingpong=True)

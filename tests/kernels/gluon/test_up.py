@@ -46,6 +46,5 @@ def test_tiles_as_on_a_gpu(activation: str) -> None:
     check_up((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2, slots=2)
 
 
-@pytest.mark.parametrize("seed", [1, *slowly(*range(2, 9))])
-def test_orders_of_events(seed: int) -> None:
-    check_up(ALL_ODD, 56, 24, seed=seed)
+def test_another_order_of_events() -> None:
+    check_up(ALL_ODD, 56, 24, seed=1)
