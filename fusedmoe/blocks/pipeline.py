@@ -207,6 +207,9 @@ class PipelinedBlocks(nn.Module):
         """Runs the blocks in micro-batches: `forward` where there are plans."""
         for block in self._blocks:
             block.require_nothing_between_layers()
+        for layer in self._layers():
+            if layer.require_wrapper is not None:
+                layer.require_wrapper()
         with self.topology.guard("pipeline"):
             # On CUDA nothing waited for the check of the last forward's logits; it is told now.
             for layer in self._layers():

@@ -160,7 +160,7 @@ class MoELayer(nn.Module):
         self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology, carried=isinstance(self.dispatcher, Collectives))
         spread = self.topology.ep.size * self.topology.esp.size > 1
-        self._require_wrapper = WrapperCheck(self.experts, self.topology) if spread else None
+        self.require_wrapper = WrapperCheck(self.experts, self.topology) if spread else None
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self.register_load_state_dict_pre_hook(require_own_experts)
@@ -185,8 +185,8 @@ class MoELayer(nn.Module):
         return self._guarded(x, mask)
 
     def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self._require_wrapper is not None:
-            self._require_wrapper()
+        if self.require_wrapper is not None:
+            self.require_wrapper()
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()
             return self._forward(x, mask)

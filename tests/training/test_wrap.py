@@ -424,6 +424,11 @@ def test_overflow_in_one_ranks_shard_reaches_all_ranks(cluster: Cluster) -> None
     cluster.run(2, _sharded_overflow)
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
 def _by_others(rank: int, world: int) -> None:
     """PyTorch's own wrappers take experts of different ranks for copies; around copies they serve."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
@@ -450,6 +455,9 @@ def _by_others(rank: int, world: int) -> None:
                 with pytest.raises(ConfigError, match=r"experts of this layer are this rank's own.*fusedmoe.training"):
                     refused(x)
             wrap(block(Topology()))(x).sum().backward()
+        blocks = fusedmoe.pipeline([(Twice(), block()[1])], degrees=(2, 2))
+        with pytest.raises(ConfigError, match="experts of this layer are this rank's own"):
+            wrapped(blocks)(x[:, None])
         distributed_data_parallel(block(), topology)(x).sum().backward()
         fully_shard(block(), topology)(x).sum().backward()
 
