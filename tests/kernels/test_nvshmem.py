@@ -132,10 +132,13 @@ def test_rows_are_stored_by_all_threads_before_they_are_put(nvshmem_site: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
-    for name in ("signal far nvshmem", "credit 1 nvshmem", "credit 2 nvshmem", "credit 3 nvshmem"):
-        code = body(nvshmem_site, ONE_SIDED, name)
-        assert 0 < code.index("nvshmemi_transfer_fence") < code.index("nvshmemi_transfer_amo_nonfetch"), name
+def test_signals_come_behind_a_fence_and_credits_order_nothing(nvshmem_site: Path) -> None:
+    fence, sets = "nvshmemi_transfer_fence", "nvshmemi_transfer_amo_nonfetch"
+    code = body(nvshmem_site, ONE_SIDED, "signal far nvshmem")
+    assert 0 < code.index(fence) < code.index(sets)
+    for buffers in (1, 2, 3):
+        code = body(nvshmem_site, ONE_SIDED, f"credit {buffers} nvshmem")
+        assert len(re.findall(rf"call\.uni \w*{sets}", code)) == buffers and fence not in code, buffers
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import run as engine
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher
+from fusedmoe.kernels import experts as kernels
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
@@ -87,6 +88,8 @@ def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # One thread: what counts operations sees its own thread only.
     monkeypatch.setattr(engine, "execute", in_sequence)
+    # Of so few rows experts would share one block, and its buffers be as large as what the plan is judged by.
+    monkeypatch.setattr(kernels, "_SLICE_BYTES", FLOAT * H)
     plain = peak(one_after_the_other(make_blocks(dispatch=Apart(Topology(), make_all_to_all("direct", Topology())))))
     blocks = make_blocks()
     run = fusedmoe.pipeline(blocks)
