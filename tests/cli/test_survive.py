@@ -143,7 +143,8 @@ def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: st
     """Each at a random moment, from a state every one to three steps; `bench.cluster.survive` does many."""
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
-    run, right, steps, at = tmp_path / "run", tmp_path / "right", 40, rng.randint(3, 20)
+    # A node that comes back must find the others at work, however long its Python takes to start.
+    run, right, steps, at = tmp_path / "run", tmp_path / "right", 200 if "back" in fault else 40, rng.randint(3, 20)
     cluster.run(4, reference, settings_of(text, steps=steps), right)
     more = ("--survive", str(rng.randint(1, 3)), "--timeout", "15")
     with Agents(tmp_path, 2, 2, *flags(text, run, steps, *more)) as agents:

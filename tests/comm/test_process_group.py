@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm import group
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.failure.board import Board
+from fusedmoe.comm.failure.board import Board, attempt
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster, open_sockets
@@ -281,3 +281,15 @@ def next_attempt(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_an_attempt_reads_nothing_of_the_one_before(cluster: Cluster) -> None:
     cluster.run(2, next_attempt)
+
+
+def test_a_node_that_comes_back_is_in_the_attempt_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its torchrun has counted no restarts, theirs have; where rank 0 hosts the store it is a new one each time."""
+    places = set()
+    for restarts in ("0", "3"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(False))
+        places.add(attempt())
+    assert len(places) == 1
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+    assert attempt() not in places

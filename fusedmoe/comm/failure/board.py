@@ -357,8 +357,10 @@ def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
 
 
 def attempt() -> str:
-    """Returns the number of restarts by torchrun, whose store keeps what the ranks of earlier attempts have written."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Returns the number of restarts where torchrun hosts the store, which keeps what earlier attempts wrote."""
+    # A store that rank 0 hosts is new in each attempt, and torchruns count for themselves: that of a node that comes
+    # back begins at 0, and its ranks would wait for the others in another place.
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent() else "0"
 
 
 def _agent() -> bool:
