@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
@@ -185,8 +187,12 @@ class MoELayer(nn.Module):
         return self._guarded(x, mask)
 
     def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.require_wrapper is not None:
-            self.require_wrapper()
+        # Asked here, where nearly always nothing has changed: a token's way has no call for it then.
+        if (check := self.require_wrapper) is not None and (
+            DistributedDataParallel._active_ddp_module is not None
+            or check.passed != (len(_module_state_mapping), id(next(self.experts.parameters(), None)))
+        ):
+            check()
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()
             return self._forward(x, mask)

@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
+# The attribute of a wrapper that keeps the ids of the parameters whose gradients it reduces.
+_REDUCED = "_fusedmoe_reduced"
+
 
 class WrapperCheck:
     """Refuses a wrapper that takes the experts of different ranks for copies of each other.
@@ -22,11 +25,13 @@ class WrapperCheck:
 
     Args:
         experts: split over ep or esp.
+    Attributes:
+        passed: how many modules FSDP2 and the like knew when it was looked at, and an id of the experts' parameters.
     """
 
     def __init__(self, experts: nn.Module, topology: Topology) -> None:
         self._experts, self._topology = experts, topology
-        self._passed = (0, 0)
+        self.passed = (0, 0)
 
     def __call__(self) -> None:
         """Looks at the wrapper whose forward this is; at FSDP2's only when there are others, or other parameters.
@@ -37,20 +42,22 @@ class WrapperCheck:
         # The private names here are those by which PyTorch's own parts find wrappers; nothing public does.
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and self._strangers(dist.get_process_group_ranks(wrapper.process_group)):
-            reduced = wrapper.__dict__.setdefault("_fusedmoe_reduced", _reduced(wrapper))
+            # Once for a wrapper, which fixes what it reduces as it is made: each layer asks in each forward.
+            if (reduced := wrapper.__dict__.get(_REDUCED)) is None:
+                reduced = wrapper.__dict__[_REDUCED] = _reduced(wrapper)
             if any(id(parameter) in reduced for parameter in self._experts.parameters()):
                 raise self._refusal(
                     "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
                 )
         now = (len(_module_state_mapping), id(next(self._experts.parameters(), None)))
-        if now != self._passed:
+        if now != self.passed:
             own = set(self._experts.modules())
             for sharded in _fsdp_parameters():
                 if sharded._module_info.module not in own:
                     continue
                 if self._strangers(sharded.mesh_info.mesh.mesh.flatten().tolist()):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
-            self._passed = now
+            self.passed = now
 
     def _strangers(self, ranks: list[int]) -> bool:
         return not set(ranks) <= set(self._topology.edp.ranks)
