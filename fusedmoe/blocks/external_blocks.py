@@ -225,6 +225,7 @@ class ExternalPipeline:
                     experts.widths[0], gate, ExpertsOutside(experts), topology=external[0].exchange.topology
                 )
                 layer.checks = InputChecks(layer.topology, door.who, carried=True)
+                layer.require_wrapper = None  # the model's own framework has wrapped them, and knows which are whose
                 parts.append((BlockDense(block, door), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
         self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
