@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from fusedmoe.autograd.experts import no_wider
 from fusedmoe.blocks.external_blocks import DecoderDoor, ExpertsInput, ExternalBlock, pipeline_external
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, PartExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
-from fusedmoe.engine.part_experts import PartExperts
 from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints, unselected
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite

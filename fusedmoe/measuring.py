@@ -7,8 +7,8 @@ whole steps by several plans and returns what their parts took. A `Recorder` tur
 
 from __future__ import annotations
 
-from fusedmoe.layers.measure import measured_costs
-from fusedmoe.layers.schedule import require_same_plans, undisturbed
+from fusedmoe.layers.measure import measured_costs, undisturbed
+from fusedmoe.layers.schedule import require_same_plans
 from fusedmoe.runtime.cache import cached_observed, cached_plans, cached_profile, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S

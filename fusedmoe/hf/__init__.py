@@ -30,8 +30,7 @@ from transformers.integrations.moe import ExpertsInterface
 from fusedmoe.hf.callbacks import MetricsCallback, PlanTuningCallback
 from fusedmoe.hf.decoder_blocks import FAMILIES, pipeline
 from fusedmoe.hf.expert_parallel import ExpertParallel
-from fusedmoe.hf.module_experts import experts_forward
-from fusedmoe.hf.owner import NAME
+from fusedmoe.hf.module_experts import NAME, experts_forward
 from fusedmoe.hf.padding import mask_padding
 from fusedmoe.hf.set_experts import apply
 from fusedmoe.plans import layer_policies

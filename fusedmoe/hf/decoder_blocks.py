@@ -14,7 +14,7 @@ from fusedmoe import PipelinedBlocks
 from fusedmoe.dispatchers import EXCHANGE, ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import RouterMetrics, named_input, registered_experts
-from fusedmoe.hf.owner import NAME
+from fusedmoe.hf.module_experts import NAME
 
 #: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
 FAMILIES = (

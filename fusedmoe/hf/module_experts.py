@@ -8,6 +8,7 @@ activation by a kernel of ours or the module's own functions.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any, NoReturn
@@ -21,9 +22,13 @@ from transformers.integrations.moe import _default_apply_gate
 from fusedmoe import Topology, ops
 from fusedmoe.dispatchers import InputChecks, not_finite
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.owner import computes
 from fusedmoe.hf.peft_adapters import folded, matrix, replace_activation, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
+
+#: The name in transformers' registries.
+NAME = "fusedmoe"
+#: Where transformers' own forward functions of experts are: its registry's, and that of expert parallelism.
+OWN = ("transformers.integrations.moe", "transformers.distributed.expert_parallel")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Pairs of a token and an expert up to which products wait for weights, and no order is worth while.
@@ -368,3 +373,27 @@ def _refuse_split(experts: Any) -> NoReturn:
         f"fusedmoe.hf: {type(experts).__name__} is quantised and split over ranks, and each rank would have all of it; "
         "load it without ep_size, or without quantisation"
     )
+
+
+def computes(experts: Any) -> bool:
+    """Returns whether the forward of a module of experts is this library's."""
+    return getattr(experts.config, "_experts_implementation", None) == NAME and owner(experts) in OWN
+
+
+def owner(module: Any) -> str:
+    """Returns the Python module that a forward function is from, under accelerate's hooks and Dynamo's wrappers."""
+    forward: Any = vars(module).get("forward", type(module).forward)
+    while True:
+        if isinstance(forward, partial):
+            # accelerate's hooks keep the forward that they call in `_old_forward`.
+            hooked = _home(forward.func) == "accelerate.hooks"
+            forward = module._old_forward if hooked else forward.func
+        elif hasattr(forward, "_torchdynamo_orig_callable"):
+            forward = forward._torchdynamo_orig_callable
+        else:
+            return _home(forward)
+
+
+def _home(function: Any) -> str:
+    # Wrapped functions say that they are from where the wrapped one is; their globals do not.
+    return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "something unknown"))

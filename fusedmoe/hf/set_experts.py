@@ -13,8 +13,7 @@ from fusedmoe import Schedule, Topology
 from fusedmoe.dispatchers import EXCHANGE
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import registered_experts
-from fusedmoe.hf.module_experts import check_experts
-from fusedmoe.hf.owner import NAME, OWN, computes, owner
+from fusedmoe.hf.module_experts import NAME, OWN, check_experts, computes, owner
 from fusedmoe.hf.peft_adapters import replace_activation, share_adapters
 
 

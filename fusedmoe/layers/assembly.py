@@ -195,7 +195,7 @@ def make_dispatcher(
     else:
         made = Collectives(topology, all_to_all, plans.find, hooks, name)
     if dispatch == "auto":
-        from fusedmoe.layers.dispatch_choice import choose_all_to_all, has_choice
+        from fusedmoe.layers.measure import choose_all_to_all, has_choice
 
         if has_choice(topology):
             made.choose = partial(choose_all_to_all, topology, gate)

@@ -33,8 +33,16 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Experts, WithExperts
-from fusedmoe.layers.expert_tables import by_place, held_after, nodes_of, of_all_shards, replace, table, unstacked_of
-from fusedmoe.layers.late_copies import LateCopies
+from fusedmoe.layers.expert_tables import (
+    LateCopies,
+    by_place,
+    held_after,
+    nodes_of,
+    of_all_shards,
+    replace,
+    require_movable_experts,
+    table,
+)
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import Transfer, chained, dispatch, gather, reduce
@@ -86,16 +94,7 @@ class DynamicExperts:
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
-        unstacked = unstacked_of(experts)
-        if unstacked or not count:
-            raise ConfigError(
-                f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
-                f"{', '.join(unstacked) or 'no experts'}. Use FeedForward or SwiGLU, or stack the parameters and say "
-                "so: self.shardings[name] = {'ep': 0}."
-            )
-        # A buffer (running statistics, say) would be changed on a replica, and its owner would not know.
-        if any(True for _ in experts.buffers()):
-            raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
+        require_movable_experts(experts, count)
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
         self.nodes = nodes_of(topology)
         self.placement = Placement.even(topology.ep.size, count)
@@ -388,7 +387,7 @@ class DynamicExperts:
         recomputes: the backward that needs the parameters comes at once.
         arrived: replicas are there; else `use` calls `land`, or a task `arrive`, and `use` also `fetch_next`.
         """
-        before, after = self.neighbours
+        after = self.neighbours[1]
         if not recomputes:
             self.begun = False
         if arrived:
@@ -398,7 +397,6 @@ class DynamicExperts:
             self._make_room()
         else:
             self.fetch()
-        turns = self.travel == "in turns"
         # Forward-mode derivatives would be lost where replicas are made of the owners' parameters.
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
@@ -422,7 +420,7 @@ class DynamicExperts:
             if not (learns and (after is None or recomputes)):
                 self._release()
         # In a plan's step the link is free for the next layer's only when this one's rows are through.
-        if turns and after is not None and not recomputes:
+        if self.travel == "in turns" and after is not None and not recomputes:
             after.fetch()
         if self.clocked and not recomputes:
             self._ended.note(self._device)

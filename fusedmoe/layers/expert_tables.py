@@ -1,17 +1,18 @@
-"""Tables of experts that move: which rows go to which place in them, and their memory.
+"""Tables of experts that move: which rows go to which place in them, their memory, and copies that come late.
 
 A rank's table has the experts that it owns, and copies of others behind them (`layers/dynamic_experts.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fusedmoe.comm.all_to_all import LastTokens
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
@@ -19,6 +20,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.traffic import Transfer
 
 
 def first_place(experts: int, topology: Topology) -> Place:
@@ -150,9 +152,23 @@ def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
     parameter.data = tensor
 
 
-def unstacked_of(experts: Experts) -> list[str]:
+def _unstacked(experts: Experts) -> list[str]:
     """Lists parameters that are not said to be [experts, ...]."""
     return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
+
+
+def require_movable_experts(experts: Experts, count: int) -> None:
+    """Raises `ConfigError` for experts that are not all in tables, and for those with buffers."""
+    unstacked = _unstacked(experts)
+    if unstacked or not count:
+        raise ConfigError(
+            f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
+            f"{', '.join(unstacked) or 'no experts'}. Use FeedForward or SwiGLU, or stack the parameters and say so: "
+            "self.shardings[name] = {'ep': 0}."
+        )
+    # A buffer (running statistics, say) would be changed on a replica, and its owner would not know.
+    if any(True for _ in experts.buffers()):
+        raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
 
 
 def require_stacked(experts: Experts, owned: int) -> None:
@@ -161,7 +177,7 @@ def require_stacked(experts: Experts, owned: int) -> None:
     Raises:
         ConfigError: a parameter that is not known to be [owned, ...], one part for each expert.
     """
-    wrong = unstacked_of(experts)
+    wrong = _unstacked(experts)
     wrong += [name for name, one in experts.named_parameters() if one.dim() == 0 or len(one) != owned]
     if wrong:
         raise ConfigError(
@@ -171,3 +187,67 @@ def require_stacked(experts: Experts, owned: int) -> None:
             "experts.shardings['parametrizations.w1.0.A'] = {'ep': 0}, and "
             "experts.shardings['parametrizations.w1.original'] = experts.shardings.pop('w1'); or use placement='ep'"
         )
+
+
+class LateCopies:
+    """The late copies of one layer, the same on all ranks.
+
+    A rank gets them once the gate has chosen, and they follow the layer's rows. Worked example: rank 1's table is
+    [2, 0], and its copy of expert 0 was chosen after the gate. Rows go first, then the copy; rank 1 computes its rows
+    for expert 2 meanwhile, and those for expert 0 last.
+
+    They are known until placements change: what is computed again, and a step's other forwards, must find the order of
+    rows that the first one had. There they travel with all other copies.
+
+    Args:
+        transfers: what brings them; () where there are none.
+        held_W: the experts in each rank's table.
+        computed_EV: rows of each expert that each rank computes.
+        start: starts them on their way, given whether that is to be recorded.
+    Attributes:
+        rows_W: their rows in each rank's table.
+        tokens: those that go to them, which come last; None: there are none.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer] = (),
+        held_W: Sequence[Sequence[int]] = (),
+        computed_EV: NDArray[np.int64] | None = None,
+        start: Callable[[bool], None] | None = None,
+    ) -> None:
+        came = {(one.target, one.expert) for one in transfers}
+        self.rows_W = [
+            [row for row, expert in enumerate(held) if (rank, expert) in came] for rank, held in enumerate(held_W)
+        ]
+        self._start = start
+        self.tokens: LastTokens | None = None
+        if computed_EV is not None:
+            last_WP = np.zeros((len(held_W), max(map(len, held_W))), dtype=bool)  # places as `by_place` numbers them
+            late_W = np.zeros(len(held_W))
+            for rank, rows in enumerate(self.rows_W):
+                last_WP[rank, rows] = True
+                late_W[rank] = computed_EV[[held_W[rank][row] for row in rows], rank].sum()
+            self.tokens = LastTokens(last_WP, late_W / np.maximum(computed_EV.sum(axis=0), 1))
+
+    def __bool__(self) -> bool:
+        return any(self.rows_W)
+
+    @property
+    def waiting(self) -> bool:
+        """Tells whether they are to follow the rows of this forward, and have not started yet."""
+        return self._start is not None
+
+    def send(self, recorded: bool = True) -> bool:
+        """Starts them on their way, and tells whether there were any to start. Collective.
+
+        recorded: as a span of the layer's recorder; else the executor records a plan's task.
+        """
+        start, self._start = self._start, None
+        if start is not None:
+            start(recorded)
+        return start is not None
+
+    def forget(self) -> None:
+        """Leaves those that have not started where they are."""
+        self._start = None

@@ -1,11 +1,15 @@
-"""Measuring a layer: its passes on random tokens, gate and order with them, on all ranks at once."""
+"""Measuring a layer: its passes on random tokens, gate and order with them, on all ranks at once.
+
+For `dispatch="auto"` each all-to-all algorithm is tried with as many tokens as the layer has.
+"""
 
 from __future__ import annotations
 
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,15 +17,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
+from fusedmoe.autograd.order import order as order_rows
+from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
-from fusedmoe.engine.dispatcher import LocalExperts, Routed
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, unchanged
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.kernels.derivatives import recording
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
@@ -42,7 +49,7 @@ from fusedmoe.schedule.timeline import Timeline
 _DEGREES = (1, 4)
 #: Chunks of the passes by fused operations that are measured.
 FUSED_DEGREES = (1, 2, 4)
-# How often these are measured, and the tokens of a first try.
+# How often these and all-to-alls are measured, and the tokens of a first try.
 _ROUNDS, _FEW = 5, 64
 
 
@@ -113,6 +120,22 @@ def measure_layer(
     whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
     seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
     return replace(costs, observed={workload.shapes: seen})
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context for measuring, and for what ranks say to each other about plans, in the midst of a forward pass.
+
+    That happens once, in the first forward, and not where an activation checkpoint computes it again: so whoever counts
+    the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
+    """
+    hooks: AbstractContextManager[Any] = nullcontext()
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
+        hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
+    # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
+    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
+        yield
 
 
 def rounded(rows: int) -> int:
@@ -314,3 +337,53 @@ def observe_fused(
         for degree, seconds in seconds_by_degree.items()
         for phase, s in zip(PHASES, seconds, strict=True)
     }
+
+
+# By topology, as long as it is in use, and by all that the choice depends on: layers of a model share it.
+_chosen: WeakKeyDictionary[Topology, dict[tuple[object, ...], AllToAll]] = WeakKeyDictionary()
+
+
+def has_choice(topology: Topology) -> bool:
+    """Tells whether algorithms differ: ranks of the ep group on several nodes, several on each, and all alike."""
+    nodes = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
+    counts = {nodes.count(node) for node in nodes}
+    return len(counts) == 1 and 1 < counts.pop() < len(nodes)
+
+
+@undisturbed()
+def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
+    """Returns the algorithm that takes tokens like these to uniformly chosen experts and back in the least time.
+    Collective over all ranks, where it was not chosen before for such tokens; the same on all of them.
+
+    Args:
+        x_SM: a batch of this rank; all ranks measure by the largest.
+    """
+    tokens = rounded(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
+    key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k
+    chosen = _chosen.setdefault(topology, {})
+    if key not in chosen:
+        candidates = [make_all_to_all(name, topology) for name in ALGORITHMS]
+        chance = torch.Generator(x_SM.device).manual_seed(topology.rank)
+        scores_SE = torch.rand(tokens, gate.experts, generator=chance, device=x_SM.device)
+        layout = order_rows(scores_SE.topk(min(gate.k, gate.experts)).indices, gate.experts)
+        routed = Routed(x_SM.new_zeros(tokens, x_SM.shape[1]), layout)
+        tried = [_round_trips_s(topology, Collectives(topology, candidate), routed) for candidate in candidates]
+        # A round is over once its last rank is through.
+        every = all_gather_object(topology.world, tried, "choosing a dispatch algorithm")
+        times = [statistics.median(map(max, zip(*of, strict=True))) for of in zip(*every, strict=True)]
+        chosen[key] = candidates[times.index(min(times))]
+    return chosen[key]
+
+
+@torch.no_grad()
+def _round_trips_s(topology: Topology, through: Collectives, routed: Routed) -> list[float]:
+    """Times dispatch and combine, round by round."""
+    wait: Callable[[], None] = torch.cuda.synchronize if routed.x_SM.is_cuda else lambda: None
+    seconds = []
+    for _ in range(1 + _ROUNDS):
+        wait()
+        start = time.perf_counter()
+        through.combine(*through.dispatch(routed))
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.all_to_all import AllToAll
@@ -22,13 +20,12 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.dispatcher import LocalExperts, unchanged
+from fusedmoe.engine.dispatcher import LocalExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.derivatives import recording
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
-from fusedmoe.layers.measure import measure_layer, rounded
+from fusedmoe.layers.measure import measure_layer, rounded, undisturbed
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, own_policy
@@ -222,22 +219,6 @@ def require_degrees(degrees: object) -> None:
     counts = isinstance(degrees, Sequence) and [type(degree) is int and degree >= 1 for degree in degrees]
     if counts != [True, True]:
         raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A context for measuring, and for what ranks say to each other about plans, in the midst of a forward pass.
-
-    That happens once, in the first forward, and not where an activation checkpoint computes it again: so whoever counts
-    the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
-    """
-    hooks: AbstractContextManager[Any] = nullcontext()
-    autograd: Any = torch._C._autograd
-    if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
-        hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
-    # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
-        yield
 
 
 def require_same_plans(topology: Topology, plans: Plans) -> None:

@@ -105,8 +105,7 @@ class TriedPlans:
 
     def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
         """Measures in a forward, where the module's parameters are whole, which elsewhere they need not be."""
-        from fusedmoe.layers.measure import measure_layer, rounded
-        from fusedmoe.layers.schedule import undisturbed
+        from fusedmoe.layers.measure import measure_layer, rounded, undisturbed
 
         topology, experts = self.plans.topology, self.plans.parts.experts
         self.any_degree = experts.in_chunks(x_SM).any_degree

@@ -16,7 +16,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, Routed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.layers import dispatch_choice
+from fusedmoe.layers import measure
 from tests.cluster import Cluster
 
 M, E, K = 6, 4, 2
@@ -80,13 +80,13 @@ def chosen(rank: int, world: int, seconds: dict[str, list[list[float]]], expecte
 
     with pytest.MonkeyPatch.context() as patch:
         if seconds:
-            patch.setattr(dispatch_choice, "_seconds", measured)
+            patch.setattr(measure, "_round_trips_s", measured)
         found = step("auto", topology, experts.SwiGLU(5))
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
     if seconds:
         like = torch.empty(9 + rank, M, dtype=torch.float64)
-        found_again = dispatch_choice.choose_all_to_all(topology, gates.TopK(E, K), like)
+        found_again = measure.choose_all_to_all(topology, gates.TopK(E, K), like)
         assert found_again.identity.startswith(expected)
 
 
