@@ -119,7 +119,6 @@ class Report:
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Several tasks of the path may run at once; each moment counts once, for what is at work.
         at_work_s = {name: sum(end_s - start_s for start_s, end_s in at_work(path)[name]) for name in RESOURCES}
-        sent = [task.size or 0 for task in self.plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
         step_s = self.step_s[self.policy]
         self.facts: dict[str, Any] = {
             "model": vars(settings.model) | {"gate_options": dict(settings.model.gate_options)},
@@ -133,7 +132,7 @@ class Report:
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
             "not_split": why_not_split(settings),
             "followed": follows_plan(settings, sizes.ep, sizes.esp),
-            "bucket_bytes": max(sent, default=None),
+            "bucket_bytes": self.plan.largest_bucket,
             "weight_gradients_apart": any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute),
             "critical_path_s": dict(sorted(((k, s) for k, s in by_kind_s.items() if s), key=lambda item: -item[1])),
             "critical_path_by_resource_s": at_work_s,

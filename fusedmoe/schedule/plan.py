@@ -281,6 +281,12 @@ class Plan:
                 degrees[where] = max(degrees.get(where, 0), task.chunk + 1)
         return degrees
 
+    @property
+    def largest_bucket(self) -> int | None:
+        """The bytes of its largest gradient all-reduce; None: it has none."""
+        sizes = (task.size or 0 for task in self.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE)
+        return max(sizes, default=None)
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are the same on every rank and machine for equal plans."""

@@ -28,7 +28,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, TaskKind
+from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
 #: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
 OFF = "off"
@@ -73,7 +73,7 @@ class PlanCandidate(NamedTuple):
         words = [self.family, f"{chunks} chunks"]
         if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
             words.append("W tasks")
-        if (size := _largest_bucket(self.plan)) and (self.whole or self._gradients == "idle slots"):
+        if (size := self.plan.largest_bucket) and (self.whole or self._gradients == "idle slots"):
             words.append(f"buckets of {size / 2**10:.0f} KiB")
         return ", ".join(words)
 
@@ -85,10 +85,6 @@ class PlanCandidate(NamedTuple):
     @property
     def _gradients(self) -> str | None:
         return None if self.policy is None else self.policy.gradients
-
-
-def _largest_bucket(plan: Plan) -> int:
-    return max((task.size or 0 for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE), default=0)
 
 
 def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
@@ -174,7 +170,7 @@ def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> It
     plan, layers = candidate.plan, range(len(costs.layers))
     forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
     same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]
-    largest = _largest_bucket(plan)
+    largest = plan.largest_bucket or 0
 
     def rebuilt(ahead: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
         if candidate._gradients == "idle slots" and bucket_bytes:

@@ -38,7 +38,6 @@ from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.tuning import (
     OFF,
     WINDOW,
@@ -295,17 +294,14 @@ class PlanTuning:
         # Points of the search are steps with as many micro-batches; its first one is drawn, as in the paper.
         alike = [one for one in entries if one.candidate.plan.degrees == best.candidate.plan.degrees]
         self._search.tried = [
-            (_bucket_bytes(one.candidate), one.median_s if one.seconds else measured * one.candidate.predicted_s)
+            (largest, one.median_s if one.seconds else measured * one.candidate.predicted_s)
             for one in (alike if self._sizes else ())
+            if (largest := one.candidate.plan.largest_bucket)
         ]
         self._sizes = True
         size = self._search.next()
         found = [] if size is None else [with_bucket_bytes(best.candidate, self._step.costs, size)]
         return [one for one in found if self._step.runs(one) and one.plan not in [e.candidate.plan for e in entries]]
-
-
-def _bucket_bytes(candidate: PlanCandidate) -> int:
-    return max(task.size or 0 for task in candidate.plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE)
 
 
 @dataclass

@@ -62,9 +62,8 @@ class StepSplit(NamedTuple):
             numbers = {number for layer in each for number in layer}
             return numbers.pop() if len(numbers) == 1 else each  # one number where that says it all
 
-        buckets = (task.size or 0 for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE)
         weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
-        return cls(degrees("forward"), degrees("backward"), max(buckets, default=None), weights)
+        return cls(degrees("forward"), degrees("backward"), plan.largest_bucket, weights)
 
     def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
         """Returns the degrees of each of so many layers, by phase."""
