@@ -45,7 +45,16 @@ from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes, in_words, ranks_of, settle
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, picture_to_write, read_costs
+from fusedmoe.cli.settings import (
+    STEP_FLAGS,
+    Settings,
+    add_flags,
+    add_parser,
+    changes_of,
+    describe,
+    picture_to_write,
+    read_costs,
+)
 from fusedmoe.cli.step_plans import (
     compute_dtype,
     expert_bytes,
@@ -286,15 +295,6 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
 
-# Flags that a training job's plan depends on, or what its steps were measured to take.
-_FLAGS = (
-    *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
-    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
-    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
-    *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device"),
-    *("--placement", "--placement-overlap", "--rematerialise", "--timeout"),
-)
-
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `plan` to the commands of `fusedmoe`."""
@@ -323,7 +323,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     output.add_argument(
         "--png", type=picture_to_write, metavar="FILE", help="the step, or the scale, as .png, .svg or .pdf"
     )
-    add_flags(parser, _FLAGS, Settings(schedule="auto"))
+    moving = ("--placement", "--placement-overlap", "--rematerialise")
+    add_flags(parser, (*STEP_FLAGS, *moving), Settings(schedule="auto"))
 
 
 def run(arguments: argparse.Namespace) -> int:

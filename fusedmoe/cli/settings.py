@@ -317,6 +317,15 @@ def add_parser(
     return parser
 
 
+#: Flags that a training step and its plan depend on.
+STEP_FLAGS = (
+    *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
+    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
+    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
+    *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device", "--timeout"),
+)
+
+
 def add_flags(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, defaults: Settings | None = None
 ) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, in_words, ranks_of, settle
 from fusedmoe.cli.settings import (
+    STEP_FLAGS,
     Settings,
     add_flags,
     add_parser,
@@ -69,14 +70,6 @@ examples:
     torchrun … -m fusedmoe trace --model Mixtral-7B --layers 2 --dtype bf16 --schedule fsmoe
 """
 
-# Flags that a training job's step depends on.
-_FLAGS = (
-    *("--batch", "--seq-len", "--dtype", "--recompute", "--seed", "--objective", "--layers", "--model-dim", "--heads"),
-    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
-    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
-    *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device", "--timeout"),
-)
-
 _WARM_UP = 2
 _STEPS = 5
 
@@ -92,7 +85,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     for flag, kind, what in (("--png", picture_to_write, "the picture"), ("--json", file_to_write, "the trace")):
         name = f"trace.{flag[2:]}"
         group.add_argument(flag, type=kind, default=Path(name), metavar="FILE", help=f"{what} (default: {name})")
-    add_flags(parser, _FLAGS, Settings(schedule="auto"))
+    add_flags(parser, (*STEP_FLAGS, "--seed"), Settings(schedule="auto"))
 
 
 def run(arguments: argparse.Namespace) -> int:
