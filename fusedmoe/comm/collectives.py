@@ -267,6 +267,13 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
     return tensor
 
 
+def slowest_s(group: Group, seconds: Sequence[float], operation: str) -> list[float]:
+    """Returns of each number of seconds that of the slowest rank: all ranks go on with the same."""
+    own_s = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+    slowest: list[float] = all_reduce(group, own_s, "max", operation).tolist()
+    return slowest
+
+
 def all_gather_object(group: Group, value: Any, operation: str = "all-gather of objects") -> list[Any]:
     """Returns every rank's picklable `value`, in rank order."""
     if group.handle is None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.autograd.order import order as order_rows
 from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, TwoLevel, make_all_to_all
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, slowest_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -51,6 +51,8 @@ _DEGREES = (1, 4)
 FUSED_DEGREES = (1, 2, 4)
 # How often these and all-to-alls are measured, and the tokens of a first try.
 _ROUNDS, _FEW = 5, 64
+# As failures name it.
+_OPERATION = "measuring a layer"
 
 
 def measure_layer(
@@ -74,7 +76,7 @@ def measure_layer(
     if plans.moves:
         return costs
     # Ranks may have different numbers of tokens; all measure by those of the largest.
-    tokens = max(all_gather_object(topology.world, len(like), "measuring a layer"))
+    tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
     like = like.new_empty(max(1, rounded(tokens)), like.shape[1])
     rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
     workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
@@ -220,16 +222,9 @@ def observe_layer(
         clock: what is measured with on a CPU.
     """
     plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
-    gate = copy.copy(gate)
-    if isinstance(gate, Hash):
-        gate.token_ids = None  # of other tokens
+    gate, parameters, x_SM, dy_SM = _trial(topology, gate, experts, like)
     recorder = Recorder(topology.rank, device=like.device, clock=clock)
     all_to_all, streams = all_to_all or make_all_to_all("direct", topology), Streams()
-    # A generator of its own: training goes on with the numbers that it would have had.
-    chance = torch.Generator(like.device).manual_seed(topology.rank)
-    parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
-    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
-
     sent: list[int] = []
 
     def run(plan: Plan, number: int) -> Timeline:
@@ -251,14 +246,27 @@ def observe_layer(
         return recorder.timeline()
 
     # Gates draw from the global generators, which must stand as before.
-    devices = [like.device] if like.device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         found = observe_steps(topology, plans, costs, run, budget_s, clock)
     of_layer = {
         sample: s for sample, s in found.seconds.items() if sample.kind not in (TaskKind.LOSS, TaskKind.OPTIMIZER)
     }
-    rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
+    rows = max(all_gather_object(topology.world, max(sent), _OPERATION))
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
+
+
+def _trial(
+    topology: Topology, gate: Gate, experts: PlannedExperts, like: Tensor
+) -> tuple[Gate, list[Tensor], Tensor, Tensor]:
+    """Returns a gate for other tokens, what learns, tokens like these, and gradients of their results."""
+    gate = copy.copy(gate)
+    if isinstance(gate, Hash):
+        gate.token_ids = None
+    parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
+    # A generator of its own: training goes on with the numbers that it would have had.
+    chance = torch.Generator(like.device).manual_seed(topology.rank)
+    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
+    return gate, parameters, x_SM, dy_SM
 
 
 # A layer's results of its tokens, by a fused operation in so many chunks.
@@ -289,18 +297,13 @@ def observe_fused(
         By `kind`, pass and chunks, in one chunk alone where there are but a few tokens; nothing where the order has no
         weights for rows, which kernels need.
     """
-    gate = copy.copy(gate)
-    if isinstance(gate, Hash):
-        gate.token_ids = None  # of other tokens
-    chance = torch.Generator(like.device).manual_seed(topology.rank)
-    parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
-    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
+    gate, parameters, x_SM, dy_SM = _trial(topology, gate, experts, like)
 
     def now() -> float:
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
         # Ranks begin together, or the slowest one's wait would be measured in all others.
-        all_reduce(topology.world, torch.zeros(1, device=device_of(topology.world)), operation="measuring a layer")
+        all_reduce(topology.world, torch.zeros(1, device=device_of(topology.world)), operation=_OPERATION)
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
         return clock()
@@ -316,21 +319,16 @@ def observe_fused(
         torch.autograd.grad(y, [x, *parameters], dy_SM[:tokens], allow_unused=True)
         return [between - began, now() - between]
 
-    def slowest(seconds: list[float]) -> list[float]:
-        found = torch.tensor(seconds, dtype=torch.float64, device=device_of(topology.world))
-        slow: list[float] = all_reduce(topology.world, found, "max", "measuring a layer").tolist()
-        return slow
-
-    devices = [like.device] if like.device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         few = min(len(like), _FEW)
         if passes_s(few, 1) is None:  # the first time, kernels are compiled
             return {}
-        seconds_by_degree = {1: slowest(passes_s(few, 1) or [])}
+        seconds_by_degree = {1: slowest_s(topology.world, passes_s(few, 1) or [], _OPERATION)}
         if few < len(like) and sum(seconds_by_degree[1]) < enough_s:
             for degree in degrees:
                 # The first round is left out: it makes buffers and compiles for these sizes.
-                rounds = [slowest(passes_s(len(like), degree) or []) for _ in range(1 + _ROUNDS)][1:]
+                own = (passes_s(len(like), degree) or [] for _ in range(1 + _ROUNDS))
+                rounds = [slowest_s(topology.world, seconds, _OPERATION) for seconds in own][1:]
                 seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
         Sample(kind, phase, degree): s

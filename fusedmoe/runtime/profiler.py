@@ -28,6 +28,7 @@ from fusedmoe.comm.collectives import (
     all_to_all_rows,
     device_of,
     reduce_scatter_rows,
+    slowest_s,
 )
 from fusedmoe.comm.one_sided.heaps import find_backend, open_heap
 from fusedmoe.comm.topology import Topology
@@ -386,8 +387,7 @@ class _Profiler:
         all_reduce(self._topology.world, torch.zeros(1, device=self._wire), operation="profile")
 
     def _slowest(self, seconds: Sequence[float]) -> np.ndarray:
-        taken = torch.tensor(seconds, dtype=torch.float64, device=self._wire)
-        return all_reduce(self._topology.world, taken, "max", "profile").cpu().numpy()
+        return np.array(slowest_s(self._topology.world, seconds, "profile"))
 
     def _of_rank_0(self, value: T) -> T:
         """Returns rank 0's value, on all ranks."""

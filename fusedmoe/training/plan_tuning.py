@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
 
 from fusedmoe.blocks.pipeline import PipelinedBlocks
-from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.collectives import slowest_s
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import choice_text, write
@@ -176,10 +175,9 @@ class PlanTuning:
             return
         topology = self._step.topology
         with topology.guard("PlanTuning.note"):
-            took = torch.tensor(self._own, dtype=torch.float64, device=device_of(topology.world))
-            self._own = []
-            # All ranks wait for the slowest, so its seconds are the step's; and all judge by the same numbers.
-            slowest = all_reduce(topology.world, took, "max", "the longest step of all ranks").tolist()
+            took, self._own = self._own, []
+            # All ranks wait for the slowest, so its seconds are the step's.
+            slowest = slowest_s(topology.world, took, "the longest step of all ranks")
             if not all(0 < step_s < math.inf for step_s in slowest):
                 raise ConfigError(f"PlanTuning.note: a step took {slowest} s; give its seconds, more than 0")
             for step_s in slowest:
@@ -254,9 +252,8 @@ class PlanTuning:
         # followed anew: measuring may have had the layers follow plans of its own.
         for entry in self.contest.entries:
             entry.candidate = self._step.predicted(entry.candidate)
-        world = self._step.topology.world
-        took_s = torch.tensor(time.perf_counter() - began_s, dtype=torch.float64, device=device_of(world))
-        return float(all_reduce(world, took_s, "max", "the time to measure costs in"))
+        took_s = time.perf_counter() - began_s
+        return slowest_s(self._step.topology.world, [took_s], "the time to measure costs in")[0]
 
     def _families(self) -> list[PlanCandidate]:
         self._climbs, self._climbed = 0, set()

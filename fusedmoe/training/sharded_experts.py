@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_count
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks, slowest_s
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
@@ -489,5 +489,4 @@ def _look_s(placed: DynamicExperts, m: int, costs: PlacementCosts, topology: Top
         found = auto_balance(placed.placement.sharding, tokens_WE, placed.nodes, m, costs)
         auto_balance(found.placement, tokens_WE, placed.nodes, 0, costs)  # as `DynamicExperts.split` asks
         seconds.append(perf_counter() - start)
-    look_s = torch.tensor(min(seconds), dtype=torch.float64, device=device_of(topology.world))
-    return float(all_reduce(topology.world, look_s, "max", "time to balance in"))
+    return slowest_s(topology.world, [min(seconds)], "time to balance in")[0]
