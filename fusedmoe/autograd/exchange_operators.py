@@ -397,26 +397,21 @@ def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[An
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y_RM, send_PC, come_QPC, _, ctx.way = inputs
-    ctx.crossing, ctx.received = _crossings.get(ctx.way), y_RM.shape[0]
+    """Keeps what the way back needs, of `combine` and of its backward alike."""
+    rows, send_PC, come_QPC, _, ctx.way = inputs
+    ctx.crossing, ctx.rows = _crossings.get(ctx.way), rows.shape[0]
     ctx.save_for_backward(send_PC, come_QPC)
 
 
 def _combine_gradient(ctx: Any, dy_TM: Tensor) -> tuple[Any, ...]:
-    return combine_backward(dy_TM, *ctx.saved_tensors, ctx.received, ctx.way), None, None, None, None
-
-
-def _keep_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    dy_TM, send_PC, come_QPC, _, ctx.way = inputs
-    ctx.crossing, ctx.tokens = _crossings.get(ctx.way), dy_TM.shape[0]
-    ctx.save_for_backward(send_PC, come_QPC)
+    return combine_backward(dy_TM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
 
 
 def _combine_backward_gradient(ctx: Any, g_RM: Tensor) -> tuple[Any, ...]:
-    return combine(g_RM, *ctx.saved_tensors, ctx.tokens, ctx.way), None, None, None, None
+    return combine(g_RM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
 
 
 register_gradient(dispatch, _dispatch_gradient, _keep_dispatch)
 register_gradient(dispatch_backward, _dispatch_backward_gradient, _keep_dispatch_backward)
 register_gradient(combine, _combine_gradient, _keep_combine)
-register_gradient(combine_backward, _combine_backward_gradient, _keep_combine_backward)
+register_gradient(combine_backward, _combine_backward_gradient, _keep_combine)

@@ -42,6 +42,7 @@ from fusedmoe.placement.traffic import (
     PlacementCosts,
     PlacementLoad,
     Transfer,
+    counted,
     exchange_s,
     gather,
     layer_s,
@@ -305,14 +306,9 @@ def _balances(
 ) -> list[Balance]:
     """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended. Levels
     that change nothing are left out."""
-    tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
-        raise ConfigError(
-            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
-            f"and {nodes.ranks} ranks in nodes"
-        )
-    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any() or tokens_WE.sum(dtype=np.float64) >= 2**31:
-        raise ConfigError("balance: tokens are counted in integers of 0 or more, less than 2³¹ in all")
+    tokens_WE = counted("balance", tokens_WE, placement, nodes)
+    if tokens_WE.sum(dtype=np.float64) >= 2**31:
+        raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
         raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
     tokens_WE = tokens_WE.astype(np.int64)

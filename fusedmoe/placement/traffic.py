@@ -135,6 +135,20 @@ def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> L
     return LinkBytes(*counts)
 
 
+def counted(what: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.integer]:
+    """Returns the tokens of each rank and expert, [W, E]. Raises `ConfigError` for sizes that do not fit together, and
+    tokens that are no counts."""
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
+        raise ConfigError(
+            f"{what}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} "
+            f"ranks, and {nodes.ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
+        raise ConfigError(f"{what}: tokens are counted in integers of 0 or more")
+    return tokens_WE
+
+
 def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
     """Splits the tokens of each rank and expert, [W, E] integers, over the expert's copies.
 
@@ -146,15 +160,7 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
 
     Raises `ConfigError` for sizes that do not fit together, and tokens that are no counts.
     """
-    tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
-        raise ConfigError(
-            f"dispatch: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
-            f"and {nodes.ranks} ranks in nodes"
-        )
-    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
-        raise ConfigError("dispatch: tokens are counted in integers of 0 or more")
-    tokens_WE = tokens_WE.astype(np.int64)
+    tokens_WE = counted("dispatch", tokens_WE, placement, nodes).astype(np.int64)
     holds_EW = placement.holds_EW
     node_W = np.arange(nodes.ranks) // nodes.per_node
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
