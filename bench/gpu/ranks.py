@@ -25,7 +25,7 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
-from fusedmoe.engine.route import Route, make_route
+from fusedmoe.engine.route import Route
 
 _DEGREE = 2
 
@@ -44,7 +44,7 @@ class _Ranks:
     def routes(self, x_SM: Tensor, weight_SK: Tensor) -> list[Route]:
         parts = zip(*(whole.tensor_split(self.count) for whole in (x_SM, weight_SK)), self.expert_SK, strict=True)
         return [
-            make_route(x, weight, ops.order(expert, self.experts), buffers, _DEGREE)
+            Route(x, weight, ops.order(expert, self.experts), buffers, _DEGREE)
             for (x, weight, expert), buffers in zip(parts, self.buffers, strict=True)
         ]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import concatenated, taken
-from fusedmoe.engine.route import Route, make_route
+from fusedmoe.engine.route import Route
 from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
@@ -203,7 +203,7 @@ def fused_experts(
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
     Args:
-        x_SM, weight_SK, layout, buffers, degree: as for `make_route`.
+        x_SM, weight_SK, layout, buffers, degree: as for `Route`.
         experts: the local ones.
         measured: takes spans of both passes.
         rows: a bound on the (token, k) pairs that come to a rank's experts, the same on all ranks, for memory of that
@@ -227,7 +227,7 @@ def fused_experts(
     if stash is not None and rows is None:
         raise ConfigError(f"{name}: a stash is for what has a bound; give rows, too")
     take = None if stash is None else stash.claim(x_SM, weight_SK, experts, buffers, name)
-    route = make_route(x_SM, weight_SK, layout, buffers, degree, rows, name, take)
+    route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name, take)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 

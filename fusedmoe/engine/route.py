@@ -101,30 +101,28 @@ class RouteChunks:
 
 
 class Route:
-    """One batch's way to its experts' ranks and back. Ranks call its methods in the same order.
+    """One batch's way to its experts' ranks and back. Ranks call its methods in the same order. Nothing is sent yet.
 
     Args:
+        x_SM: [S, M] tokens, or what is like them.   weight_SK: router weights of pairs, or None for 1.
         layout: of the tokens over all E experts; rank p of the buffers' group has those from p·E/W on.
-        weight_SK: router weights of pairs, or None for 1.
-        degrees: chunks forward and backward.
-        dtype, width: of rows.
+        degree: chunks in which results are computed and come back; two numbers: forward and backward.
         rows: a bound on the rows that come to this rank's experts, of all ranks' the same; None: there is none.
         name: of who sends, for errors; the same on all ranks.
         take: gives what the forward keeps pages of a stash (`Stash.claim`); None: it keeps tensors.
     Attributes:
         stashed: what the forward keeps in pages of a stash, once it is known what comes; None: nothing.
     Raises:
-        ConfigError: no room for so many tokens, slots or chunks; nothing has been sent then.
+        ConfigError: more tokens, choices of a token or chunks than the buffers have room for.
     """
 
     def __init__(
         self,
-        buffers: ReceiveBuffers,
-        layout: Layout,
+        x_SM: Tensor,
         weight_SK: Tensor | None,
-        degrees: tuple[int, int],
-        dtype: torch.dtype,
-        width: int,
+        layout: Layout,
+        buffers: ReceiveBuffers,
+        degree: int | tuple[int, int] = 1,
         rows: int | None = None,
         name: str = "fused_experts",
         take: TakePages | None = None,
@@ -133,7 +131,8 @@ class Route:
             raise ConfigError(
                 f"{name}: rows={rows}; give a bound of at least 1 on the rows of a rank's experts, or None"
             )
-        buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, max(degrees), dtype, width)
+        degrees = (degree, degree) if isinstance(degree, int) else degree
+        buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, max(degrees), x_SM.dtype, x_SM.shape[1])
         self.buffers, self.layout, self.degrees = buffers, layout, degrees
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
@@ -277,27 +276,3 @@ _MORE_ROOM = (
     "results since then are wrong. Give more room (row_factor of a Schedule, rows of fused_experts), or have the gate "
     "spread tokens more evenly"
 )
-
-
-def make_route(
-    x_SM: Tensor,
-    weight_SK: Tensor | None,
-    layout: Layout,
-    buffers: ReceiveBuffers,
-    degree: int | tuple[int, int] = 1,
-    rows: int | None = None,
-    name: str = "fused_experts",
-    take: TakePages | None = None,
-) -> Route:
-    """Makes the way of a batch's tokens. Nothing is sent yet.
-
-    Args:
-        x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
-        layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
-        degree: chunks in which results are computed and come back; two numbers: forward and backward.
-        rows, name: as for `fused_experts`.   take: as for `Route`.
-    Raises:
-        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
-    """
-    degrees = (degree, degree) if isinstance(degree, int) else degree
-    return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1], rows, name, take)

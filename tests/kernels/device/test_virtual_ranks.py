@@ -17,7 +17,7 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
-from fusedmoe.engine.route import make_route
+from fusedmoe.engine.route import Route
 from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
@@ -56,7 +56,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int,
 
     forwards = []
     for (x, weight, _), layout, room, parameters in zip(inputs, layouts, buffers, own, strict=True):
-        route = make_route(x.to(device), weight.to(device), layout, room, degree)
+        route = Route(x.to(device), weight.to(device), layout, room, degree)
         forwards.append(Forward(x.to(device), route, GroupedExperts(parameters, "swiglu")))
     in_turn(forwards)
     outputs = [run.finish() for run in forwards]
@@ -120,7 +120,7 @@ def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, i
             own, take = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu"), None
             if stashed and bound is not None:
                 take = stashes[rank].claim(x[rank], weight[rank], own, buffers[rank], "experts")
-            route = make_route(x[rank], weight[rank], layout, buffers[rank], degree, bound, take=take)
+            route = Route(x[rank], weight[rank], layout, buffers[rank], degree, bound, take=take)
             forwards.append(Forward(x[rank], route, own))
         in_turn(forwards)
         found = [run.finish() for run in forwards]
@@ -182,7 +182,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) ->
         ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
     ]
     layout = order(torch.tensor([[0], [1]], device=device), 2)
-    route = make_route(torch.randn(2, 16, device=device), None, layout, buffers[0])
+    route = Route(torch.randn(2, 16, device=device), None, layout, buffers[0])
     with pytest.raises(RankError, match="rank 0: .* of rank 1, expected signal 1, seen 0; .* within 0 s"):
         route.put_metadata()
         route.arrivals  # noqa: B018  waits for the routing metadata of both
@@ -198,7 +198,7 @@ def test_results_wait_for_credit(joined: bool, late: int, device: torch.device) 
         ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
     ]
     layout, x_SM = order(torch.tensor([[0], [1]], device=device), 2), torch.randn(2, 16, device=device)
-    routes = [make_route(x_SM, None, layout, own) for own in buffers]
+    routes = [Route(x_SM, None, layout, own) for own in buffers]
     for route in routes:
         route.put_metadata()
     if not joined:
