@@ -25,6 +25,7 @@ from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import gradients_of
 from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.recomputation import unpacked
 from fusedmoe.engine.run import GradientReducer, Plans, Run
@@ -400,9 +401,7 @@ class _ThroughBlocks(Function):
         grads: list[Tensor | None] = []
         for block, totals, dense in zip(blocks, backward.totals.values(), backward.dense, strict=True):
             grads += [dense.get(place) for place in range(len(block.parameters))]
-            own = block.experts.parameters
-            for parameter, total in zip(own, totals or [None] * len(own), strict=True):
-                grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
+            grads += gradients_of(totals, block.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 9, *grads
 
 

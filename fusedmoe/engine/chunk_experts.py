@@ -306,6 +306,13 @@ def _joined(totals: Totals) -> Any:
     return None if totals is None else totals.joined
 
 
+def gradients_of(totals: Totals, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns what the chunks give each parameter together, as autograd wants it."""
+    pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
+    # Sums over chunks are in float32 where the parameters are narrower.
+    return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
+
+
 def add_all(totals: Totals, grads: Totals) -> Totals:
     if totals is None or grads is None:
         return grads if totals is None else totals

@@ -31,7 +31,7 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
 from fusedmoe.engine.recomputation import unselected
@@ -492,7 +492,4 @@ class _ByPlan(Function):
             copies.send_back(batch.experts.parameters, totals)
         if batch.run.gradients is not None:
             batch.run.gradients.begin(batch.run.beside, None if copies is None else copies.wait)
-        pairs = zip(totals or (), parameters, strict=True)
-        # Sums over chunks are in float32 where the parameters are narrower.
-        grads = (None if total is None or p is None else total.to(p.dtype) for total, p in pairs)
-        return dx_SM, dweight_N, None, *grads
+        return dx_SM, dweight_N, None, *gradients_of(totals, parameters)

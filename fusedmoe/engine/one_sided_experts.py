@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
-from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
+from fusedmoe.engine.chunk_experts import GroupedExperts, Totals, gradients_of
 from fusedmoe.engine.chunks import concatenated, taken
 from fusedmoe.engine.route import Route
 from fusedmoe.engine.stash import Stash
@@ -185,7 +185,7 @@ class _FusedExperts(Function):
         run.compute()
         dx_SM, dweight_SK = run.finish()
         dweight = None if ctx.weighted is None else dweight_SK.to(ctx.weighted)
-        return dx_SM, dweight, None, None, None, *_grads(run.totals, forward.experts)
+        return dx_SM, dweight, None, None, None, *gradients_of(run.totals, forward.experts.parameters)
 
 
 def fused_experts(
@@ -229,10 +229,3 @@ def fused_experts(
     take = None if stash is None else stash.claim(x_SM, weight_SK, experts, buffers, name)
     route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name, take)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
-
-
-def _grads(totals: Totals, experts: GroupedExperts) -> list[Tensor | None]:
-    parameters = experts.parameters
-    pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
-    # Sums over chunks are in float32 where the parameters are narrower.
-    return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
