@@ -25,7 +25,8 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
-from fusedmoe.engine.route import Route
+from fusedmoe.engine.route import Route, RouteChunks
+from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 _DEGREE = 2
 
@@ -136,6 +137,17 @@ def copies_layer(case: Case, count: int) -> Layer:
     return Layer("copies", package_version("fusedmoe"), forward, leaves, _whole)
 
 
+def _await_tokens(chunks: RouteChunks, chunk: int, slot: int) -> None:
+    """Waits for a chunk's rows."""
+    _, layout, wait = chunks.arriving(chunk, slot)
+    assert layout.source_N is not None
+    # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
+    with chunks.buffers.watch.over():
+        index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
+        wanted = index.unique() if not index.is_cuda else index
+        wait_signals(wait.signals, wanted, wait.epoch, wait.bounds, wait.network)
+
+
 def part_steps(case: Case, count: int) -> list[Step]:
     """Makes the steps of dispatch, until rows lie sorted at their experts, and of combine, on all ranks."""
     ranks = _Ranks(case, count)
@@ -146,7 +158,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         for route in routes:
             route.put_metadata()
         for route in routes:
-            route.arrivals  # noqa: B018  waits for the routing metadata
+            route.forward  # noqa: B018  waits for the routing metadata
         return routes
 
     def dispatch(routes: list[Route]) -> list[list[Tensor]]:
@@ -155,7 +167,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         for route, slot in zip(routes, slots, strict=True):
             chunks = route.forward
             for chunk in range(len(chunks)):
-                chunks.await_tokens(chunk, slot)
+                _await_tokens(chunks, chunk, slot)
             rows.append(chunks.take(slot))
             route.read(slot)
             route.give_credit()
@@ -170,7 +182,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         slots = [route.begin_results() for route in routes]
         for route, slot, own in zip(routes, slots, rows, strict=True):
             for chunk, out_RM in enumerate(own):
-                last = route.arrivals[chunk].layout.offsets_E1[-1:]
+                last = route.forward.arrivals[chunk].layout.offsets_E1[-1:]
                 return_rows(out_RM, last, route.forward.put(chunk, slot))
         return [route.receive(slot, _DEGREE) for route, slot in zip(routes, slots, strict=True)]
 

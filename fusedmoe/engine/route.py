@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
@@ -70,16 +69,6 @@ class RouteChunks:
     def take(self, slot: int) -> list[Tensor]:
         """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
         return take_rows(self.buffers.token_rows[slot], self.arrivals)
-
-    def await_tokens(self, chunk: int, slot: int) -> None:
-        """Waits for a chunk's rows."""
-        _, layout, wait = self.arriving(chunk, slot)
-        assert layout.source_N is not None
-        # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
-        with self.buffers.watch.over():
-            index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
-            wanted = index.unique() if not index.is_cuda else index
-            wait_signals(wait.signals, wanted, wait.epoch, wait.bounds, wait.network)
 
     def put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
         """Returns the place that the results of a chunk go to, in the forward pass with their weights."""
@@ -167,11 +156,6 @@ class Route:
     def backward(self) -> RouteChunks:
         """The rows that come in the backward pass; the forward pass's object where it has as many chunks."""
         return self._passes[1]
-
-    @property
-    def arrivals(self) -> Sequence[Arrivals]:
-        """The arrivals of the forward pass, chunk by chunk."""
-        return self.forward.arrivals
 
     @cached_property
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:

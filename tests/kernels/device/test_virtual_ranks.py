@@ -185,7 +185,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) ->
     route = Route(torch.randn(2, 16, device=device), None, layout, buffers[0])
     with pytest.raises(RankError, match="rank 0: .* of rank 1, expected signal 1, seen 0; .* within 0 s"):
         route.put_metadata()
-        route.arrivals  # noqa: B018  waits for the routing metadata of both
+        route.forward  # noqa: B018  waits for the routing metadata of both
         if device.type == "cuda":
             buffers[0].watch.check(wait=True)
 
@@ -202,7 +202,7 @@ def test_results_wait_for_credit(joined: bool, late: int, device: torch.device) 
     for route in routes:
         route.put_metadata()
     if not joined:
-        routes[0].arrivals  # noqa: B018  waits for the routing metadata
+        routes[0].forward  # noqa: B018  waits for the routing metadata
     # The slot's second exchange begins, and one peer has not read the first.
     results = buffers[0].results
     results.epochs[0].fill_(2)
