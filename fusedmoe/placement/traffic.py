@@ -135,17 +135,17 @@ def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> L
     return LinkBytes(*counts)
 
 
-def counted(what: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.integer]:
+def counted(operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.integer]:
     """Returns the tokens of each rank and expert, [W, E]. Raises `ConfigError` for sizes that do not fit together, and
     tokens that are no counts."""
     tokens_WE = np.asarray(tokens_WE)
     if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
         raise ConfigError(
-            f"{what}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} "
+            f"{operation}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} "
             f"ranks, and {nodes.ranks} ranks in nodes"
         )
     if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
-        raise ConfigError(f"{what}: tokens are counted in integers of 0 or more")
+        raise ConfigError(f"{operation}: tokens are counted in integers of 0 or more")
     return tokens_WE
 
 

@@ -289,11 +289,11 @@ class PlanTuning:
         best = self.contest.best
         measured = best.median_s / best.candidate.predicted_s  # of what was too far off to be tried, by prediction
         # Points of the search are steps with as many micro-batches; its first one is drawn, as in the paper.
-        alike = [one for one in entries if one.candidate.plan.degrees == best.candidate.plan.degrees]
+        alike = [entry for entry in entries if entry.candidate.plan.degrees == best.candidate.plan.degrees]
         self._search.tried = [
-            (largest, one.median_s if one.seconds else measured * one.candidate.predicted_s)
-            for one in (alike if self._sizes else ())
-            if (largest := one.candidate.plan.largest_bucket)
+            (largest, entry.median_s if entry.seconds else measured * entry.candidate.predicted_s)
+            for entry in (alike if self._sizes else ())
+            if (largest := entry.candidate.plan.largest_bucket)
         ]
         self._sizes = True
         size = self._search.next()
