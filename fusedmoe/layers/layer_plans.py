@@ -109,7 +109,7 @@ class LayerPlans:
         self.assigned = Assigned(plans, gradients, beside)
 
     def renew(self, like: Tensor, costs: CostModel) -> None:
-        """Has plans of rows like these follow from costs that were measured again, where they follow from any."""
+        """Plans the next rows like these by costs that were measured again; nothing where plans need no costs."""
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
         """Returns the fused operation that takes rows like these; None: none can. Collective where one might."""

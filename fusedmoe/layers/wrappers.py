@@ -25,7 +25,7 @@ class WrapperCheck:
     Args:
         experts: split over ep or esp.
     Attributes:
-        passed: how many modules FSDP2 and the like knew when it was looked at, and an id of the experts' parameters.
+        passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last look.
     """
 
     def __init__(self, experts: Experts, topology: Topology) -> None:
@@ -34,11 +34,10 @@ class WrapperCheck:
         self._served: ref[DistributedDataParallel] | None = None
 
     def __call__(self) -> None:
-        """Looks at the wrapper whose forward this is; at FSDP2's only when there are others, or other parameters.
+        """Looks at the DistributedDataParallel whose forward this is, and at FSDP2 where a module or parameter is new.
 
         Raises:
-            ConfigError: parameters that ranks split are among what it reduces, and over other ranks than those with the
-                same ones.
+            ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
         """
         # The private names here are those by which PyTorch's own parts find wrappers; nothing public does.
         wrapper = DistributedDataParallel._active_ddp_module
@@ -61,11 +60,11 @@ class WrapperCheck:
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
             self.passed = now
 
-    # The compiler calls it as it makes a graph of the layer, which does not hold it.
+    # Where a graph is made of the layer, the compiler calls it once, and the graph does not hold it.
     __call__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
-        """Collects the parameters that ep or esp split, by module and name; a factor of an adapter may be all ranks'."""
+        """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
         split = {}
         for name, parameter in self._experts.named_parameters():
             if any(getattr(self._topology, axis).size > 1 for axis in self._experts.shardings.get(name, ("ep", "esp"))):
