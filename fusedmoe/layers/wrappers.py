@@ -87,7 +87,7 @@ def _fsdp_parameters() -> Iterator[Any]:
     for reference in list(_module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # PyTorch 2.6 to 2.9 have one at most
+        if groups is None:  # PyTorch 2.11 has one at most
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
             yield from group.fsdp_params
