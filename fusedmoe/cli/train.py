@@ -222,8 +222,14 @@ class TrainingJob:
             with late, make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(done, last)
             self.loads.draw(f"Loads of experts: {describe(settings.model)}")
+        except BrokenPipeError:
+            raise  # nobody reads the output any more: no file is to blame
         except (RankError, OSError) as error:
-            said = self._cannot_write(error) if isinstance(error, OSError) else str(error)
+            said = str(error)
+            if isinstance(error, OSError):
+                writing = f"writing {error.filename or f'a file of {self.folder.path}'}"  # a failing write names none
+                topology.stop(writing, error)
+                said = f"rank {topology.rank} failed in {writing}: {error.strerror or error}. Make room for it there"
             if saved_at(self.folder.checkpoint) is not None:
                 said += f"\nThe last checkpoint stands: --resume {self.folder.path}"
             raise RankError(said) from error
@@ -439,12 +445,6 @@ class TrainingJob:
             if planned is not None:
                 write_text(self.folder.parts, f"step {step}, {plan}\n" + table_of(compare(*planned, timelines)))
         return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
-
-    def _cannot_write(self, error: OSError) -> str:
-        """Tells the other ranks, and returns what this one ends with."""
-        writing = f"writing {error.filename or f'a file of {self.folder.path}'}"  # a write that fails does not name it
-        self.topology.stop(writing, error)
-        return f"rank {self.topology.rank} failed in {writing}: {error.strerror or error}. Make room for it there"
 
     def _new_folder(self, run_dir: Path | None) -> RunDir:
         """Makes the folder on rank 0 and returns it on every rank; an error there is an error everywhere."""

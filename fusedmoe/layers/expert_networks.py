@@ -87,8 +87,8 @@ class _OwnNumbers(Tensor):
     Saved any other way they are a plain tensor.
     """
 
-    # It takes tensors of one name for copies, and keeps this one of one rank and that one of another. Experts would be
-    # lost at the save, and nobody told before the load.
+    # A checkpoint takes tensors of one name for copies, and keeps each as some rank has it: experts would be lost at
+    # the save, and nobody told before the load.
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(

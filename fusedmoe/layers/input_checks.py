@@ -311,9 +311,9 @@ def of_mask(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
 
 
 def _cuts_sequences(mask: Tensor, sequence: int | None) -> Tensor | None:
-    """Tells whether a mask leaves parts of sequences, where a loss is taken in each: it would mix tokens of several.
+    """Tells whether a mask cuts a sequence in which a loss is taken: the loss would mix tokens of several.
 
-    None: no loss is; or in a graph, and of tokens that do not divide, the loss itself says so.
+    None: no loss is taken in sequences; or the loss itself tells, as in a graph and for tokens that do not divide.
     """
     if sequence is None or torch.compiler.is_compiling() or mask.numel() % sequence:
         return None

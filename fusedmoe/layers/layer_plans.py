@@ -66,6 +66,8 @@ class LayerPlans:
 
     #: Kernels may send and receive by themselves, in so many chunks at most.
     puts, limit = False, 1
+    #: They must, and graphs, in which collectives send, cannot hold them.
+    fuses = False
 
     def __init__(self, parts: LayerParts, moves: bool = False) -> None:
         self.topology, self.parts, self.moves = parts.topology, parts, moves
@@ -91,7 +93,7 @@ class LayerPlans:
         """Tells whether a graph can hold what the layer does by its plans, as one operator."""
         # Gradients that a plan reduces beside rows must be complete then, which those of a graph are at its end.
         reduces = self.assigned is not None and (self.assigned.gradients is not None or bool(self.assigned.beside))
-        return self.parts.experts.grouped and not reduces
+        return self.parts.experts.grouped and not reduces and not self.fuses
 
     def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
         """Has the layer follow these plans; see `MoELayer.set_plan`."""
@@ -109,7 +111,7 @@ class LayerPlans:
         self.assigned = Assigned(plans, gradients, beside)
 
     def renew(self, like: Tensor, costs: CostModel) -> None:
-        """Has plans of rows like these follow from costs that were measured again, where they follow from any."""
+        """Plans the next rows like these by costs that were measured again; nothing where plans need no costs."""
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
         """Returns the fused operation that takes rows like these; None: none can. Collective where one might."""

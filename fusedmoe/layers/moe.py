@@ -183,6 +183,8 @@ class MoELayer(nn.Module):
         # How many tokens a mask leaves is known when a graph runs, and `ExpertChoice` would need to know before.
         takes = mask is None or (graph_takes_sizes() and not isinstance(self.gate, ExpertChoice))
         if torch.compiler.is_compiling() and self._compiles and takes:
+            if self.require_wrapper is not None:
+                self.require_wrapper()
             return self._forward(x, mask)
         return self._guarded(x, mask)
 

@@ -269,7 +269,7 @@ class ScheduledPlans(LayerPlans):
                 schedule = replace(schedule, policy="sequential", degrees=(1, 1))
             else:
                 parts.experts.workload(1, 1, ep, esp)
-        self.schedule = schedule
+        self.schedule, self.fuses = schedule, schedule.policy == FUSED_POLICY
         # Nothing but kernels may see rows then: no hooks, no experts that move.
         self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
         self.made: dict[Workload | None, Plans] = {}
@@ -282,11 +282,6 @@ class ScheduledPlans(LayerPlans):
     @property
     def plans_nothing(self) -> bool:
         return False
-
-    @property
-    def compiles(self) -> bool:
-        # In graphs collectives send, and "fused" asks for kernels that send by themselves.
-        return super().compiles and self.schedule.policy != FUSED_POLICY
 
     def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
         assigned = self.to_follow()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
@@ -12,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-
-# The attribute of a wrapper that keeps the ids of the parameters whose gradients it reduces.
-_REDUCED = "_fusedmoe_reduced"
+from fusedmoe.layers.expert_networks import Experts
 
 
 class WrapperCheck:
@@ -26,38 +25,52 @@ class WrapperCheck:
     Args:
         experts: split over ep or esp.
     Attributes:
-        passed: how many modules FSDP2 and the like knew when it was looked at, and an id of the experts' parameters.
+        passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last look.
     """
 
-    def __init__(self, experts: nn.Module, topology: Topology) -> None:
+    def __init__(self, experts: Experts, topology: Topology) -> None:
         self._experts, self._topology = experts, topology
         self.passed = (0, 0)
+        self._served: ref[DistributedDataParallel] | None = None
 
     def __call__(self) -> None:
-        """Looks at the wrapper whose forward this is; at FSDP2's only when there are others, or other parameters.
+        """Looks at the DistributedDataParallel whose forward this is, and at FSDP2 where a module or parameter is new.
 
         Raises:
-            ConfigError: the experts are among what it reduces, and over other ranks than those with the same experts.
+            ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
         """
         # The private names here are those by which PyTorch's own parts find wrappers; nothing public does.
         wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and self._strangers(dist.get_process_group_ranks(wrapper.process_group)):
-            # Once for a wrapper, which fixes what it reduces as it is made: each layer asks in each forward.
-            if (reduced := wrapper.__dict__.get(_REDUCED)) is None:
-                reduced = wrapper.__dict__[_REDUCED] = _reduced(wrapper)
-            if any(id(parameter) in reduced for parameter in self._experts.parameters()):
+        # Once for a wrapper, which fixes what it reduces as it is made.
+        if wrapper is not None and (self._served is None or self._served() is not wrapper):
+            reduced = {id(parameter) for parameter in wrapper._module_parameters}
+            ours = any(id(parameter) in reduced for parameter in self._split().values())
+            if ours and self._strangers(dist.get_process_group_ranks(wrapper.process_group)):
                 raise self._refusal(
                     "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
                 )
+            self._served = ref(wrapper)
         now = (len(_module_state_mapping), id(next(self._experts.parameters(), None)))
         if now != self.passed:
-            own = set(self._experts.modules())
+            split = self._split()
             for sharded in _fsdp_parameters():
-                if sharded._module_info.module not in own:
+                if (sharded._module_info.module, sharded._module_info.param_name) not in split:
                     continue
                 if self._strangers(sharded.mesh_info.mesh.mesh.flatten().tolist()):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
             self.passed = now
+
+    # Where a graph is made of the layer, the compiler calls it once, and the graph does not hold it.
+    __call__._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
+        split = {}
+        for name, parameter in self._experts.named_parameters():
+            if any(getattr(self._topology, axis).size > 1 for axis in self._experts.shardings.get(name, ("ep", "esp"))):
+                path, _, own_name = name.rpartition(".")
+                split[self._experts.get_submodule(path), own_name] = parameter
+        return split
 
     def _strangers(self, ranks: list[int]) -> bool:
         return not set(ranks) <= set(self._topology.edp.ranks)
@@ -70,17 +83,11 @@ class WrapperCheck:
         )
 
 
-def _reduced(wrapper: DistributedDataParallel) -> set[int]:
-    ignored = wrapper.parameters_to_ignore  # with a dot in front where the root module itself has them
-    every = wrapper.module.named_parameters()
-    return {id(parameter) for name, parameter in every if not ignored & {name, f".{name}"}}
-
-
 def _fsdp_parameters() -> Iterator[Any]:
     for reference in list(_module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # PyTorch 2.6 to 2.9 have one at most
+        if groups is None:  # PyTorch 2.11 has one at most
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
             yield from group.fsdp_params

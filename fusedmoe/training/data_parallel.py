@@ -71,8 +71,9 @@ def sync_gradients(
     mp group. A gradient that is not finite in one rank's part of a parameter has NaN in every rank's part, so that a
     `GradScaler` on each rank, which looks afterwards, decides alike.
 
-    The first call for a model compares the parameters that learn over the ranks that hold copies. The first step of an
-    optimizer that looks at whole tensors (Adafactor, LAMB) is then refused where a rank has parts: see `PerMatrix`.
+    The first two calls for a model, before and after its first step, compare the parameters that learn over the ranks
+    that hold copies. The first step of an optimizer that looks at whole tensors (Adafactor, LAMB) is refused where a
+    rank has parts: see `PerMatrix`.
 
     Args:
         mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
@@ -80,7 +81,7 @@ def sync_gradients(
         buckets: what has been reduced during the backward pass (`plan_step`); this is its end.
     Raises:
         ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
-        RankError: another rank failed or did not come; in the first call, copies that differ between ranks.
+        RankError: another rank failed or did not come; in the first two calls, copies that differ between ranks.
     """
     if isinstance(model, DataParallel):
         return

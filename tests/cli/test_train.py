@@ -212,6 +212,20 @@ def test_a_full_disk_is_told_with_the_rank(
     assert "Traceback" not in error
 
 
+def test_whoever_reads_the_output_of_training_may_stop(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    """As `fusedmoe train | head` does: no file could not be written."""
+
+    def broken(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(RunDir, "note", broken)
+    monkeypatch.setattr("fusedmoe.cli.main._is_read", lambda: False)
+    assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

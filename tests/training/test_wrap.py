@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts import add_adapters
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.training import (
@@ -458,9 +459,36 @@ def _by_others(rank: int, world: int) -> None:
         blocks = fusedmoe.pipeline([(Twice(), block()[1])], degrees=(2, 2))
         with pytest.raises(ConfigError, match="experts of this layer are this rank's own"):
             wrapped(blocks)(x[:, None])
-        distributed_data_parallel(block(), topology)(x).sum().backward()
-        fully_shard(block(), topology)(x).sum().backward()
+        for own in (distributed_data_parallel, fully_shard):
+            own(block(), topology)(x).sum().backward()
+            adapted = block()
+            add_adapters(adapted[1].experts, rank=2)  # over esp some of its factors are all ranks'
+            own(adapted, topology)(x).sum().backward()
 
 
 def test_wrappers_of_others_are_refused_around_split_experts(cluster: Cluster) -> None:
     cluster.run(2, _by_others)
+
+
+def _compiled_by_others(rank: int, world: int) -> None:
+    x, topology = torch.randn(3, 4), Topology.from_sizes(ep=2, timeout_s=60)
+
+    def block() -> nn.Module:
+        torch.manual_seed(3)
+        gate, experts = fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.FeedForward(6)
+        model = nn.Sequential(nn.Linear(4, 4), fusedmoe.MoELayer(4, gate, experts, topology=topology))
+        model[1].compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    for wrap in (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.fully_shard):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="experts of this layer are this rank's own"):
+            wrap(block())(x)
+    for own in (distributed_data_parallel, fully_shard):
+        torch._dynamo.reset()
+        own(block(), topology)(x).sum().backward()
+
+
+@pytest.mark.slow  # it imports the compiler
+def test_wrappers_of_others_are_refused_around_compiled_layers(cluster: Cluster) -> None:
+    cluster.run(2, _compiled_by_others)

@@ -114,8 +114,7 @@ def _second(store: dist.Store, patience_s: float) -> dist.Store:
         # job's store, half an hour; a rank waits no longer than for the first answer.
         bound, libuv = timedelta(seconds=patience_s), getattr(store, "libuvBackend", True)
         return dist.TCPStore(store.host, store.port, timeout=bound, wait_for_workers=False, use_libuv=libuv)
-    # PyTorch 2.6 cannot have a second connection.
-    return store.clone() if hasattr(store, "clone") else store
+    return store.clone()  # type: ignore[attr-defined]
 
 
 # One connection serves a process for as long as its store is there. For each new one the store's only thread asks the
