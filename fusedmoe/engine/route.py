@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -297,7 +298,13 @@ def make_route(
         degree: chunks in which results are computed and come back; two numbers: forward and backward.
         rows, name: as for `fused_experts`.   take: as for `Route`.
     Raises:
-        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
+        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for; a CPU without
+            Triton's interpreter.
     """
+    if not triton_serves(x_SM.device):
+        raise ConfigError(
+            f"{name}: kernels send the tokens, and on CPUs only Triton's interpreter runs these; set "
+            "TRITON_INTERPRET=1 before Python starts"
+        )
     degrees = (degree, degree) if isinstance(degree, int) else degree
     return Route(buffers, layout, weight_SK, degrees, x_SM.dtype, x_SM.shape[1], rows, name, take)
