@@ -65,9 +65,11 @@ def main(steps: int = 12) -> float:
         sync_gradients(model, topology)
         clip_grad_norm(model, topology, 1.0)
         optimizer.step()  # and copies for the next step are chosen
-        say(topology, f"step {step + 1}: loss {loss.item():.3f}, {sharded.placements[0].extra_W().sum()} copies")
+        copies = sum(placement.extra_W().sum() for placement in sharded.placements)
+        say(topology, f"step {step + 1}: loss {loss.item():.3f}, {copies} copies")
 
-    say(topology, f"layer 0, rank by rank (+: a copy)\n{sharded.placements[0]}")
+    for number, placement in enumerate(sharded.placements):  # none on one rank
+        say(topology, f"layer {number}, rank by rank (+: a copy)\n{placement}")
     memory = sharded.memory()
     say(topology, f"rank 0: {memory.parameters} bytes of parameters, {memory.replicas} of copies")
     sharded.close()

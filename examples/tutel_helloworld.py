@@ -1,7 +1,7 @@
 """A training loop as Tutel's users write it, on this library: Tutel's flags, and its `[Summary]` line with step time.
 
     python examples/tutel_helloworld.py --batch_size 1 --num_steps 10
-    torchrun --nproc-per-node 2 examples/tutel_helloworld.py --batch_size 1 --a2a_ffn_overlap_degree auto
+    torchrun --nproc-per-node 2 examples/tutel_helloworld.py --batch_size 1 --num_steps 10 --a2a_ffn_overlap_degree auto
 
 The same file with `from tutel import …` in place of the marked lines runs on Tutel.
 """

@@ -112,5 +112,6 @@ def test_puts() -> None:
 
 @pytest.mark.slow
 def test_placement() -> None:
+    assert "step 12: loss" in run_on_ranks("placement.py", 1)
     printed = run_on_ranks("placement.py", 4)
     assert "step 12: loss" in printed and re.search(r"^3: [\d ]+(\+\d+ ?)+$", printed, re.MULTILINE)

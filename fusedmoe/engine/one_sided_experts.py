@@ -219,7 +219,8 @@ def fused_experts(
         backward copies pre-activations once. Tables of about 64 bytes for each of R.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for, `rows` below 1,
-            or a stash without a bound or for layers of another shape. Nothing has been sent then.
+            a stash without a bound or for layers of another shape, or a CPU without Triton's interpreter. Nothing has
+            been sent then.
         RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal. Or
             in a call before more rows came to a rank than `rows`, or than the stash had pages for; it names rank,
             `name` and both numbers.

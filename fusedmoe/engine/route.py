@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -102,7 +103,8 @@ class Route:
     Attributes:
         stashed: what the forward keeps in pages of a stash, once it is known what comes; None: nothing.
     Raises:
-        ConfigError: more tokens, choices of a token or chunks than the buffers have room for.
+        ConfigError: more tokens, choices of a token or chunks than the buffers have room for; a CPU without Triton's
+            interpreter.
     """
 
     def __init__(
@@ -119,6 +121,11 @@ class Route:
         if rows is not None and rows < 1:
             raise ConfigError(
                 f"{name}: rows={rows}; give a bound of at least 1 on the rows of a rank's experts, or None"
+            )
+        if not triton_serves(x_SM.device):
+            raise ConfigError(
+                f"{name}: kernels send the tokens, and on CPUs only Triton's interpreter runs these; set "
+                "TRITON_INTERPRET=1 before Python starts"
             )
         degrees = (degree, degree) if isinstance(degree, int) else degree
         buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, max(degrees), x_SM.dtype, x_SM.shape[1])

@@ -97,10 +97,11 @@ def replace_activation(computes: Callable[[Any], bool]) -> None:
     peft = sys.modules.get("peft")
     if peft is None or torch.compiler.is_compiling() or not str(peft.__version__).startswith(_KNOWN):
         return
-    wrapper: Any = sys.modules["peft.tuners.lora.layer"].ParamWrapper
+    layer: Any = sys.modules["peft.tuners.lora.layer"]
+    wrapper = layer.ParamWrapper
     if not hasattr(wrapper._activate_lora, "_fusedmoe"):
         wrapper._activate_lora = _activation(wrapper._activate_lora, computes)
-        wrapper.merge = _merging(wrapper.merge)
+        wrapper.merge, layer.Linear.merge = _merging(wrapper.merge), _merging(layer.Linear.merge)
 
 
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
@@ -128,8 +129,11 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
 
 def _merging(original: Callable[..., None]) -> Callable[..., None]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(stored(self.get_base_layer(), self.parameter_name), DTensor):
-            _refuse_split(self.get_base_layer(), self.parameter_name, "merge it in one process, into a model without")
+        name = getattr(self, "parameter_name", "weight")  # of a linear layer
+        # Where FSDP has split a linear layer with its adapter, peft adds parts to parts.
+        parts = name == "weight" and all(isinstance(each, DTensor) for each in self.lora_A.parameters())
+        if isinstance(stored(self.get_base_layer(), name), DTensor) and not parts:
+            _refuse_split(self.get_base_layer(), name, "merge it in one process, into a model that is not split")
         original(self, *args, **kwargs)
 
     return merge
@@ -139,7 +143,7 @@ def _refuse_split(experts: Any, name: str, cure: str) -> NoReturn:
     # peft adds all of the adapter to a rank's part of the parameter.
     kind = type(experts).__name__.removeprefix("Parametrized")
     raise ConfigError(
-        f"fusedmoe.hf: {kind}.{name} is split over ranks, so that its adapter cannot be added to it; {cure} ep_size"
+        f"fusedmoe.hf: {kind}.{name} is split over ranks, so that its adapter cannot be added to it; {cure}"
     )
 
 
@@ -153,7 +157,7 @@ def _serves(wrapper: Any, experts: Any, name: str) -> bool:
             return False
         parameter = getattr(experts, name)
     if parameter.requires_grad and isinstance(parameter, DTensor):
-        _refuse_split(experts, name, "freeze the parameter, or load the model without")
+        _refuse_split(experts, name, "freeze the parameter, or load the model without ep_size")
     if parameter.requires_grad:
         _warn_once(experts, name, "the parameter is trained, too")
     return parameter.dim() == 3 and parameter.dtype in _FLOATS and not parameter.requires_grad

@@ -248,7 +248,7 @@ class ShardedExperts:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of the experts in the next step, one for each layer."""
+        """Placements of the experts in the next step, one for each layer; none on one rank, where nothing travels."""
         return tuple(one.placement for one in self._layers)
 
     @property

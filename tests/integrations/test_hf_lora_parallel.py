@@ -77,6 +77,8 @@ def refused(rank: int, world: int, folder: str) -> None:
             model(input_ids=tokens)
     fusedmoe.hf.apply(model)
     model(input_ids=tokens, labels=tokens).loss.backward()
+    with pytest.raises(ConfigError, match=r"Linear.weight is split over ranks, .* merge it in one process"):
+        model.merge_and_unload()
     del model
     # What peft would add to parts of parameters.
     model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world, "tp_size": 1})

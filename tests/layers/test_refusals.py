@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe import puts
+from fusedmoe import ops, puts
 from fusedmoe.comm.all_to_all import AllToAll, Traffic, make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.dispatchers import Collectives, Routed
@@ -22,7 +22,6 @@ from fusedmoe.layers.moe import MoELayer, MpInput
 from fusedmoe.measuring import cached_profile
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.ops import order
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES
 from tests.layers.gate_cases import make as make_gate
@@ -124,6 +123,14 @@ def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
 def test_names_of_dtypes_are_refused(call: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match=r"^\w+: dtype = 'bfloat16'; give a .*dtype of PyTorch, say torch.bfloat16$"):
         call("bfloat16")
+
+
+def test_kernels_that_nothing_runs_are_refused() -> None:
+    heap = puts.open_heap(Topology().ep, torch.device("cpu"), "host")
+    buffers = puts.ReceiveBuffers(heap, puts.BufferSizes(8, 1, 4, M, torch.float32))
+    experts = puts.GroupedExperts(ops.Weights(torch.ones(4, 2, H, M), torch.ones(4, M, H)), "swiglu")
+    with pytest.raises(ConfigError, match=r"^fused_experts: .* set TRITON_INTERPRET=1 before Python starts$"):
+        puts.fused_experts(torch.ones(3, M), None, ops.order(torch.zeros(3, 1).long(), 4), buffers, experts)
 
 
 def test_a_cast_to_integers_is_refused() -> None:
@@ -294,7 +301,7 @@ def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) 
     """What nobody compares when layers are made, as at the doors of other libraries; the next batch goes through."""
     topology = Topology.from_sizes(2, 2)
     exchange = Collectives(topology, make_all_to_all("direct", topology))
-    layout = order(torch.tensor([[0, 3], [2, 1]]), E)
+    layout = ops.order(torch.tensor([[0, 3], [2, 1]]), E)
     weight_SK, own = torch.ones(2, 2), rank == 2
     wrong_SK = None if own and weights is None else weight_SK.to(weights if own and weights else torch.float32)
     try:
