@@ -81,14 +81,15 @@ def even_place(experts: int, topology: Topology) -> Place:
     return Place(ep.index * local, local, esp.index, esp.size)
 
 
-class _OwnNumbers(Tensor):
-    """Numbers of experts in the state of a rank that has a part of all, which torch.distributed.checkpoint refuses.
+class RanksOwn(Tensor):
+    """A tensor in the state of a rank that has a part of all experts, which torch.distributed.checkpoint refuses.
 
-    Saved any other way they are a plain tensor.
+    Saved any other way it is a plain tensor, as is what is computed from it.
     """
 
-    # It takes tensors of one name for copies, and keeps this one of one rank and that one of another. Experts would be
+    # DCP takes tensors of one name for copies, and keeps this one of one rank and that one of another. Experts would be
     # lost at the save, and nobody told before the load.
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(
@@ -97,8 +98,11 @@ class _OwnNumbers(Tensor):
             "torch.save, to a file of its own"
         )
 
+    def detach(self) -> Tensor:
+        return super().detach().as_subclass(RanksOwn)  # `nn.Parameter(tensor)` asks for its class
+
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
+        return self.clone().as_subclass(RanksOwn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load(weights_only=True) knows no other class
@@ -165,7 +169,7 @@ class Experts(nn.Module):
         if self.own_numbers is not None:
             numbers = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
             whole = numbers.dim() == 1 and len(numbers) == self.num_experts
-            destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(_OwnNumbers)
+            destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(RanksOwn)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.require_own(state_dict, prefix)

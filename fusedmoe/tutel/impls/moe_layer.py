@@ -131,7 +131,7 @@ class MOELayer(nn.Module):
         self._note_marks()
         # Experts may be of any class: hooks see their states.
         numbers = self._numbers()
-        self.experts.register_state_dict_post_hook(partial(described.say_whose, numbers))
+        self.experts.register_state_dict_post_hook(partial(described.say_whose, numbers, E))
         self.experts.register_load_state_dict_pre_hook(partial(described.require_own, numbers))
         self.register_load_state_dict_post_hook(MOELayer._mark_again)
         self.gates = nn.ModuleList()
