@@ -84,12 +84,17 @@ def even_place(experts: int, topology: Topology) -> Place:
 class RanksOwn(Tensor):
     """A tensor in the state of a rank that has a part of all experts, which torch.distributed.checkpoint refuses.
 
-    Saved any other way it is a plain tensor, as is what is computed from it.
+    Saved any other way it is a plain tensor, as is what is computed from it; copies are of this class.
     """
 
     # DCP takes tensors of one name for copies, and keeps this one of one rank and that one of another. Experts would be
     # lost at the save, and nobody told before the load.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    _COPIES: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        return result.as_subclass(cls) if function in cls._COPIES else result
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(
@@ -98,11 +103,8 @@ class RanksOwn(Tensor):
             "torch.save, to a file of its own"
         )
 
-    def detach(self) -> Tensor:
-        return super().detach().as_subclass(RanksOwn)  # `nn.Parameter(tensor)` asks for its class
-
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone().as_subclass(RanksOwn)
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load(weights_only=True) knows no other class

@@ -83,6 +83,9 @@ def states_by_dcp(rank: int, world: int, folder: str) -> None:
             dcp.save(state, checkpoint_id=folder)
         with pytest.raises(dcp.CheckpointException, match="batched_fc2_bias: .*training.save_checkpoint"):
             dcp.save({"batched_fc2_bias": copy.deepcopy(state["moe.experts.batched_fc2_bias"])}, checkpoint_id=folder)
+        with pytest.raises(dcp.CheckpointException, match="training.save_checkpoint"):
+            future = dcp.async_save(state, checkpoint_id=folder)
+            future.result()  # type: ignore[union-attr]
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
