@@ -162,7 +162,8 @@ class MoELayer(nn.Module):
         self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology, carried=isinstance(self.dispatcher, Collectives))
         spread = self.topology.ep.size * self.topology.esp.size > 1
-        self.require_wrapper = WrapperCheck(self.experts, self.topology) if spread else None
+        copies = self.topology.edp.ranks
+        self.require_wrapper = WrapperCheck(self.experts, self.topology.rank, copies) if spread else None
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self.register_load_state_dict_pre_hook(require_own_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
 # The attribute of a wrapper that keeps the ids of the parameters whose gradients it reduces.
@@ -24,13 +23,15 @@ class WrapperCheck:
     FSDP2 keeps a slice of each rank's as if together they were one whole. Neither would say so.
 
     Args:
-        experts: split over ep or esp.
+        experts: of which not all ranks have the same.
+        rank: this one.
+        copies: the ranks over which a wrapper may reduce them.
     Attributes:
         passed: how many modules FSDP2 and the like knew when it was looked at, and an id of the experts' parameters.
     """
 
-    def __init__(self, experts: nn.Module, topology: Topology) -> None:
-        self._experts, self._topology = experts, topology
+    def __init__(self, experts: nn.Module, rank: int, copies: Iterable[int]) -> None:
+        self._experts, self._rank, self._copies = experts, rank, frozenset(copies)
         self.passed = (0, 0)
 
     def __call__(self) -> None:
@@ -60,11 +61,11 @@ class WrapperCheck:
             self.passed = now
 
     def _strangers(self, ranks: list[int]) -> bool:
-        return not set(ranks) <= set(self._topology.edp.ranks)
+        return not self._copies.issuperset(ranks)
 
     def _refusal(self, wrapper: str, does: str, ours: str) -> ConfigError:
         return ConfigError(
-            f"rank {self._topology.rank}: the experts of this layer are this rank's own, and PyTorch's {wrapper} "
+            f"rank {self._rank}: the experts of this layer are this rank's own, and PyTorch's {wrapper} "
             f"{does} them as if all ranks had the same. Make the model anew and wrap it by fusedmoe.training: "
             f"{ours}(…, topology)"
         )

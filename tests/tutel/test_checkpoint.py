@@ -76,7 +76,7 @@ def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind:
 
 
 def states_by_dcp(rank: int, world: int, folder: str) -> None:
-    """PyTorch's checkpoint refuses a rank's experts, of which it would keep one rank's; all else takes plain tensors."""
+    """PyTorch's checkpoint refuses a rank's experts, as it would keep those of one; all else takes plain tensors."""
     for experts in (2, -2):
         state = model(experts).state_dict()
         with pytest.raises(dcp.CheckpointException, match="moe.experts.batched_fc1_w: .*training.save_checkpoint"):
