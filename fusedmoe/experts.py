@@ -2,14 +2,17 @@
 
 from fusedmoe.layers.adapters import LowRankUpdate, add_adapters, merge_adapters
 from fusedmoe.layers.expert_networks import *  # noqa: F403
+from fusedmoe.layers.expert_networks import RanksOwn, other_experts, require_own_experts
 from fusedmoe.layers.expert_networks import __all__ as _NETWORKS
-from fusedmoe.layers.expert_networks import other_experts, require_own_experts
 from fusedmoe.layers.sharding import UNKNOWN, parameter_shardings, require_equal
+from fusedmoe.layers.wrappers import WrapperCheck
 
 __all__ = [
     *_NETWORKS,
     "LowRankUpdate",
+    "RanksOwn",
     "UNKNOWN",
+    "WrapperCheck",
     "add_adapters",
     "merge_adapters",
     "other_experts",

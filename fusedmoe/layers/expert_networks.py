@@ -81,14 +81,20 @@ def even_place(experts: int, topology: Topology) -> Place:
     return Place(ep.index * local, local, esp.index, esp.size)
 
 
-class _OwnNumbers(Tensor):
-    """Numbers of experts in the state of a rank that has a part of all, which torch.distributed.checkpoint refuses.
+class RanksOwn(Tensor):
+    """A tensor in the state of a rank that has a part of all experts, which torch.distributed.checkpoint refuses.
 
-    Saved any other way they are a plain tensor.
+    Saved any other way it is a plain tensor, as is what is computed from it; copies are of this class.
     """
 
     # A checkpoint takes tensors of one name for copies, and keeps each as some rank has it: experts would be lost at
     # the save, and nobody told before the load.
+    _COPIES: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        return result.as_subclass(cls) if function in cls._COPIES else result
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(
@@ -165,7 +171,7 @@ class Experts(nn.Module):
         if self.own_numbers is not None:
             numbers = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
             whole = numbers.dim() == 1 and len(numbers) == self.num_experts
-            destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(_OwnNumbers)
+            destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(RanksOwn)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.require_own(state_dict, prefix)

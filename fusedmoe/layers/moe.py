@@ -161,8 +161,9 @@ class MoELayer(nn.Module):
         self.parts = self._plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology, carried=isinstance(self.dispatcher, Collectives))
-        spread = self.topology.ep.size * self.topology.esp.size > 1
-        self.require_wrapper = WrapperCheck(self.experts, self.topology) if spread else None
+        axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
+        copies = self.topology.edp.ranks
+        self.require_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self.register_load_state_dict_pre_hook(require_own_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Experts
 
 
 class WrapperCheck:
@@ -23,13 +21,18 @@ class WrapperCheck:
     FSDP2 keeps a slice of each rank's as if together they were one whole. Neither would say so.
 
     Args:
-        experts: split over ep or esp.
+        experts: of which not all ranks have the same.
+        rank: this one.
+        copies: the ranks over which a wrapper may reduce them.
+        axes: those that split them; the experts' `shardings` say which of them split a parameter, else all do.
     Attributes:
         passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last look.
     """
 
-    def __init__(self, experts: Experts, topology: Topology) -> None:
-        self._experts, self._topology = experts, topology
+    def __init__(
+        self, experts: nn.Module, rank: int, copies: Iterable[int], axes: Collection[str] = ("ep", "esp")
+    ) -> None:
+        self._experts, self._rank, self._copies, self._axes = experts, rank, frozenset(copies), frozenset(axes)
         self.passed = (0, 0)
         self._served: ref[DistributedDataParallel] | None = None
 
@@ -65,19 +68,19 @@ class WrapperCheck:
 
     def _split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
-        split = {}
+        split, shardings = {}, getattr(self._experts, "shardings", {})
         for name, parameter in self._experts.named_parameters():
-            if any(getattr(self._topology, axis).size > 1 for axis in self._experts.shardings.get(name, ("ep", "esp"))):
+            if not self._axes.isdisjoint(shardings.get(name, self._axes)):
                 path, _, own_name = name.rpartition(".")
                 split[self._experts.get_submodule(path), own_name] = parameter
         return split
 
     def _strangers(self, ranks: list[int]) -> bool:
-        return not set(ranks) <= set(self._topology.edp.ranks)
+        return not self._copies.issuperset(ranks)
 
     def _refusal(self, wrapper: str, does: str, ours: str) -> ConfigError:
         return ConfigError(
-            f"rank {self._topology.rank}: the experts of this layer are this rank's own, and PyTorch's {wrapper} "
+            f"rank {self._rank}: the experts of this layer are this rank's own, and PyTorch's {wrapper} "
             f"{does} them as if all ranks had the same. Make the model anew and wrap it by fusedmoe.training: "
             f"{ours}(…, topology)"
         )

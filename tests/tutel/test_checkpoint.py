@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import os
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.tutel import moe
@@ -71,6 +73,38 @@ def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind:
     gather.main(["--inputs", files, "--input_size", "8", "--output", str(tmp_path / "again.ckpt")])
     first, again = (torch.load(path, weights_only=True) for path in (whole, tmp_path / "again.ckpt"))
     assert list(first) == list(again) and all(torch.equal(first[key], again[key]) for key in first)
+
+
+def states_by_dcp(rank: int, world: int, folder: str) -> None:
+    """PyTorch's checkpoint refuses a rank's experts, as it would keep those of one; all else takes plain tensors."""
+    for experts in (2, -2):
+        state = model(experts).state_dict()
+        with pytest.raises(dcp.CheckpointException, match="moe.experts.batched_fc1_w: .*training.save_checkpoint"):
+            dcp.save(state, checkpoint_id=folder)
+        with pytest.raises(dcp.CheckpointException, match="batched_fc2_bias: .*training.save_checkpoint"):
+            dcp.save({"batched_fc2_bias": copy.deepcopy(state["moe.experts.batched_fc2_bias"])}, checkpoint_id=folder)
+        with pytest.raises(dcp.CheckpointException, match="training.save_checkpoint"):
+            future = dcp.async_save(state, checkpoint_id=folder)
+            future.result()  # type: ignore[union-attr]
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        assert {type(value) for value in torch.load(buffer, weights_only=True).values()} == {Tensor}
+        assert type(state["moe.experts.batched_fc1_w"] + 1) is Tensor
+        m = model(experts)
+        m.load_state_dict(state, assign=True)
+        assert {type(parameter) for parameter in m.parameters()} == {nn.Parameter}
+        assert isinstance(nn.Parameter(state["moe.experts.batched_fc1_w"]), nn.Parameter)
+    dcp.save({name: value for name, value in state.items() if ".experts." not in name}, checkpoint_id=folder)
+
+
+def test_states_by_torch_distributed_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, states_by_dcp, str(tmp_path / "state"))
+    whole = model(2)
+    before = copy.deepcopy(whole.state_dict())
+    dcp.save(whole.state_dict(), checkpoint_id=tmp_path / "whole")
+    dcp.load(whole.state_dict(), checkpoint_id=tmp_path / "whole")
+    assert all(torch.equal(value, before[key]) for key, value in whole.state_dict().items())
 
 
 OUTPUT = 5  # two ranks that share an expert hold three columns of its output bias each

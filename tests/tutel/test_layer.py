@@ -376,11 +376,11 @@ def test_rows_that_stay(cluster: Cluster) -> None:
 class Model(nn.Module):
     """A layer between dense ones, the same everywhere but for the experts, which are each rank's own."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(D, D)
-        self.moe = make({"type": "top", "k": 2, "capacity_factor": 0.0}, {"num_experts_per_device": 2})
+        self.moe = make({"type": "top", "k": 2, "capacity_factor": 0.0}, {"num_experts_per_device": 2}, group=group)
         fill(self.moe, rank, world)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -410,6 +410,30 @@ def wrapped(rank: int, world: int) -> None:
         ignored_params={p for p in model.parameters() if hasattr(p, "_tutel_expert")},
     )
     torch.testing.assert_close(model.backward(x), expected)
+    # With the experts inside, DDP makes those of all ranks equal, and FSDP cuts each rank's as if they were.
+    model = Model(rank, world)
+    with pytest.raises(ConfigError, match="experts of this layer are this rank's own, and PyTorch's DistributedDataP"):
+        model.backward(x, nn.parallel.DistributedDataParallel(model))
+    model = Model(rank, world)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(ConfigError, match="experts of this layer are this rank's own, and PyTorch's fully_shard"):
+        model.backward(x)
+
+
+def replicated(rank: int, world: int) -> None:
+    """Ranks outside the layer's group may hold the same experts, and a wrapper reduce over them."""
+    env = net.create_groups_from_world(2)
+    model = Model(env.model_rank, env.model_size, env.model_group)
+    wrapper = nn.parallel.DistributedDataParallel(model, process_group=env.data_group)
+    found = model.backward(draw((9, D), rank).float(), wrapper)
+    expected = Model(env.model_rank, env.model_size, env.model_group).backward(draw((9, D), rank).float())
+    for gradient, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, net.simple_all_reduce(own, env.data_group) / 2)
+
+
+@pytest.mark.slow  # four ranks
+def test_gradients_under_a_wrapper_over_replicas(cluster: Cluster) -> None:
+    cluster.run(4, replicated)
 
 
 def test_gradients_under_wrappers(cluster: Cluster) -> None:

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import other_experts
+from fusedmoe.experts import RanksOwn, other_experts
 from fusedmoe.tutel.impls.dispatcher import Degree
 
 Description = Mapping[str, Any]
@@ -119,9 +119,20 @@ def _maker(folder: str, kind: Any, options: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}"), name)
 
 
-def say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+def say_whose(
+    numbers: list[Any],
+    num_global_experts: int,
+    experts: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+) -> None:
     """Notes in a state's metadata which experts it is of; a hook of the experts' `state_dict`."""
     metadata[NUMBERS] = numbers
+    for name in state if numbers != list(range(num_global_experts)) else ():
+        # DTensors say themselves what a rank has.
+        if name.startswith(prefix) and type(state[name]) is Tensor:
+            state[name] = state[name].as_subclass(RanksOwn)
 
 
 def require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:

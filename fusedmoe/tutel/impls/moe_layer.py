@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fusedmoe import Topology
 from fusedmoe.dispatchers import unselected
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import NAMED, UNKNOWN, parameter_shardings, require_equal
+from fusedmoe.experts import NAMED, UNKNOWN, WrapperCheck, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
 from fusedmoe.tutel.impls import described, losses
@@ -66,6 +66,7 @@ class MOELayer(nn.Module):
 
     # By names of expert parameters; none in layers pickled by versions that did not keep them.
     _marks: dict[str, dict[str, Any]] = {}
+    _require_wrapper: WrapperCheck | None = None  # made in the first call
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         _keep_out_of_graphs()
@@ -131,7 +132,7 @@ class MOELayer(nn.Module):
         self._note_marks()
         # Experts may be of any class: hooks see their states.
         numbers = self._numbers()
-        self.experts.register_state_dict_post_hook(partial(described.say_whose, numbers))
+        self.experts.register_state_dict_post_hook(partial(described.say_whose, numbers, E))
         self.experts.register_load_state_dict_pre_hook(partial(described.require_own, numbers))
         self.register_load_state_dict_post_hook(MOELayer._mark_again)
         self.gates = nn.ModuleList()
@@ -224,6 +225,7 @@ class MOELayer(nn.Module):
             megablocks_size: in evaluation by one process the capacity is rounded up to a multiple, as in Tutel.
         Raises:
             ConfigError: in one process, input or router weights that are NaN or infinite; on CUDA from a later call.
+                Over ranks, PyTorch's DistributedDataParallel or FSDP2 around the experts.
             RankError: the same on every rank of a group, naming the rank at fault, before anything is sent; in the
                 first call, gates that differ between ranks.
         """
@@ -245,6 +247,8 @@ class MOELayer(nn.Module):
         self.megablocks_size = int(megablocks_size) if effective else 0
         token_shape = input.shape[-reserve_dims:]
         dispatcher = self._dispatcher()
+        if self._require_wrapper is not None:
+            self._require_wrapper()
         # A selective checkpoint would look for what ranks tell each other among the operators that it keeps.
         with topology_of(self.group).guard("moe_layer.forward"), unselected():
             # Bad numbers of forwards before, which on CUDA nobody has waited for.
@@ -315,6 +319,10 @@ class MOELayer(nn.Module):
         # Once, in the first call: it is collective.
         if not self._dispatchers and self.world_size > 1:
             self._compare_gates()
+            rank, own = get_world_rank(), dist.get_process_group_ranks(self.group)
+            # Ranks outside the group may be replicas; which, the client knows.
+            replicas = set(range(get_world_size())).difference(own)
+            self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
                 made = LayerDispatcher(Topology(), beside=topology_of(self.group))
@@ -373,7 +381,7 @@ class MOELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self._note_marks()
         # Process groups and plans stay behind, and the loss leaves its graph: a copy makes dispatchers of its own.
-        state = self.__dict__ | {"_dispatchers": {}}
+        state = self.__dict__ | {"_dispatchers": {}, "_require_wrapper": None}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
         return state
