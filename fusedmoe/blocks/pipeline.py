@@ -157,15 +157,16 @@ class PipelinedBlocks(nn.Module):
             ConfigError: plans that these blocks cannot follow.
             RankError: ranks with different plans.
         """
-        fingerprints = dict.fromkeys(("forward plan", "backward plan"), "")
+        facts: dict[str, Any] = dict.fromkeys(("chunks of dense part and rows", "forward plan", "backward plan"))
         if plans is not None:
             self.require_runnable(plans, gradients)
-            fingerprints = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+            degrees = [degrees_of(plans, number) for number in range(len(self._blocks))]
+            chunks = [(block.dense, block.rows) for block in degrees]
+            facts = dict(zip(facts, (chunks, plans.forward.fingerprint, plans.backward.fingerprint), strict=True))
         # All ranks issue their collectives in the order of one plan; with two they would wait for each other.
-        self.topology.agree(fingerprints, "pipeline")
+        self.topology.agree(facts, "pipeline")
         self.plans, self._assigned = plans, None
         if plans is not None:
-            degrees = [degrees_of(plans, number) for number in range(len(self._blocks))]
             self._assigned = _Assigned(plans, gradients, degrees)
         gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
         # Copies of experts that no task of the plan brings come at the beginning of the model's forward pass.

@@ -241,7 +241,7 @@ def answers(rank: int, world: int, folder: str) -> None:
 
 def other_models(rank: int, world: int, folder: str) -> None:
     model = load(rank, world, folder, SIZES)
-    with pytest.raises(RankError, match="plan is .* on ranks .0. and .* on ranks .1."):
+    with pytest.raises(RankError, match="chunks of dense part and rows is .* on ranks .0. and .* on ranks .1."):
         fusedmoe.hf.pipeline(model, (2, 2 + rank))
     theirs = load(rank, world, folder, SIZES, "all_to_all")
     with pytest.raises(ConfigError, match="transformers itself sends.*ep_implementation='fusedmoe'"):

@@ -61,6 +61,8 @@ def test_refusals() -> None:
         make(is_gshard_loss=False).eval()(tokens())
     with pytest.raises(ConfigError, match="set self.top_k"):
         make({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 4)})
+    with pytest.raises(ConfigError, match=rf"input of shape \[4, {D + 1}\]; it takes \[tokens, …, model_dim = {D}\]"):
+        make()(torch.randn(4, D + 1))
     with pytest.raises(ConfigError, match="adaptive degree 2"):
         make()(tokens(), adaptive_r=2)
     for kind in ("pipeline", "adaptive:x"):

@@ -232,8 +232,10 @@ class MOELayer(nn.Module):
         if self.skip_moe:
             self.l_aux = input.l_aux = None  # type: ignore[attr-defined]
             return input if self.result_func is None else self.result_func(input)
-        if input.dim() < 2:
-            raise ConfigError(f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim]")
+        if input.dim() < 2 or input.shape[-reserve_dims:].numel() != self.model_dim:
+            raise ConfigError(
+                f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim = {self.model_dim}]"
+            )
         if a2a_ffn_overlap_degree is not None:
             self.a2a_ffn_overlap_degree = described.valid_degree(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
