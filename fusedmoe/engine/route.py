@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import triton_serves
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import (
     Addresses,
@@ -122,7 +122,7 @@ class Route:
             raise ConfigError(
                 f"{name}: rows={rows}; give a bound of at least 1 on the rows of a rank's experts, or None"
             )
-        if not triton_serves(x_SM.device):
+        if not uses_triton(x_SM):
             raise ConfigError(
                 f"{name}: kernels send the tokens, and on CPUs only Triton's interpreter runs these; set "
                 "TRITON_INTERPRET=1 before Python starts"
