@@ -6,7 +6,9 @@ for ever for that thread, and so would a caller that waits for its work.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -21,6 +23,8 @@ _Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 # A thread begins in less than a millisecond, but where 40 processes want two cores it has taken more than 5 s. A look
 # costs nothing.
 _BEGIN_S, LOOK_S = 30.0, 0.25
+# So long a process that ends waits for calls that are under way.
+_END_S = 1.0
 _CURE = "Raise the limit of its memory (ulimit -v, the container's), or make its batch smaller"
 
 
@@ -36,8 +40,7 @@ class Helper:
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
         # A daemon that nobody joins: a call may block when the process ends, or when the last reference goes.
-        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
-        self._thread._started = _Begun()  # type: ignore[attr-defined]
+        self._thread = _Thread(self._calls, name)
         try:
             self._thread.start()
             self.end = finalize(self, self._calls.put, None)
@@ -87,6 +90,22 @@ class Helper:
                 done.exception(LOOK_S)
 
 
+class _Thread(threading.Thread):
+    def __init__(self, calls: _Calls, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls, self._started = calls, _Begun()
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            work, done = call
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            # They refer to the caller's objects.
+            del call, work, done
+
+
 class _Begun(threading.Event):
     """Event that tells `Thread.start` that a thread has begun, within a bound."""
 
@@ -96,12 +115,13 @@ class _Begun(threading.Event):
         return True
 
 
-def _work(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
-        work, done = call
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-        # They refer to the caller's objects.
-        del call, work, done
+@atexit.register
+def _end_threads() -> None:
+    # A rank that waited long may have asked the store, and not needed the answer. Where native code comes back to a
+    # Python that is no more, C++ aborts the process.
+    deadline = time.monotonic() + _END_S
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.is_alive()]
+    for thread in threads:
+        thread.calls.put(None)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -80,7 +80,7 @@ def test_a_thread_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thread_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_work", lambda calls: None)
+    monkeypatch.setattr(threads._Thread, "run", lambda thread: None)
     helper = Helper("one")
     with pytest.raises(MemoryError, match=r"the thread 'one' has ended: the memory was out. Raise the limit"):
         helper.result(helper.begin(int))
@@ -97,7 +97,7 @@ def test_a_plan_ends_where_a_link_finds_no_memory(monkeypatch: pytest.MonkeyPatc
         if thread.name != "fusedmoe inter":
             real(thread)
         elif fails == "later":
-            thread._target = lambda calls: None  # type: ignore[attr-defined]
+            thread.run = lambda: None  # type: ignore[method-assign]
             real(thread)
 
     monkeypatch.setattr(threading.Thread, "_bootstrap", bootstrap)
@@ -173,3 +173,26 @@ def test_an_error_does_not_hold_who_waits_for_its_end() -> None:
     threading.Timer(0.05, stuck.set).start()
     helper.settle(waits)
     assert waits.done()
+
+
+ENDS = """
+import time
+from datetime import timedelta
+from torch import distributed as dist
+from fusedmoe.threads import Helper
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.6)  # Python is being taken down
+
+slow, helper = Slow(), Helper("asks")
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+helper.begin(lambda: store.wait(["nothing"], timedelta(seconds=0.3)))
+time.sleep(0.1)
+"""
+
+
+def test_a_process_ends_while_a_question_is_under_way() -> None:
+    """Native code that came back to it during its end would abort it."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -210,7 +210,10 @@ def _best_fused(
 def _elsewhere(name: object) -> str:
     """Says what to do with a name that is another part's."""
     if name in POLICIES and POLICIES[str(name)].whole:
-        return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
+        return (
+            f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
+            f"fusedmoe.hf.pipeline(model, policy={name!r})"
+        )
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
 
 

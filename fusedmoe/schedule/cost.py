@@ -301,7 +301,10 @@ class CostModel:
     def line(self, name: str) -> Line:
         """Returns the line of that name. Raises `ConfigError` where the model has none."""
         if name not in self.lines:
-            raise ConfigError(f"cost model: nothing is known of {name!r}; measure it")
+            raise ConfigError(
+                f"cost model: nothing is known of {name!r}; measure it, by fusedmoe profile on ranks laid out as those "
+                "that follow the plan"
+            )
         return self.lines[name]
 
     def to_json(self) -> str:

@@ -257,7 +257,7 @@ class ShardedExperts:
         return sum(one.sent_bytes for one in self._layers)
 
     def memory(self) -> ExpertMemory:
-        """Returns the bytes that experts take on this rank."""
+        """Returns the bytes that experts take on this rank; 0 on one rank, where none move."""
         owned = held = gradients = state = 0
         for parameter in (parameter for placed in self._layers for parameter in placed.parameters):
             owned += parameter.nbytes
