@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     def topology(self) -> Topology:
         if self.world == 1:
             return Topology()
-        return Topology.from_sizes(ep=self.ep, esp=self.esp, mp=self.mp, timeout_s=30.0)
+        return Topology.from_sizes(ep=self.ep, esp=self.esp, mp=self.mp, timeout_s=120.0)
 
     def places(self, rank: int) -> dict[str, tuple[int, int]]:
         """(index, size) along each axis, by the definition of the rank layout."""
