@@ -157,17 +157,16 @@ class PipelinedBlocks(nn.Module):
             ConfigError: plans that these blocks cannot follow.
             RankError: ranks with different plans.
         """
+        assigned = None
         facts: dict[str, Any] = dict.fromkeys(("chunks of dense part and rows", "forward plan", "backward plan"))
         if plans is not None:
             self.require_runnable(plans, gradients)
-            degrees = [degrees_of(plans, number) for number in range(len(self._blocks))]
-            chunks = [(block.dense, block.rows) for block in degrees]
+            assigned = _Assigned(plans, gradients, [degrees_of(plans, number) for number in range(len(self._blocks))])
+            chunks = [(block.dense, block.rows) for block in assigned.degrees]
             facts = dict(zip(facts, (chunks, plans.forward.fingerprint, plans.backward.fingerprint), strict=True))
         # All ranks issue their collectives in the order of one plan; with two they would wait for each other.
         self.topology.agree(facts, "pipeline")
-        self.plans, self._assigned = plans, None
-        if plans is not None:
-            self._assigned = _Assigned(plans, gradients, degrees)
+        self.plans, self._assigned = plans, assigned
         gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
         # Copies of experts that no task of the plan brings come at the beginning of the model's forward pass.
         for number, layer in enumerate(self._layers()):
