@@ -1,0 +1,26 @@
+"""Private names of other libraries, one module per library, each with the versions it was checked against.
+
+A module here asserts at import what it relies on, so that a new version of a library raises an error
+instead of changing results.
+"""
+
+from __future__ import annotations
+
+
+def require_names(library: str, version: str, checked: str, owner: object, *names: str) -> None:
+    """Raise ImportError if `owner` lacks a private name that fusedmoe uses.
+
+    Args:
+        library: name of the library, for the message.
+        version: its installed version.
+        checked: versions that the caller was checked against, such as "2.11 to 2.15".
+        owner: module or class that must have the names.
+        names: attributes that must exist.
+    """
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        place = getattr(owner, "__name__", repr(owner))
+        raise ImportError(
+            f"fusedmoe uses {', '.join(f'{place}.{name}' for name in missing)}, which {library} {version} lacks. "
+            f"Install {library} {checked}."
+        )
