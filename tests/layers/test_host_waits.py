@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,28 +58,28 @@ class _Operators(TorchDispatchMode):
 def as_on_cuda(topology: Topology) -> Iterator[list[str]]:
     """Has tensors and groups say that they are on a GPU; gives the places where the host reads of one, as they come."""
     waits: list[str] = []
-    inside = False
+    # One flag for each thread: with a schedule a read on one thread overlaps a read on another.
+    reading = threading.local()
 
     def note(how: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "/fusedmoe/" in frame.filename]
         while frames and frames[-1].filename.endswith("kernels/layout.py") and frames[-1].name in _OF_LAYOUTS:
             frames.pop()  # whoever asks a layout
         kernel = frames and "/kernels/" in frames[-1].filename and not frames[-1].filename.endswith("deduplicate.py")
-        if not (inside or kernel):
+        if not (getattr(reading, "inside", False) or kernel):
             waits.append(f"{how} in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else how)
 
     def counted(name: str) -> Callable[..., Any]:
         read = getattr(Tensor, name)
 
         def read_once(self: Tensor, *args: Any) -> Any:
-            nonlocal inside
             if self.is_cuda:
                 note(name)
-            outer, inside = inside, True
+            outer, reading.inside = getattr(reading, "inside", False), True
             try:
                 found = read(self, *args)
             finally:
-                inside = outer
+                reading.inside = outer
             if name == "cpu":
                 found = found.clone()  # on the host now, and read as often as it likes
                 found.on_host = True
