@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights
 from tests.kernels.device.capture import Recording
+from tests.kernels.device.delays import delayed
 from tests.kernels.device.fused_layers import WIDTH as MODEL_DIM
 from tests.kernels.device.fused_layers import layer_of
 from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, by_collectives, heap_over
@@ -48,17 +50,20 @@ def replay_passes(
     spare: int = 0,
     old: bool = False,
     nodes: Sequence[int] = (),
+    delays: int | None = None,
 ) -> list[str]:
     """Replays both passes, some steps; returns what differs from the collectives, in words.
 
     Args:
+        delays: seed of random delays inside kernels; None: no delays.
         spare: rows for which there is room beside those that the fullest rank gets.
         old: each replay begins with the numbers of the first, and rank 1 later than others.
     """
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     rows = spare + max(max(_rows(world, tokens, seed)) for seed in range(steps + 1))
     wrong = []
-    with heap_over(topology.ep, nodes) as heap:
+    slowed = nullcontext() if delays is None else delayed(rank, delays)
+    with heap_over(topology.ep, nodes) as heap, slowed:
         buffers = ReceiveBuffers(heap, BufferSizes(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
         first = _case(rank, world, tokens[rank], 0)
         memory = [first.expert_SK, first.x_SM, first.weight_SK, first.dy_SM, *first.own]
@@ -69,6 +74,8 @@ def replay_passes(
             y = fused_experts(x, weight, order(expert_SK, EXPERTS), buffers, experts, degrees, rows=rows)
             found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
         numbers = [one.clone() for place in (buffers.metadata, buffers.tokens, buffers.results) for one in place.epochs]
+        kept = []
+        # Back to back, so that a step may begin while a slow peer still reads rows of the step before.
         for seed in range(steps + 1):
             case = _case(rank, world, tokens[rank], seed)
             if seed:  # the first has run while it was noted
@@ -83,11 +90,20 @@ def replay_passes(
                     time.sleep(0.5 * (rank == 1))
                 with buffers.watch.over():
                     graph.replay()
-            for place, (one, other) in enumerate(zip(found, by_collectives(case, topology, degrees), strict=True)):
+            kept.append((case, [one.clone() for one in found]))
+        for seed, (case, results) in enumerate(kept):
+            for place, (one, other) in enumerate(zip(results, by_collectives(case, topology, degrees), strict=True)):
                 # As in `compare`: sums over rows of parameters' gradients have another order.
                 if not (torch.allclose(one, other, 1e-5, 1e-4) if place > 2 else torch.equal(one, other)):
-                    wrong.append(f"step {seed}, result {place}: {float((one - other).abs().max())}")
+                    wrong.append(f"step {seed}, result {place}: {_difference(one, other)}")
     return wrong
+
+
+def _difference(one: Tensor, other: Tensor) -> str:
+    """Describe a difference: a stale row is off by as much as its values, a sum in another order by a few roundings."""
+    count, rows = int((one != other).sum()), (one != other).flatten(1).any(1).nonzero().flatten().tolist()
+    worst, largest = float((one - other).abs().max()), float(other.abs().max())
+    return f"{count} of {one.numel()} elements, in rows {rows}, by up to {worst}; the largest is {largest}"
 
 
 def _schedule(row_factor: float) -> fusedmoe.Schedule:

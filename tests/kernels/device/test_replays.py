@@ -32,6 +32,19 @@ def test_replays(
     assert found == [[]] * len(tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_replays_under_random_delays(cluster: Cluster, seed: int) -> None:
+    """A slot that is reused before its rows were read, or read before they arrived, gives other results."""
+    tokens, degrees, nodes = [
+        ([9, 5], (1, 1), ()),
+        ([7, 0], (2, 3), ()),
+        ([6, 5], (2, 1), (0, 1)),
+        ([9, 5], (1, 2), ()),
+    ][seed % 4]
+    assert cluster.run(2, replay_passes, tokens, degrees, 4, 0, False, nodes, seed) == [[], []]
+
+
 def test_numbers_of_the_capture_are_old_ones(cluster: Cluster) -> None:
     """A graph whose launches had them as arguments reads rows before they come."""
     found = cluster.run(2, replay_passes, [9, 5], (1, 1), 1, 0, True)
