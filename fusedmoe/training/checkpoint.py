@@ -25,7 +25,7 @@ from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, unknown_class
+from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, check_value, unknown_class
 from fusedmoe.training.checkpoint_folder import Folder, first_path, write_folder
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
@@ -81,7 +81,7 @@ def save_checkpoint(
             entries.update({EXTRA: extra or {}, ABOUT: state.about()})
         for key, value in entries.items():
             if not isinstance(value, Tensor):
-                _check_plain(key, value, operation)
+                check_plain(key, value, operation)
 
     on_all_ranks(topology.world, operation, collect)
     write_folder(path, entries, _place, topology, operation)
@@ -104,8 +104,8 @@ def load_checkpoint(
     Args:
         optimizer: as it was for the save; None leaves the optimizer's part of the checkpoint unread.
     Raises:
-        ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
-            `torch.serialization.add_safe_globals`, has numbers that the model's dtypes cannot hold, or is of another
+        ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that need code to load,
+            has numbers that the model's dtypes cannot hold, or is of another
             model or optimizer; the message names the first tensors that differ.
         RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first
             and says why.
@@ -254,18 +254,22 @@ class ModelState:
             self._optimizer.install(targets, small[GROUPS])
 
 
-def _check_plain(key: str, value: Any, operation: str) -> None:
-    """Raises `ConfigError` for a value that a load would refuse."""
+def check_plain(key: str, value: Any, operation: str) -> None:
+    """Raise `ConfigError` for a value that a load would refuse."""
     data = BytesIO()
-    torch.save(value, data)
-    data.seek(0)
     try:
+        torch.save(value, data)
+        data.seek(0)
+        check_value(data)
+        data.seek(0)
         torch.load(data, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise ConfigError(
             f"{operation}: {key} holds {unknown_class(error)}, and reading more than tensors and plain values would "
-            "run code. Keep its state_dict() there, or name the class with torch.serialization.add_safe_globals."
+            "run code. Keep its state_dict() there, or convert it to plain values."
         ) from error
+    except Exception as error:  # whatever pickling and parsing raise
+        raise ConfigError(f"{operation}: {key} cannot be saved ({error}). Convert it to plain values.") from error
 
 
 def _refuse(path: Path, difference: str | None) -> None:

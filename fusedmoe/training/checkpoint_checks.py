@@ -148,6 +148,16 @@ def check_tuples(data: bytes) -> None:
     _TupleReader(data).load()
 
 
+class _ItemsNote(_Note):
+    """Note of a container, such as an OrderedDict, to which a pickle adds items. Stores none of them."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        hash(key)
+
+    def append(self, value: Any) -> None:
+        """Ignore a list's element."""
+
+
 class _TupleReader(_Reader):
     """Reads any pickle without finding its classes, and counts what its tuples hold."""
 
@@ -158,7 +168,7 @@ class _TupleReader(_Reader):
         self._sizes: dict[int, tuple[object, int, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        return type("_Note", (_Note,), {"name": name})
+        return type("_ItemsNote", (_ItemsNote,), {"name": name})
 
     def persistent_load(self, pid: Any) -> Any:
         return None
@@ -371,6 +381,14 @@ class _ItemView(_ReaderView):
         return super().seek(offset, whence)
 
 
+def check_value(data: BytesIO) -> None:
+    """Raise `ValueError` for a value, saved by `torch.save`, that a load would reject as damaged."""
+    with zipfile.ZipFile(data) as archive:
+        for name in archive.namelist():
+            if name.lower().endswith("data.pkl"):
+                check_tuples(archive.read(name))
+
+
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
     """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time."""
     # A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
@@ -414,7 +432,7 @@ def refused(path: Path, error: Exception) -> ConfigError:
     """Makes the error for a value that would run code when it is read."""
     return ConfigError(
         f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
-        "plain values may run code. If you trust it, name the class with torch.serialization.add_safe_globals."
+        "plain values may run code. Save it again with its state_dict() or plain values in place of that object."
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, check_plain
 from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
@@ -155,8 +155,19 @@ class Snapshots:
         """
         nodes, world, operation = self._nodes, self._topology.world, f"keeping the state of step {step}"
         me = world.index
-        parts, values = _own_parts(model, optimizer, self._topology, nodes, extra)
-        self._compare(parts, extra, world, operation)
+        state = ModelState(model, optimizer, self._topology, operation)
+        parts: list[StatePart] = []
+        values: list[Tensor] = []
+
+        def collect() -> tuple[str, str]:
+            # Every rank checks its own: `extra` is kept by one rank of each node, and restored on all.
+            check_plain(EXTRA, extra, operation)
+            for part, value in _own_parts(state, self._topology, nodes, extra, operation):
+                parts.append(part)
+                values.append(value)
+            return _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
+
+        self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
         bases: dict[int, int] = {}
         total = end_of(parts)
         for source in nodes.sources(me):
@@ -188,10 +199,12 @@ class Snapshots:
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
-        """Gathers every rank's parts, and refuses an `extra` that is not the same on all ranks."""
-        own = _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
-        every = all_gather_object(world, own, operation)
+    def _compare(self, parts: list[StatePart], every: list[tuple[str, str]], world: Group, operation: str) -> None:
+        """Gather every rank's parts. Raise `RankError` if `extra` differs between ranks.
+
+        Args:
+            every: digests of each rank's parts and of its `extra`.
+        """
         # Each node would keep that of one of its ranks.
         for rank, (_, of_extra) in zip(world.ranks, every, strict=True):
             if of_extra != every[0][1]:
@@ -273,9 +286,9 @@ def _aligned(at: int) -> int:
 
 
 def _own_parts(
-    model: nn.Module, optimizer: Optimizers | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
-) -> tuple[list[StatePart], list[Tensor]]:
-    """Collects the parts that this rank keeps, those first that it sends, and their values."""
+    state: ModelState, topology: Topology, nodes: JobNodes, extra: dict[str, Any], operation: str
+) -> Iterator[tuple[StatePart, Tensor]]:
+    """Yield the parts that this rank keeps and their values, parts to send first."""
     me = topology.world.index
     alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
@@ -286,16 +299,16 @@ def _own_parts(
             alone.add(key)
         return nodes.keeps(key, holders, me)
 
-    state = ModelState(model, optimizer, topology, "keeping the job's state")
     entries = state.entries(wanted)
     for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
         if wanted(key, topology.world):
             entries[key] = thing
+    for key, entry in entries.items():
+        if not isinstance(entry, Tensor):
+            check_plain(key, entry, operation)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(entries, None, True)
     items = planner.create_local_plan().items
-    parts: list[StatePart] = []
-    values: list[Tensor] = []
     at = 0
     # What is sent stands first, so that it goes to the buddy as one piece of memory.
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
@@ -309,7 +322,5 @@ def _own_parts(
             size = value.numel() * value.element_size()
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
             part = StatePart(key, *place, str(value.dtype).removeprefix("torch."), at, size, key in alone)
-        parts.append(part)
-        values.append(value)
+        yield part, value
         at = _aligned(at + part.bytes)
-    return parts, values
