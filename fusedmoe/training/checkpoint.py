@@ -26,7 +26,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, check_value, unknown_class
-from fusedmoe.training.checkpoint_folder import Folder, first_path, write_folder
+from fusedmoe.training.checkpoint_folder import Folder, first_path, index_digest, write_folder
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
 from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, number_names, plain_name, shard_specs, writes
@@ -36,6 +36,9 @@ _MODEL = "model."
 EXTRA, ABOUT = "extra", "fusedmoe"
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
+
+# A load starts again where the checkpoint was replaced.
+_ATTEMPTS = 3
 
 #: Of a key and the ranks that hold it, whether this rank's entries have it.
 Wanted = Callable[[str, Group], bool]
@@ -113,16 +116,37 @@ def load_checkpoint(
     path = Path(path)
     operation = f"loading checkpoint {first_path(path, topology, 'loading a checkpoint')}"
     state = ModelState(model, optimizer, topology, operation)
+    # Another process may replace the checkpoint meanwhile: its new index is read then, before anything is loaded.
+    for attempt in range(_ATTEMPTS):
+        extra = _load(path, state, optimizer is not None, topology, operation, attempt == _ATTEMPTS - 1)
+        if extra is not None:
+            return extra
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _load(
+    path: Path, state: ModelState, has_optimizer: bool, topology: Topology, operation: str, is_last: bool
+) -> dict[str, Any] | None:
+    """Load a checkpoint; None if it was replaced before anything was loaded. The last attempt raises instead."""
     small: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
 
     # All checks come before the first tensor is read, on every rank: then a checkpoint is loaded by all or by none.
-    def compare() -> str:
+    def compare() -> str | None:
+        before = index_digest(path)
+        try:
+            return compare_index()
+        except Exception:
+            if is_last or index_digest(path) == before:
+                raise
+            return None
+
+    def compare_index() -> str:
         folder = Folder(path)
         folders.append(folder)
         _refuse(path, state.difference(folder.metadata))
-        keys = (EXTRA, ABOUT) if optimizer is None else (EXTRA, ABOUT, GROUPS)
+        keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
         small.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
         folder.check(small)
         folder.read(small)
@@ -134,6 +158,8 @@ def load_checkpoint(
         return folder.digest
 
     digests = on_all_ranks(topology.world, operation, compare)
+    if None in digests or not is_last and len(set(digests)) > 1:
+        return None
     for rank, digest in zip(topology.world.ranks, digests, strict=True):
         if digest != digests[0]:
             raise RankError(
@@ -146,11 +172,12 @@ def load_checkpoint(
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not. Save it again with save_checkpoint.",
-            stacklevel=3,  # torch.no_grad() stands between
+            stacklevel=4,  # torch.no_grad() stands between
         )
     on_all_ranks(topology.world, operation, lambda: folders[0].read(targets))
     state.install(targets, small)
-    return small[EXTRA]
+    extra: dict[str, Any] = small[EXTRA]
+    return extra
 
 
 class ModelState:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -145,7 +146,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
             yield mark
         finally:
             if is_own():
-                shutil.rmtree(room, ignore_errors=True)
+                _remove(room, f"saving to {path}: the folder in which the checkpoint is put together")
     finally:
         os.close(folder)
 
@@ -153,28 +154,41 @@ def room(path: Path, room: Path) -> Iterator[str]:
 def install(partial: Path, path: Path) -> None:
     """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
     previous = beside(path, "previous")
-    with _synced(partial), _synced(path.parent):
-        # A folder cannot replace one that is not empty in one step: between these two renames `saved_at` finds the
-        # earlier checkpoint under its other name.
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-        try:
-            partial.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                previous.rename(path)
-            raise
-    shutil.rmtree(previous, ignore_errors=True)
+    _sync(partial)
+    _sync(path.parent)
+    # A folder cannot replace one that is not empty in one step: between these two renames `saved_at` finds the
+    # earlier checkpoint under its other name.
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+    try:
+        partial.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            previous.rename(path)
+        raise
+    # The save has succeeded: a failure from here on is a warning.
+    try:
+        _sync(path.parent)
+    except OSError as error:
+        warnings.warn(f"checkpoint {path} is in place, and may be lost if the system fails now: {error}", stacklevel=2)
+    _remove(previous, f"checkpoint {path} is in place. The previous one")
 
 
-@contextmanager
-def _synced(folder: Path) -> Iterator[None]:
-    """Puts the names of what is in a folder on the disk, at the start and, as the block leaves them, at the end."""
+def _remove(folder: Path, what: str) -> None:
+    """Remove a folder. A warning, which begins with `what`, names the folder if that fails."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # which goes on after the first file that stays
+        if os.path.lexists(folder):
+            warnings.warn(f"{what} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
+
+
+def _sync(folder: Path) -> None:
+    """Write the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -253,6 +267,15 @@ def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
                 f"{name}, which rank {rank} has written, has {size} bytes of {end} where the checkpoint is put "
                 "together. Save to a file system that all ranks see. What was saved there before stands."
             )
+
+
+def index_digest(path: Path) -> str | None:
+    """Return the digest of the index at `path`, which changes with each save; None without one."""
+    folder = saved_at(path)
+    try:
+        return None if folder is None else read_index(folder)[1]
+    except OSError:
+        return None
 
 
 class Folder:

@@ -248,6 +248,63 @@ def test_two_jobs_do_not_save_to_one_place_at_once(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.parametrize("call", ["rmdir", "unlink", "fsync"])
+def test_a_checkpoint_in_place_is_a_save_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A system call that fails after the rename: the save returns, and names the folder that is left."""
+    path, renames = tmp_path / "checkpoint", []
+    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
+    true_call, true_rename = getattr(os, call), Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        renames.append(target)
+        return true_rename(self, target)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if path in renames:
+            raise PermissionError(13, "Permission denied", "here")
+        return true_call(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(os, call, failing)
+        with pytest.warns(UserWarning, match=f"checkpoint {path} is in place.*Permission denied") as caught:
+            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+    left = sorted(one.name for one in tmp_path.iterdir() if one != path)
+    assert all(any(f"from {tmp_path / name}: " in str(one.message) for one in caught) for name in left)
+    assert bool(left) == (call != "fsync")
+    assert whole(path) == 2
+    save_checkpoint(path, numbered(3), None, ALONE, {"number": 3})
+    assert whole(path) == 3 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("when", ["before the index", "after the index", "after the checksums", "between the renames"])
+def test_a_checkpoint_replaced_before_it_is_read_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another job saves while a load opens and checks the folder: the load returns the old or the new one, whole."""
+    path, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
+    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
+    name = {"before the index": "saved_at", "after the index": "read_digests", "after the checksums": "check_items"}
+    name = name.get(when, "saved_at")
+    true_call, calls = getattr(checkpoint_folder, name), []
+
+    def replaced(*args: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1 and when == "between the renames":
+            path.rename(moved)  # a killed job's, too
+            found = true_call(*args)
+            moved.rename(path)
+            return found
+        if len(calls) == 1:
+            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+        return true_call(*args)
+
+    monkeypatch.setattr(checkpoint_folder, name, replaced)
+    assert whole(path) == (1 if when == "between the renames" else 2)
+
+
 def test_what_a_link_stands_for_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "last").symlink_to("runs/7")
     for number in (1, 2, 3):
