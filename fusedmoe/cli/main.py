@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from typing import Any
 
 from fusedmoe import __version__
-from fusedmoe.cli import doctor, plan_command, profile, trace, train
+from fusedmoe.cli import convert, doctor, plan_command, profile, trace, train
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.ranks import tell_others
 
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fusedmoe {__version__}")
     kind: type[argparse.ArgumentParser] = _Command
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
-    for command in (train, profile, plan_command, trace, doctor):
+    for command in (train, profile, plan_command, trace, doctor, convert):
         command.add_command(commands)
     return parser
 

@@ -15,6 +15,7 @@ from fusedmoe.training.data_parallel import (
     save_communication,
     sync_gradients,
 )
+from fusedmoe.training.earlier_formats import convert_checkpoint
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.optimizers import PerMatrix
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning
@@ -42,6 +43,7 @@ __all__ = [
     "broadcast_parameters",
     "bucketed_bytes",
     "clip_grad_norm",
+    "convert_checkpoint",
     "distributed_data_parallel",
     "expert_parameter_names",
     "fully_shard",

@@ -1,47 +1,39 @@
 """Checkpoints that any number of ranks saves and any other number loads.
 
-A checkpoint is a folder in the format of torch.distributed.checkpoint. Every tensor is in it once, whole, under the
-name it has in a model on one rank, in pieces that the ranks write side by side; PyTorch's own tools read it, too.
-Beside them is a file of checksums: what a rank loads it has checked before.
+A checkpoint is a folder of safetensors and JSON files (`checkpoint_index`). Every tensor is in it once, whole, under
+the name it has in a model on one rank, in parts that the ranks write side by side. A load checks the digests of all
+bytes that it is about to read before it changes the model. Nothing in a checkpoint is unpickled.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from io import BytesIO
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import on_all_ranks
-from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training.checkpoint_checks import CHECKSUMS, CURE, FORMAT, check_value, unknown_class
-from fusedmoe.training.checkpoint_folder import Folder, first_path, index_digest, write_folder
+from fusedmoe.training.checkpoint_folder import first_path, write_folder
+from fusedmoe.training.checkpoint_index import CURE, FORMAT
+from fusedmoe.training.checkpoint_reader import Folder, index_digest
 from fusedmoe.training.data_parallel import SingleRank
-from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
-from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, number_names, plain_name, shard_specs, writes
+from fusedmoe.training.optimizer_state import GROUPS, OptimizerState, Wanted
+from fusedmoe.training.optimizers import Optimizers
+from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 
 _MODEL = "model."
 
 EXTRA, ABOUT = "extra", "fusedmoe"
-STATE = "optimizer.state."
-GROUPS = "optimizer.param_groups"
-
 # A load starts again where the checkpoint was replaced.
 _ATTEMPTS = 3
-
-#: Of a key and the ranks that hold it, whether this rank's entries have it.
-Wanted = Callable[[str, Group], bool]
 
 
 @torch.no_grad()
@@ -64,30 +56,24 @@ def save_checkpoint(
             activation checkpointing) leave no trace in the checkpoint.
         optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …), or
             `PerMatrix`; or several, in a list.
-        extra: whatever else the run needs: step, scheduler, generators; anything that `torch.load` reads with
-            `weights_only=True`. Rank 0's is kept: gather into it what differs between ranks.
+        extra: whatever else the run needs: step, scheduler, states of generators. Tensors, numbers, text, bytes,
+            paths, times, NumPy's arrays and scalars, and lists, tuples, sets and dictionaries of them (OrderedDict and
+            Counter, too) are loaded with their types. Rank 0's is kept: gather into it what differs between ranks.
     Raises:
         ConfigError: `path` is something else than a checkpoint, the state cannot be split over other ranks, or holds
-            values that could not be loaded without running code; another job is saving to `path`.
+            an object of a class that checkpoints do not store; another job is saving to `path`.
         RankError: ranks give different paths, or do not see one folder, or saving failed on some rank; the message
             names it and says why. The checkpoint that stood at `path` is as it was.
     """
     path = Path(path)
     operation = f"saving checkpoint {first_path(path, topology, 'saving a checkpoint', one_place=True)}"
     state = ModelState(model, optimizer, topology, operation)
-    entries: dict[str, Any] = {}
 
-    def collect() -> None:
-        # Each rank pickles its own values once here: what a load would refuse is refused before a file is made.
-        entries.update(state.entries())
-        if topology.is_first:
-            entries.update({EXTRA: extra or {}, ABOUT: state.about()})
-        for key, value in entries.items():
-            if not isinstance(value, Tensor):
-                check_plain(key, value, operation)
+    def entries() -> dict[str, Any]:
+        own = {EXTRA: {} if extra is None else extra, ABOUT: state.about()} if topology.is_first else {}
+        return state.entries() | own
 
-    on_all_ranks(topology.world, operation, collect)
-    write_folder(path, entries, _place, topology, operation)
+    write_folder(path, entries, topology, operation)
 
 
 @torch.no_grad()
@@ -98,18 +84,18 @@ def load_checkpoint(
 
     The number of ranks and their layout may differ from those of the save. Each rank reads what it holds. All is
     compared first, and every byte that will be loaded is checked: of a checkpoint that does not fit, or is damaged,
-    nothing is loaded. One of the format before checksums loads, too, with a warning. Dtypes may differ; numbers are
-    converted, and what that would change by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is
-    refused.
+    nothing is loaded. Dtypes may differ; numbers are converted, and what that would change by more than rounding (1e300
+    to float32, 300 to uint8, 2.7 to int64) is refused. `extra` comes back on the CPU.
 
-    Nothing runs that the checkpoint says: what is no tensor is read with `weights_only=True`.
+    Nothing in a checkpoint is executed. Checkpoints of earlier formats, which hold pickles, are converted first:
+    `fusedmoe convert-checkpoint OLD NEW`.
 
     Args:
         optimizer: as it was for the save; None leaves the optimizer's part of the checkpoint unread.
     Raises:
-        ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that need code to load,
-            has numbers that the model's dtypes cannot hold, or is of another
-            model or optimizer; the message names the first tensors that differ.
+        ConfigError: there is no checkpoint at `path`, it is damaged or of an earlier format, has numbers that the
+            model's dtypes cannot hold, or is of another model or optimizer; the message names the first tensors that
+            differ.
         RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first
             and says why.
     """
@@ -149,35 +135,40 @@ def _load(
         keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
         small.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
         folder.check(small)
-        folder.read(small)
-        _refuse(path, _unknown(small, folder))
+        folder.read_values(small)
+        _refuse(path, unknown_contents(small))
         _refuse(path, state.optimizer_difference(small))
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
         folder.check_numbers(targets, state.dtypes(targets))
+        folder.read_values(targets)
         return folder.digest
 
-    digests = on_all_ranks(topology.world, operation, compare)
-    if None in digests or not is_last and len(set(digests)) > 1:
-        return None
-    for rank, digest in zip(topology.world.ranks, digests, strict=True):
-        if digest != digests[0]:
-            raise RankError(
-                f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
-                "nothing was loaded. Give all ranks the path of one save.",
-                agreed=True,
-            )
-    # Now that nothing speaks against it: a warning before a refusal would be read as its reason.
-    if folders[0].digests is None and topology.is_first:
-        warnings.warn(
-            f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
-            "damage to its index is not. Save it again with save_checkpoint.",
-            stacklevel=4,  # torch.no_grad() stands between
-        )
-    on_all_ranks(topology.world, operation, lambda: folders[0].read(targets))
+    with _closed(folders):
+        digests = on_all_ranks(topology.world, operation, compare)
+        if None in digests or (not is_last and len(set(digests)) > 1):
+            return None
+        for rank, digest in zip(topology.world.ranks, digests, strict=True):
+            if digest != digests[0]:
+                raise RankError(
+                    f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
+                    "nothing was loaded. Give all ranks the path of one save.",
+                    agreed=True,
+                )
+        on_all_ranks(topology.world, operation, lambda: folders[0].read_tensors(targets))
     state.install(targets, small)
     extra: dict[str, Any] = small[EXTRA]
     return extra
+
+
+@contextmanager
+def _closed(folders: list[Folder]) -> Iterator[None]:
+    """Close folders at the end, those that the block has opened included."""
+    try:
+        yield
+    finally:
+        for folder in folders:
+            folder.close()
 
 
 class ModelState:
@@ -200,7 +191,7 @@ class ModelState:
         self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
         self._optimizer: OptimizerState | None = None
 
-        def name_parameters() -> list[list[str]]:
+        def name_parameters() -> tuple[str | None, list[list[str]]]:
             for name, tensor in tensors.items():
                 if tensor.is_meta:
                     raise ConfigError(
@@ -208,12 +199,21 @@ class ModelState:
                         "first: model.to_empty(device=…)."
                     )
             if optimizer is None:
-                return []
+                return None, []
             self._optimizer = OptimizerState(optimizer, model, self._specs, topology)
-            return self._optimizer.names_of_some()
+            return self._optimizer.kind, self._optimizer.names_of_some()
 
+        named = on_all_ranks(topology.world, operation, name_parameters)
         # Groups of parameters are saved whole, by name, so each rank has to know the names that it lacks.
-        self._scattered = on_all_ranks(topology.world, operation, name_parameters)
+        self._scattered = [names for _, names in named]
+        described = [_described(kind, len(names)) for kind, names in named]
+        for rank, text in zip(topology.world.ranks, described, strict=True):
+            if text != described[0]:
+                raise RankError(
+                    f"{operation}: the optimizer is {described[0]} on rank {topology.world.ranks[0]} and {text} on "
+                    f"rank {rank}. Pass every rank's optimizer, or None on all ranks.",
+                    agreed=True,
+                )
 
     def entries(self, wanted: Wanted = writes) -> dict[str, Any]:
         """Collects what this rank has to write, by key; `wanted` chooses among what several ranks hold."""
@@ -281,48 +281,29 @@ class ModelState:
             self._optimizer.install(targets, small[GROUPS])
 
 
-def check_plain(key: str, value: Any, operation: str) -> None:
-    """Raise `ConfigError` for a value that a load would refuse."""
-    data = BytesIO()
-    try:
-        torch.save(value, data)
-        data.seek(0)
-        check_value(data)
-        data.seek(0)
-        torch.load(data, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ConfigError(
-            f"{operation}: {key} holds {unknown_class(error)}, and reading more than tensors and plain values would "
-            "run code. Keep its state_dict() there, or convert it to plain values."
-        ) from error
-    except Exception as error:  # whatever pickling and parsing raise
-        raise ConfigError(f"{operation}: {key} cannot be saved ({error}). Convert it to plain values.") from error
-
-
 def _refuse(path: Path, difference: str | None) -> None:
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not loaded: {difference}")
 
 
-def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
+def _described(kind: str | None, groups: int) -> str:
+    return "None" if kind is None else f"{kind} with {groups} parameter groups"
+
+
+def unknown_contents(small: dict[str, Any]) -> str | None:
     """Says why the checkpoint is none that `save_checkpoint` left behind; None if it is one."""
-    if ABOUT not in small:
-        return "save_checkpoint did not write it. Read it with torch.distributed.checkpoint."
-    about, groups = small[ABOUT], small.get(GROUPS, [])
-    if not (
+    about, groups = small.get(ABOUT), small.get(GROUPS, [])
+    if (
         isinstance(small.get(EXTRA), dict)
         and isinstance(about, dict)
-        and isinstance(about.get("format"), int)
         and isinstance(about.get("optimizer", ()), dict | None)
         and _are_names((about["optimizer"] or {"settings": []}).get("settings"))
         and isinstance((about["optimizer"] or {"kind": ""}).get("kind"), str)
         and isinstance(groups, list)
         and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
     ):
-        return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
-    if folder.digests is None and small[ABOUT]["format"] > 1:
-        return f"it is damaged: {CHECKSUMS} is missing. {CURE}"
-    return None
+        return None
+    return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
 
 
 def _are_names(names: Any) -> bool:
@@ -331,180 +312,3 @@ def _are_names(names: Any) -> bool:
 
 def _told(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else f"of shape {list(shape)}"
-
-
-def _place(key: str) -> tuple[str, ...]:
-    """Returns the keys under which PyTorch's tools put an entry in the nested dictionary they make of a checkpoint."""
-    if key.startswith(_MODEL):
-        return "model", key.removeprefix(_MODEL)
-    if key.startswith(STATE):
-        # Names of parameters have dots in them, names of state have none.
-        name, _, value = key.removeprefix(STATE).rpartition(".")
-        return "optimizer", "state", name, value
-    return tuple(key.split("."))
-
-
-class OptimizerState:
-    """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name."""
-
-    def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
-        optimizer = JoinedOptimizers(optimizers)
-        self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
-        known = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-        packed = optimizer.state_dict()
-        self._groups: list[dict[str, Any]] = packed["param_groups"]
-        self.names: list[list[str]] = []
-        self._parameters: dict[str, Tensor] = {}
-        self._index: dict[str, int] = {}
-        self._state: dict[str, dict[str, Any]] = {}
-        # `state_dict()` knows parameters by number; names are the same on any number of ranks.
-        for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
-            self.names.append([])
-            for parameter, index in zip(group["params"], packed_group["params"], strict=True):
-                name = known.get(parameter)
-                if name is None or name not in self._specs:
-                    raise ConfigError(
-                        f"rank {topology.rank}: group {number} of the optimizer has a parameter of shape "
-                        f"{list(parameter.shape)} that is not in the model's state. Give the model that it trains."
-                    )
-                self.names[number].append(name)
-                self._parameters[name], self._index[name] = parameter, index
-                self._state[name] = dict(packed["state"].get(index, {}))
-
-    def names_of_some(self) -> list[list[str]]:
-        """Lists the names of each group that not all ranks have."""
-        return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
-
-    def entries(self, scattered: list[list[list[str]]], wanted: Wanted) -> dict[str, Any]:
-        """Collects what this rank has to write, by key; `scattered`: every rank's `names_of_some()`."""
-        entries: dict[str, Any] = {}
-        for name, values in self._state.items():
-            spec, shape = self._specs[name], self._parameters[name].shape
-            for key, value in values.items():
-                entry = f"{STATE}{name}.{key}"
-                if spec.split:
-                    require_plain(value, key, self._of(name))
-                spread = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
-                if spread is not None:
-                    if wanted(entry, spec.group):
-                        entries[entry] = spread.spread(value)
-                    continue
-                # Factored state (Adafactor's rows and columns) says nothing of how it splits with the parameter.
-                if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
-                    raise ConfigError(
-                        f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
-                        f"the parameter {list(shape)}. It cannot be split over another number of ranks; use an "
-                        "optimizer whose state is shaped like the parameters, or for the experts' matrices "
-                        f"fusedmoe.training.PerMatrix(…, {type(self._of(name)).__name__})."
-                    )
-                if wanted(entry, self._topology.world if spec.everywhere else spec.group):
-                    entries[entry] = value
-        if wanted(GROUPS, self._topology.world):
-            groups = zip(self._groups, self._all_names(scattered), strict=True)
-            entries[GROUPS] = [_settings(group) | {"params": names} for group, names in groups]
-        return entries
-
-    def about(self) -> dict[str, Any]:
-        """Returns what tells one kind of optimizer from another."""
-        return {"kind": self._optimizer.kind, "settings": sorted(self._optimizer.defaults)}
-
-    def compare(
-        self, about: dict[str, Any], groups: list[dict[str, Any]], scattered: list[list[list[str]]]
-    ) -> str | None:
-        """Names the first thing in which a saved optimizer differs from this one, None if nothing does."""
-        kind = self._optimizer.kind
-        for setting in about["settings"]:
-            if setting not in self._optimizer.defaults:
-                return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
-        if len(groups) != len(self._groups):
-            return f"it has {len(groups)} parameter groups, this optimizer {len(self._groups)}"
-        for number, (group, names) in enumerate(zip(groups, self._all_names(scattered), strict=True)):
-            theirs, ours = set(group["params"]), set(names)
-            for name in sorted(theirs ^ ours):
-                where = "this optimizer" if name in ours else "the checkpoint"
-                return f"only {where} has {name} in parameter group {number}"
-        return None
-
-    def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """Lists the saved values of this rank's parameters, and what each is to be read into; None for plain values."""
-        targets: dict[str, Any] = {}
-        for entry, saved in metadata.state_dict_metadata.items():
-            prefix, _, key = entry.rpartition(".")
-            name = prefix.removeprefix(STATE)
-            if not prefix.startswith(STATE) or name not in self._parameters:
-                continue
-            if not isinstance(saved, TensorStorageMetadata):
-                targets[entry] = None
-                continue
-            dtype, spec = saved.properties.dtype, self._specs[name]
-            parameter, value = self._parameters[name], self._state[name].get(key)
-            spread = self._spec_of(name, saved.size, spec.shape)
-            if spread is None:  # a count, say, which every rank holds whole
-                if spec.split and saved.size.numel() > 1:
-                    raise ConfigError(
-                        f"checkpoint entry {entry} has shape {list(saved.size)}, the parameter {list(spec.shape)}: it "
-                        "cannot be split over ranks. Load with optimizer=None, and train with an optimizer whose state "
-                        "is shaped like the parameters, or with fusedmoe.training.PerMatrix."
-                    )
-                targets[entry] = torch.empty(saved.size, dtype=dtype)
-                continue
-            # An optimizer that has not stepped yet has no memory for its state: it is made here, to be read into.
-            shape = parameter.shape
-            if isinstance(self._of(name), PerMatrix):
-                shape = torch.Size((*shape[:-2], *saved.size[len(shape) - 2 :]))
-            if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:
-                like = parameter if shape == parameter.shape else parameter.new_empty(shape)
-                value = self._state[name][key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-            targets[entry] = spread.spread(value)
-        return targets
-
-    def _of(self, name: str) -> Optimizer:
-        return self._optimizer.of(self._parameters[name])
-
-    def _spec_of(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
-        """Returns the spread of state of a size, kept for a parameter of a shape; None: every rank holds all of it."""
-        spec, lead = self._specs[name], len(shape) - 2
-        if isinstance(self._of(name), PerMatrix):
-            return spec.stacked(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
-        return spec if tuple(size) == tuple(shape) else None
-
-    def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
-        """Returns the dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: the parameters'."""
-        dtypes = {}
-        for entry in keys:
-            prefix, _, key = entry.rpartition(".")
-            parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
-            if (
-                parameter is None
-                or type(self._optimizer.of(parameter)).load_state_dict is not Optimizer.load_state_dict
-            ):
-                continue  # its own rule
-            # PyTorch keeps `step` as it is: counts in bfloat16 would stand still at 256.
-            if parameter.is_floating_point() and key != "step":
-                dtypes[entry] = parameter.dtype
-        return dtypes
-
-    def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
-        state: dict[int, dict[str, Any]] = {}
-        for entry, value in targets.items():
-            prefix, _, key = entry.rpartition(".")
-            name = prefix.removeprefix(STATE)
-            if prefix.startswith(STATE) and name in self._index:
-                if isinstance(value, Tensor) and self._spec_of(name, value.shape, self._specs[name].shape) is not None:
-                    value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
-                state.setdefault(self._index[name], {})[key] = value
-        # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
-        merged = [own | _settings(group) for own, group in zip(self._groups, groups, strict=True)]
-        self._optimizer.load_state_dict({"state": state, "param_groups": merged})
-
-    def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
-        """Lists the names of each group that any rank has."""
-        return [
-            list(dict.fromkeys([*own, *(name for on_rank in scattered for name in on_rank[number])]))
-            for number, own in enumerate(self.names)
-        ]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

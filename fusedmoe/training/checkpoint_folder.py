@@ -1,7 +1,7 @@
-"""Folders of checkpoints in PyTorch's format: one save at a time, replaced whole or not at all, read in parts.
+"""Folders of checkpoints: one save at a time, replaced whole or not at all, read in parts.
 
-torch.distributed.checkpoint calls collectives of its own, without bounds. Its planners, reader and writer do not; they
-are driven here, so that a rank that fails or does not come ends the others by name.
+torch.distributed.checkpoint calls collectives of its own, without bounds. Its planners do not; they say which parts of
+tensors a rank writes and reads, so that a rank that fails or does not come ends the others by name.
 """
 
 from __future__ import annotations
@@ -13,39 +13,34 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from io import BytesIO
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training.checkpoint_checks import (
-    CURE,
+from fusedmoe.training.checkpoint_index import (
     INDEX,
-    Item,
-    check_items,
-    item_digests,
-    parse_index,
-    read_digests,
-    read_index,
-    refused,
-    write_digests,
+    FilePart,
+    TensorPart,
+    Written,
+    has_elements,
+    tensor_key,
+    write_index,
+    write_parts,
 )
+from fusedmoe.training.copies import local_part
+from fusedmoe.training.plain_values import EncodedValue, encode_value, require_storable
+from fusedmoe.training.shard_spec import RowShard
 
-# So many are looked at at once, in float64 beside those that were read.
-_NUMBERS = 2**20
-# Integers up to here are exact in float64.
-_EXACT = 2**53
+#: The index of formats 1 and 2.
+EARLIER_INDEX = ".metadata"
 
 
 def real(path: Path) -> Path:
@@ -87,8 +82,8 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether a checkpoint lies at `path`: a folder with an index."""
-    return (path / INDEX).is_file()
+    """Returns whether a checkpoint, of this format or an earlier one, lies at `path`: a folder with an index."""
+    return (path / INDEX).is_file() or (path / EARLIER_INDEX).is_file()
 
 
 def saved_at(path: Path) -> Path | None:
@@ -120,7 +115,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
         raise
 
     # Another job may have removed the folder and made one of its own by this name, in spite of the lock.
-    def is_own() -> bool:
+    def isown_part() -> bool:
         with suppress(OSError):
             return os.path.samestat(os.fstat(folder), room.lstat())
         return False
@@ -131,7 +126,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
             except BlockingIOError:
                 raise busy from None
-        if not is_own():
+        if not isown_part():
             raise busy
         try:
             if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
@@ -145,7 +140,7 @@ def room(path: Path, room: Path) -> Iterator[str]:
             (room / mark).touch()
             yield mark
         finally:
-            if is_own():
+            if isown_part():
                 _remove(room, f"saving to {path}: the folder in which the checkpoint is put together")
     finally:
         os.close(folder)
@@ -194,66 +189,91 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_folder(
-    path: Path,
-    entries: dict[str, Any],
-    place: Callable[[str], tuple[str, ...]],
-    topology: Topology,
-    operation: str,
-) -> None:
-    """Writes every rank's entries to `path`, replacing a checkpoint that stands there. Collective over all ranks.
+def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: Topology, operation: str) -> None:
+    """Write every rank's entries to `path`, replacing a checkpoint that stands there. Collective over all ranks.
 
     Args:
-        entries: tensors, DTensors and anything that can be pickled, by key; what several ranks hold is in the entries
-            of one of them only.
-        place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
+        entries: returns tensors, DTensors and plain values by key. An entry that several ranks hold is returned by one
+            of them only.
     """
     path = real(path)  # what a link stands for is replaced, not the link
     own_room = beside(path, "partial")
-    partial = own_room / "checkpoint"
-    writer = FileSystemWriter(partial)
+    unfinished = own_room / "checkpoint"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = Metadata({})
     first = topology.is_first
+    values: dict[str, EncodedValue] = {}
 
-    def plan() -> Any:
+    def plan() -> SavePlan:
+        # A value or tensor that a load would refuse is refused here, before a file is made.
+        tensors, values_of_rank = split_entries(entries(), operation)
+        values.update(values_of_rank)
         # PyTorch's planners deduplicate what several ranks hold; here one rank alone has each entry, by `writes`.
-        planner.set_up_planner(entries, None, first)
-        writer.set_up_storage_writer(first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner(tensors, None, first)
+        return planner.create_local_plan()
 
-    def write(plans: list[Any]) -> Any:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        own = writer.prepare_global_plan(plans)[topology.world.index]
-        written = writer.write_data(planner.finish_plan(own), planner)
-        written.wait()
-        results = written.value()
-        # Digests are of what is on the disk, not of what was to be written: they find what went wrong in between.
-        return results, item_digests(partial, [_item(result.storage_data) for result in results])
+    def write(own: SavePlan) -> Written:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        return write_parts(unfinished, topology.world.index, _parts(own, planner), values)
 
-    def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
-        for rank, (_, items) in zip(topology.world.ranks, of_ranks, strict=True):
-            _check_there(partial, items, rank)
-        places = {key: place(key) for key in metadata.state_dict_metadata}
-        writer.finish(replace(metadata, planner_data=places), [results for results, _ in of_ranks])
-        write_digests(partial, [digests for _, digests in of_ranks])
-        install(partial, path)
+    def finish(plans: list[SavePlan], of_ranks: list[Written]) -> None:
+        for rank, written in zip(topology.world.ranks, of_ranks, strict=True):
+            _check_there(unfinished, written.all(), rank)
+        _, metadata = planner.create_global_plan(plans)
+        write_index(unfinished, metadata, of_ranks)
+        install(unfinished, path)
 
     def on_all(action: Callable[[], Any]) -> list[Any]:
         return on_all_ranks(topology.world, operation, action)
 
-    # Five exchanges, each of which ends all ranks if one fails: rank 0 makes the room; all see the same one; plans;
+    # Five exchanges, each of which ends all ranks if one fails: plans; rank 0 makes the room; all see the same one;
     # data; and rank 0 puts it in its place.
     with ExitStack() as own:
+        plans = on_all(plan)
         marks = on_all(lambda: own.enter_context(room(path, own_room)) if first else "")
         on_all(lambda: check_same(own_room, marks[0], path))
-        plans = on_all(plan)
-        of_ranks = on_all(lambda: write(plans))
-        on_all(lambda: finish(of_ranks) if first else None)
+        of_ranks = on_all(lambda: write(plans[topology.world.index]))
+        on_all(lambda: finish(plans, of_ranks) if first else None)
 
 
-def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
+def split_entries(entries: dict[str, Any], operation: str) -> tuple[dict[str, Tensor], dict[str, EncodedValue]]:
+    """Separate tensors, those of values included, from values. `ConfigError` for what checkpoints do not store."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, EncodedValue] = {}
+    for key, entry in entries.items():
+        if isinstance(entry, Tensor):
+            require_writable(own_part(entry), f"{operation}: {key}")
+            tensors[key] = entry
+        else:
+            values[key] = encode_value(entry, f"{operation}: {key}")
+            tensors |= {tensor_key(key, number): one for number, one in enumerate(values[key].tensors)}
+    return tensors, values
+
+
+def own_part(entry: Tensor) -> Tensor:
+    """Return the elements of an entry that this rank has."""
+    return entry.part if isinstance(entry, RowShard) else local_part(entry)
+
+
+def require_writable(tensor: Tensor, what: str) -> None:
+    """Raise `ConfigError`, which begins with `what`, for a tensor that a load could not write into."""
+    require_storable(tensor, what)
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ConfigError(f"{what} is expanded: several elements share memory. Make it a tensor of its own by clone().")
+
+
+def _parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple[TensorPart, Callable[[], Any]]]:
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None
+        if has_elements(data.chunk.sizes, data.size):
+            place = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            part = TensorPart(item.index.fqn, *place, data.properties.dtype, tuple(data.size))
+            yield part, partial(planner.resolve_data, item)
+
+
+def _check_there(partial: Path, items: Iterable[FilePart], rank: int) -> None:
     """Raises `ConfigError` if what a rank says that it wrote is not all here, where it is to be installed."""
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         file, end = partial / name, max(item.offset + item.length for item in of_file)
@@ -267,200 +287,3 @@ def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
                 f"{name}, which rank {rank} has written, has {size} bytes of {end} where the checkpoint is put "
                 "together. Save to a file system that all ranks see. What was saved there before stands."
             )
-
-
-def index_digest(path: Path) -> str | None:
-    """Return the digest of the index at `path`, which changes with each save; None without one."""
-    folder = saved_at(path)
-    try:
-        return None if folder is None else read_index(folder)[1]
-    except OSError:
-        return None
-
-
-class Folder:
-    """The folder with the checkpoint saved to `path`, opened for loading.
-
-    Attributes:
-        metadata: what it says it holds.
-        digest: of the index, which no two saves have in common.
-        digests: of its items; None in format 1, which had none.
-    Raises:
-        ConfigError: there is none, it is of a later format, or it is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        folder = saved_at(path)
-        if folder is None:
-            raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
-        self._path, self._folder = path, folder
-        damaged = f"the checkpoint {path} is damaged: {INDEX}"
-        try:
-            index, self.digest = read_index(folder)
-        except OSError as error:
-            raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
-        self.digests = read_digests(path, folder)
-        if self.digests is not None and self.digests.of_index != self.digest:
-            raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
-        try:
-            self.metadata = parse_index(index)
-        except Exception as error:  # whatever unpickling makes of damage
-            raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
-        self._check_sizes()
-        self._reader = FileSystemReader(folder)
-        self._reader.set_up_storage_reader(self.metadata, True)
-
-    def check(self, targets: dict[str, Any]) -> None:
-        """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
-        plan, _ = self._plan(targets, PlainPlanner())
-        items = {_item(self.metadata.storage_data[part.storage_index]) for part in plan.items}
-        check_items(self._path, self._folder, items, self.digests)
-
-    def check_numbers(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
-        """Raises `ConfigError` if some number that `read` would read is lost in the dtype it is to have, by key."""
-        saved: dict[str, Any] = self.metadata.state_dict_metadata
-        # Most loads convert nothing, and read nothing twice.
-        narrowed = {key: targets[key] for key, dtype in become.items() if may_lose(saved[key].properties.dtype, dtype)}
-        if narrowed:
-            self._read(*self._plan(narrowed, _NumberPlanner(become, self._path)))
-
-    def read(self, targets: dict[str, Any]) -> None:
-        """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
-
-        Raises:
-            ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
-        """
-        plan, planner = self._plan(targets, PlainPlanner())
-        # Values first: one that is refused, though it was checked, has changed no tensor yet.
-        plan = replace(plan, items=sorted(plan.items, key=lambda item: item.type is not LoadItemType.BYTE_IO))
-        # Looked at afterwards: a save that has replaced the folder in between left some ranks reading the new one.
-        try:
-            self._read(plan, planner)
-        finally:
-            if not is_checkpoint(self._folder) or read_index(self._folder)[1] != self.digest:
-                raise ConfigError(
-                    f"the checkpoint {self._path} was replaced while it was loaded, and what was loaded is of both. "
-                    "Load it again; save to another path as long as others load."
-                )
-
-    def _read(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
-        try:
-            self._reader.read_data(plan, planner).wait()
-        except UnpicklingError as error:
-            raise refused(self._path, error) from error
-
-    def _plan(self, targets: dict[str, Any], planner: PlainPlanner) -> tuple[LoadPlan, PlainPlanner]:
-        planner.set_up_planner(targets, self.metadata, True)
-        plan = planner.create_local_plan()
-        return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
-
-    def _check_sizes(self) -> None:
-        ends: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in sorted(ends.items()):
-            file = self._folder / name
-            size = file.stat().st_size if file.is_file() else 0
-            if size < end:
-                raise ConfigError(f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {CURE}")
-
-
-class PlainPlanner(DefaultLoadPlanner):
-    """Plan of a load that reads plain values alone beside tensors: PyTorch's would run whatever they say."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-class _NumberPlanner(PlainPlanner):
-    """Reads tensors in the dtype in which they were saved, looks at their numbers, and keeps nothing."""
-
-    def __init__(self, become: dict[str, torch.dtype], path: Path) -> None:
-        super().__init__()
-        self._become, self._path = become, path
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        saved: Any = self.metadata
-        dtype = saved.state_dict_metadata[read_item.dest_index.fqn].properties.dtype
-        return torch.empty(read_item.lengths, dtype=dtype)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        key = read_item.dest_index.fqn
-        refuse_lost(f"checkpoint {self._path} was not loaded", key, tensor, self._become[key])
-
-
-def _item(info: Any) -> Item:
-    return Item(info.relative_path, info.offset, info.length)
-
-
-# Numbers that a load would change by more than rounding: too large, cut to integers, without their imaginary part.
-
-
-def may_lose(have: torch.dtype, become: torch.dtype) -> bool:
-    """Returns whether some number of dtype `have` is lost as `become`, so that they must be looked at."""
-    if have.is_complex and become.is_complex:
-        have, become = have.to_real(), become.to_real()
-    if have.is_floating_point and become.is_floating_point:
-        return torch.finfo(have).max > torch.finfo(become).max
-    return have not in (become, torch.bool)
-
-
-def lost_number(value: Tensor, dtype: torch.dtype) -> str | None:
-    """Describes the first number that a conversion would not keep, in words that follow a tensor's name; else None."""
-    # Kept are floating-point numbers but for rounding (and what is too small, as zero), infinities and NaN where they
-    # exist, integers exactly, and what is 0 or 1 as a bool.
-    if not may_lose(value.dtype, dtype):
-        return None
-    if value.is_complex():
-        parts = torch.view_as_real(value.detach().resolve_conj())
-        if dtype.is_complex:
-            return lost_number(parts, dtype.to_real())
-        lost = parts[..., 1] != 0
-        return _told(value[lost][0], dtype) if lost.any() else lost_number(parts[..., 0], dtype)
-    if dtype.is_complex:
-        dtype = dtype.to_real()
-    for chunk in value.detach().reshape(-1).split(_NUMBERS):
-        lost = ~_kept(chunk, dtype)
-        if lost.any():
-            return _told(chunk[lost][0], dtype)
-    return None
-
-
-def refuse_lost(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Raises `ConfigError`, which begins with `operation`, if `lost_number` finds one in what is called `key`."""
-    lost = lost_number(value, dtype)
-    if lost is not None:
-        raise ConfigError(f"{operation}: {key} {lost}. Give the model a dtype that can, or convert what was saved.")
-
-
-def _kept(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns [n] bool: which numbers of value [n] stay as they are, to rounding."""
-    exact = value.double()  # which has all numbers of all floating-point dtypes
-    if dtype == torch.bool:
-        return (exact == 0) | (exact == 1)
-    if not value.is_floating_point():
-        return _kept_integers(value, dtype)
-    if not dtype.is_floating_point:
-        bounds = torch.iinfo(dtype)
-        return (exact == exact.trunc()) & (exact >= float(bounds.min)) & (exact < float(bounds.max + 1))
-    after, eps, least = value.to(dtype).double(), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-    rounded = exact.isfinite() & ((after - exact).abs() <= eps * exact.abs().clamp_min(least))
-    return (after == exact) | (after.isnan() & exact.isnan()) | rounded
-
-
-def _kept_integers(value: Tensor, dtype: torch.dtype) -> Tensor:
-    # PyTorch computes little in unsigned integers. The larger half of those of 64 bits is below zero as int64.
-    wide = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
-    small = wide >= 0 if value.dtype == torch.uint64 else torch.ones_like(wide, dtype=torch.bool)
-    if dtype.is_floating_point:
-        return small & (wide.abs() <= _EXACT) & (wide.to(dtype).double() == wide.double())
-    bounds = torch.iinfo(dtype)
-    return small & (wide >= bounds.min) & (wide <= min(bounds.max, torch.iinfo(torch.int64).max))
-
-
-def _told(number: Tensor, dtype: torch.dtype) -> str:
-    have, become = (str(one).removeprefix("torch.") for one in (number.dtype, dtype))
-    return f"has the {have} number {number.item()}, which {become} cannot hold"

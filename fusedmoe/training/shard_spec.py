@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]
 class RowShard(Tensor):
     """Some rows of a whole tensor, or the same slice of each of them; a DTensor has its rows in order.
 
-    It is written and read row by row, so that a checkpoint does not know how the rows were spread.
+    Consecutive rows are written and read as one part. A checkpoint does not depend on how the rows were spread.
 
     Args:
         part: [n, ...], in whose memory they lie.
@@ -60,8 +60,17 @@ class RowShard(Tensor):
     # What torch.distributed.checkpoint asks of tensors that it does not know.
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        sizes = torch.Size((1, *self.part.shape[1:]))
-        return [ChunkStorageMetadata(torch.Size((number, *self.starts[1:])), sizes) for number in self.numbers]
+        return [
+            ChunkStorageMetadata(
+                torch.Size((self.numbers[first], *self.starts[1:])), torch.Size((end - first, *self.part.shape[1:]))
+            )
+            for first, end in self._runs()
+        ]
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """List stretches of `part`, as first row and end, whose rows follow one another in the whole."""
+        starts = [row for row, number in enumerate(self.numbers) if row == 0 or number != self.numbers[row - 1] + 1]
+        return list(zip(starts, [*starts[1:], len(self.numbers)], strict=True)) if starts else []
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.part)
@@ -76,8 +85,8 @@ class RowShard(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        row = self.numbers.index(index.offset[0])
-        return self.part[row : row + 1]
+        first, end = next(run for run in self._runs() if self.numbers[run[0]] == index.offset[0])
+        return self.part[first:end]
 
 
 def plain_name(name: str) -> str:

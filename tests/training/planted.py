@@ -1,7 +1,12 @@
-"""Checkpoints that somebody has tampered with who knows how they are made: pickles that run, with right checksums."""
+"""Checkpoints that somebody has tampered with who knows how they are made, with right checksums.
+
+`changes` are of format 2: pickles that run. `rewritten` are of the index and the values of the present format.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import warnings
@@ -16,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fusedmoe.training import checkpoint_checks, checkpoint_folder
+from fusedmoe.training import checkpoint_index, earlier_formats
 
 # Takes the folder and its index, changes either, and returns what is to be the index; None: the changed one.
 Change = Callable[[Path, Metadata], Any]
@@ -37,13 +42,125 @@ def tamper(path: Path, change: Change, sealed: bool = True) -> None:
     metadata = FileSystemReader(path).read_metadata()
     index = change(path, metadata)
     infos = metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ()
-    items = [checkpoint_folder._item(info) for info in infos if hasattr(info, "relative_path")]
+    items = [
+        earlier_formats.Item(info.relative_path, info.offset, info.length)
+        for info in infos
+        if hasattr(info, "relative_path")
+    ]
     there, most = {one.name for one in path.iterdir()}, 2**62
     items = [one for one in items if [*map(type, one)] == [str, int, int] and one.file in there and one.offset < most]
     (path / ".metadata").write_bytes(index if isinstance(index, bytes) else pickle.dumps(index or metadata))
     (path / ".checksums").unlink()
     if sealed:
-        checkpoint_checks.write_digests(path, [checkpoint_checks.item_digests(path, items)])
+        _seal(path, items)
+
+
+def _seal(path: Path, items: list[earlier_formats.Item]) -> None:
+    """Write the checksums of format 2."""
+    digests: dict[str, list[Any]] = {}
+    for each in items:
+        with (path / each.file).open("rb") as file:
+            file.seek(each.offset)
+            digest = hashlib.sha256(file.read(min(each.length, 2**30))).hexdigest()
+        digests.setdefault(each.file, []).append((each.offset, each.length, digest))
+    _, index = earlier_formats.read_index(path)
+    body = json.dumps({"format": 2, "index": index, "items": digests}).encode()
+    (path / ".checksums").write_bytes(earlier_formats._head(body) + b"\n" + body)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the index of the present format, whose digest is right again."""
+    body = json.loads((path / "index.jsonl").read_text().split("\n")[1])
+    body = change(body) or body
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    (path / "index.jsonl").write_bytes(checkpoint_index._head(text) + text + b"\n")
+
+
+def value(path: Path, key: str, text: str) -> Callable[[dict[str, Any]], None]:
+    """Another JSON text in the place of a value, with a digest that is right."""
+
+    def change(body: dict[str, Any]) -> None:
+        file, *_, count = body["values"][key]
+        line = f'{{"key": {json.dumps(key)}, "value": {text}}}\n'.encode()
+        at = (path / file).stat().st_size
+        with (path / file).open("ab") as opened:
+            opened.write(line)
+        body["values"][key] = [file, at, len(line), hashlib.sha256(line).hexdigest(), count]
+
+    return change
+
+
+def rewritten(path: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """Changes of a checkpoint of the present format that a load has to refuse, by name."""
+    weight = "model.dense.weight"
+
+    def at(*keys: Any, thing: Any) -> Callable[[dict[str, Any]], None]:
+        def change(body: dict[str, Any]) -> None:
+            held: Any = body
+            for key in keys[:-1]:
+                held = held[key]
+            held[keys[-1]] = thing
+
+        return change
+
+    chunk = ("tensors", weight, "chunks", 0)
+    values = {
+        "a deep value": "[" * 100_000 + "]" * 100_000,
+        "a value nested as deep as Python goes": "[" * 900 + "]" * 900,
+        "an unknown tag": '{"$object": ["os.system", "true"]}',
+        "two tags": '{"$tuple": [], "$list": []}',
+        "a tag beside a key": '{"a": 1, "$tuple": []}',
+        "a key that cannot hash": '{"$dict": [[[[], 1]]]}',
+        "a tensor that is not there": '{"a": {"$tensor": [7, "float32", [], false, "Tensor"]}}',
+        "a tensor of no number": '{"a": {"$tensor": [-1, "float32", [], false, "Tensor"]}}',
+        "a tensor of another kind": '{"a": {"$tensor": [0, "float32", [], false, "Module"]}}',
+        "a tensor of no dtype": '{"a": {"$tensor": [0, "load", [], false, "Tensor"]}}',
+        "an attribute of torch": '{"a": {"$dtype": "load"}}',
+        "a method for a layout": '{"a": {"$layout": "__doc__"}}',
+        "an array of objects": '{"a": {"$ndarray": ["|O8", [1], "AAAAAAAAAAA="]}}',
+        "an array too short": '{"a": {"$ndarray": ["<f8", [1000000], "AAAA"]}}',
+        "an array without end": '{"a": {"$ndarray": ["<f8", [4611686018427387903], "AAAA"]}}',
+        "an infinity": "Infinity",
+        "no base64": '{"a": {"$bytes": "\\u00e9"}}',
+        "no date": '{"a": {"$date": "yesterday"}}',
+        "no dictionary": "[1, 2]",
+        "no JSON": "{",
+        "a path of no kind": '{"a": {"$path": ["Popen", "true"]}}',
+        "versions that are many": '{"a": {"$OrderedDict": [[], {}, {}]}}',
+    }
+    return {
+        **{name: value(path, "extra", text) for name, text in values.items()},
+        "another kind of checkpoint": value(path, "fusedmoe", '{"format": 3, "optimizer": 7}'),
+        "groups of numbers": value(path, "optimizer.param_groups", "[7]"),
+        "no groups": lambda body: body["values"].pop("optimizer.param_groups") and None,
+        "no description": lambda body: body["values"].pop("fusedmoe") and None,
+        "a format of text": at("format", thing="three"),
+        "a format below": at("format", thing=2),
+        "no tensors": at("tensors", thing=[]),
+        "a dtype of no tensor": at("tensors", weight, "dtype", thing="load"),
+        "another dtype": at("tensors", weight, "dtype", thing="float32"),
+        "another shape": at("tensors", weight, "shape", thing=[7]),
+        "a shape without end": at("tensors", weight, "shape", thing=[2**70, 2]),
+        "a negative shape": at("tensors", weight, "shape", thing=[-5, -3]),
+        "a shape of text": at("tensors", weight, "shape", thing="53"),
+        "no part": at("tensors", weight, "chunks", thing=[]),
+        "a part outside": at(*chunk, 0, thing=[1, 0]),
+        "a part of another size": at(*chunk, 1, thing=[5, 2]),
+        "a file elsewhere": at(*chunk, 2, thing="../../../../etc/passwd"),
+        "a device": at(*chunk, 2, thing="/dev/zero"),
+        "a file of numbers": at(*chunk, 2, thing=7),
+        "an offset below zero": at(*chunk, 3, thing=-8),
+        "an offset of text": at(*chunk, 3, thing="0"),
+        "an offset past the end": at(*chunk, 3, thing=10**9),
+        "another offset": at(*chunk, 3, thing=8),
+        "a length without end": at(*chunk, 4, thing=2**80),
+        "a digest of nothing": at(*chunk, 5, thing=""),
+        "a value of many tensors": lambda body: body["values"]["extra"].__setitem__(-1, 10**12),
+        "a value for a tensor": lambda body: body["values"].__setitem__(weight, body["values"]["extra"]),
+        "no JSON at all": lambda body: b"7 7",
+        "a number": lambda body: b"7",
+        "a deep index": lambda body: b"[" * 100_000 + b"]" * 100_000,
+    }
 
 
 def item(key: str, thing: Any) -> Change:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -103,23 +103,28 @@ def test_same_topology_continues_bit_for_bit(cluster: Cluster, tmp_path: Path) -
         assert all(torch.equal(after[key], whole_run[key]) for key in whole_run)
 
 
-def test_each_tensor_is_on_the_disk_once_and_pytorch_reads_it(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(4, _run, GRID, None, range(2), str(tmp_path / "checkpoint"), "adamw", False)
-    reader = FileSystemReader(tmp_path / "checkpoint")
-    metadata = reader.read_metadata()
-    for key, value in metadata.state_dict_metadata.items():
-        if isinstance(value, TensorStorageMetadata):
-            stored = sum(torch.Size(chunk.sizes).numel() for chunk in value.chunks)
-            assert stored == value.size.numel(), key
-    files = {info.relative_path for info in metadata.storage_data.values()}
-    assert len(files) == 4, "all ranks write"
-    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "one.pt")
-    plain = torch.load(tmp_path / "one.pt", weights_only=False)
-    model = Toy()
-    model.load_state_dict(plain["model"])
+def test_each_tensor_is_on_the_disk_once_and_other_tools_read_it(cluster: Cluster, tmp_path: Path) -> None:
+    """safetensors, and torch.distributed.checkpoint's reader of its files."""
+    path = tmp_path / "checkpoint"
+    cluster.run(4, _run, GRID, None, range(2), str(path), "adamw", False)
+    files = sorted(path.glob("*.safetensors"))
+    assert {file.name[:10] for file in files} == {f"rank-{rank:05d}" for rank in range(4)}, "all ranks write"
+    stored: dict[str, int] = {}
+    for file in files:
+        for key, tensor in safetensors.torch.load_file(file).items():
+            stored[key] = stored.get(key, 0) + tensor.numel()
     _, reference, _ = _run(0, 1, ONE, None, range(2), None, "adamw", False)
+    state = Toy().state_dict()
+    assert all(stored[f"model.{key}"] == value.numel() for key, value in state.items())
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata()
+    assert metadata.state_dict_metadata.keys() == stored.keys()
+    read: dict[str, Any] = {f"model.{key}": torch.full_like(value, float("nan")) for key, value in state.items()}
+    read["optimizer.state.dense.weight.step"] = torch.tensor(0.0)
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    model = Toy()
+    model.load_state_dict({key.removeprefix("model."): read[key] for key in read if key.startswith("model.")})
     _check(snapshot(model, None), {key: reference[key] for key in model.state_dict()}, ONE, 0)
-    assert plain["optimizer"]["state"]["dense.weight"]["step"] == 2
+    assert read["optimizer.state.dense.weight.step"] == 2
 
 
 def _other_model(rank: int, change: str) -> Toy:
@@ -202,9 +207,9 @@ def _failing_save(rank: int, world: int, path: str, where: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "write" and rank == 2:
-            patch.setattr(checkpoint_folder.FileSystemWriter, "write_data", full)
+            patch.setattr(checkpoint_folder, "write_parts", full)
         elif where == "index" and rank == 0:
-            patch.setattr(checkpoint_folder.FileSystemWriter, "finish", full)
+            patch.setattr(checkpoint_folder, "write_index", full)
         elif where == "extra":
             extra = {"cannot be pickled": lambda: None}
             with pytest.raises(RankError) as error:
@@ -278,7 +283,7 @@ def test_what_is_no_checkpoint_is_neither_loaded_nor_replaced(tmp_path: Path) ->
 def test_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path, damage: str) -> None:
     path, alone, model = tmp_path / "checkpoint", Topology(), Toy()
     save_checkpoint(path, model, None, alone)
-    file = path / ("__0_0.distcp" if damage != "index" else ".metadata")
+    file = path / ("rank-00000.safetensors" if damage != "index" else "index.jsonl")
     if damage == "removed":
         file.unlink()
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import warnings
@@ -17,12 +16,14 @@ from torch import Tensor
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import checkpoint_checks, checkpoint_folder, load_checkpoint, save_checkpoint
+from fusedmoe.training import checkpoint_reader, convert_checkpoint, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
+from tests.training.planted import rewrite
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 
 CURE = "Copy it again, or load another."
-OLD = Path(__file__).parents[1] / "data" / "checkpoint_format_1"  # of two steps, written before there were checksums
+#: Of two steps, as earlier versions wrote them: without checksums, and with an OrderedDict in `extra`.
+FORMAT_1, FORMAT_2 = (Path(__file__).parents[1] / "data" / f"checkpoint_format_{number}" for number in (1, 2))
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -158,137 +159,160 @@ def test_no_flipped_bit_loads_other_numbers(
         assert all(part in texts[0] for part in (str(path), "is damaged", flip.file, CURE)), (flip, texts[0])
 
 
-def test_the_format_before_loads_with_a_warning(cluster: Cluster, tmp_path: Path) -> None:
-    """As it was written then; damage to its data is refused or harmless."""
-    path = tmp_path / "checkpoint"
-    shutil.copytree(OLD, path)
-    with pytest.warns(UserWarning, match=r"of format 1, without checksums: .* Save it again"):
-        _, _, right = load(path, ONE, 0, Topology(), trained=True)
+def converted(path: Path, to: Path) -> str | None:
+    """Convert a checkpoint; return the error's message, None without one."""
+    try:
+        convert_checkpoint(path, to)
+    except (ConfigError, RankError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("old", [FORMAT_1, FORMAT_2], ids=["1", "2"])
+def test_earlier_formats_are_converted(cluster: Cluster, tmp_path: Path, old: Path) -> None:
+    """To the numbers of their time; damage is refused, or without checksums may be harmless."""
+    path, new = tmp_path / "checkpoint", tmp_path / "new"
+    shutil.copytree(old, path)
+    said, before, after = load(path, ONE, 0, Topology(), trained=True)
+    assert said is not None and f"Convert it: fusedmoe convert-checkpoint {path} NEW" in said and after == before
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert converted(path, new) is None
+    assert any("of format 1, without checksums" in str(one.message) for one in caught) == (old == FORMAT_1)
+    _, _, right = load(new, ONE, 0, Topology(), trained=True)
     # It was trained by other versions of the kernels, whose sums round in another order.
     trained = Toy()
     train(trained, optimizer := make_optimizer("adamw", trained), ONE, 0, range(2))
     torch.testing.assert_close(right.model, dict(trained.state_dict()), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(right.optimizer["state"], optimizer.state_dict()["state"], rtol=1e-9, atol=1e-12)
+    extra = load_checkpoint(new, trained, optimizer, Topology())
+    assert extra["step"] == 2 and (old == FORMAT_1 or extra["average"]._metadata[""] == {"version": 2})
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    flips = [flip for flip in draw(seed, 20, path) if flip.file != ".metadata"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        texts = flipped_loads(0, 1, ONE, path, flips)
-    assert {text for text in texts if text}, "some are refused"
+    texts = []
+    for flip in draw(seed, 20, path):
+        if old == FORMAT_2 or flip.file != ".metadata":
+            flip.apply(path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                texts.append(converted(path, tmp_path / "flipped"))
+            if texts[-1] is None:
+                assert load(tmp_path / "flipped", ONE, 0, Topology(), trained=True)[::2] == (None, right), flip
+            flip.apply(path)
+    assert any(texts) and (old == FORMAT_1 or all(texts))
     for text in filter(None, texts):
         # Without checksums a name that was damaged is that of a class nobody knows.
-        assert ("is damaged: __0_0.distcp" in text and CURE in text) or "of no known class" in text, text
-    cluster.run(2, loads_old, path, right.model)
+        assert ("is damaged: " in text and CURE in text) or "of no known class" in text, text
+    cluster.run(2, loads_converted, new, right.model)
 
 
-def loads_old(rank: int, world: int, path: Path, right: dict[str, Tensor]) -> None:
+def loads_converted(rank: int, world: int, path: Path, right: dict[str, Tensor]) -> None:
     sizes = Sizes(2, ep=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        said, _, held = load(path, sizes, rank, sizes.topology(), trained=False)
-    assert said is None and len([one for one in caught if "checksums" in str(one.message)]) == (rank == 0)
+    said, _, held = load(path, sizes, rank, sizes.topology(), trained=False)
+    assert said is None
     for name, value in right.items():
         assert torch.equal(held.model[name], part(value, name, sizes, rank))
 
 
-def test_checkpoints_of_records_without_crc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch can be told to leave them out: such a file is not damaged, with checksums or of the format before."""
-    monkeypatch.setattr("fusedmoe.training.checkpoint.FORMAT", 1)
-    path, trained = tmp_path / "checkpoint", Toy()
-    with_crc = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        save_checkpoint(path, trained, None, Topology())
-    finally:
-        torch.serialization.set_crc32_options(with_crc)
-    load_checkpoint(path, Toy(), None, Topology())
-    (path / ".checksums").unlink()
-    loaded, _ = other(ONE, 0, trained=True)
-    with pytest.warns(UserWarning, match="of format 1"):
-        load_checkpoint(path, loaded, None, Topology())
-    assert torch.equal(loaded.dense.weight, trained.dense.weight)
+def test_what_needs_no_conversion_is_refused(tmp_path: Path) -> None:
+    save(0, 1, ONE, tmp_path / "checkpoint")
+    assert "needs no conversion" in str(converted(tmp_path / "checkpoint", tmp_path / "new"))
+    assert "there is no checkpoint at" in str(converted(tmp_path / "nowhere", tmp_path / "new"))
+    shutil.copytree(FORMAT_2, tmp_path / "old")
+    (tmp_path / "old" / ".checksums").unlink()
+    assert ".checksums is missing" in str(converted(tmp_path / "old", tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("no checksums", r"is damaged: \.checksums is missing\. Copy it again"),
-        ("later", r"is of format 3, and this version of fusedmoe reads formats up to 2\. Load it with the version"),
-        ("foreign", r"save_checkpoint did not write it\. Read it with torch\.distributed\.checkpoint"),
-        ("mixed", r"is damaged: \.metadata is not as it was saved"),
-        ("removed", r"is damaged: __0_0\.distcp has 0 bytes of"),
-        ("shorter", r"is damaged: __0_0\.distcp has \d+ bytes of"),
+        ("later", r"is of format 4, and this version of fusedmoe reads format 3\. Load it with the version"),
+        ("mixed", r"is damaged: rank-00000\.(jsonl|safetensors) (has|is not as it was saved)"),
+        ("cut", r"is damaged: index\.jsonl is not as it was saved"),
+        ("empty", r"is damaged: index\.jsonl is not as it was saved"),
+        ("removed", r"is damaged: rank-00000\.safetensors has 0 bytes of"),
+        ("shorter", r"is damaged: rank-00000\.safetensors has \d+ bytes of"),
+        ("longer", r"is damaged: rank-00000\.safetensors has \d+ bytes of"),
     ],
 )
-def test_what_is_not_whole_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
-) -> None:
+def test_what_is_not_whole_is_refused(tmp_path: Path, change: str, message: str) -> None:
     path = tmp_path / "checkpoint"
-    if change == "foreign":
-        monkeypatch.setattr("fusedmoe.training.checkpoint.ABOUT", "other")
     save(0, 1, ONE, path)
-    monkeypatch.undo()
-    if change == "no checksums":
-        (path / ".checksums").unlink()
-    elif change == "later":
-        body = (path / ".checksums").read_bytes().split(b"\n")[1]
-        body = json.dumps(json.loads(body) | {"format": 3}).encode()
-        (path / ".checksums").write_bytes(checkpoint_checks._head(body) + b"\n" + body)
-    elif change == "mixed":  # the index of another save of the same
-        (path / ".checksums").rename(tmp_path / "kept")
-        save(0, 1, ONE, path)
-        (tmp_path / "kept").replace(path / ".checksums")
+    index, data = path / "index.jsonl", path / "rank-00000.safetensors"
+    if change == "later":
+        rewrite(path, lambda body: body | {"format": 4})
+    elif change == "mixed":  # the index of another save
+        kept = index.read_bytes()
+        model, optimizer = other(ONE, 0, trained=True)
+        save_checkpoint(path, model, optimizer, Topology(), {"step": 10})
+        index.write_bytes(kept)
+    elif change == "cut":
+        index.write_bytes(index.read_bytes()[:-40])
+    elif change == "empty":
+        index.write_bytes(b"")
     elif change == "removed":
-        (path / "__0_0.distcp").unlink()
-    elif change == "shorter":
-        (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-40])
+        data.unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:-40] if change == "shorter" else data.read_bytes() + b"0")
     said, before, after = load(path, ONE, 0, Topology(), trained=True)
     assert after == before
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(said)
 
 
+@pytest.mark.parametrize("most_open", [256, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_checkpoint_replaced_while_it_is_loaded_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+def test_a_checkpoint_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, most_open: int
 ) -> None:
-    """Another job saves to the path between checks and reading."""
+    """Another job saves to the path between checks and reading: open files are read to the end, others are noticed."""
     path, reads = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    read_data = checkpoint_folder.FileSystemReader.read_data
+    _, _, right = load(path, ONE, 0, Topology(), trained=True)
+    monkeypatch.setattr(checkpoint_reader, "_MOST_OPEN", most_open)
+    read_tensors = checkpoint_reader.Folder.read_tensors
 
     def read(*args: Any) -> Any:
         reads.append(when)
-        if len(reads) == 1:  # what says of which optimizer the checkpoint is
-            return read_data(*args)
         if when == "before":
-            save(0, 1, ONE, path)
-            return read_data(*args)
-        result = read_data(*args)
-        save(0, 1, ONE, path)
-        return result
+            save_checkpoint(path, *other(ONE, 0, trained=True), Topology(), {"step": 10})
+        return read_tensors(*args)
 
-    monkeypatch.setattr(checkpoint_folder.FileSystemReader, "read_data", read)
-    said, _, _ = load(path, ONE, 0, Topology(), trained=True)
-    assert said is not None and "was replaced while it was loaded" in said and "Load it again" in said
+    monkeypatch.setattr(checkpoint_reader.Folder, "read_tensors", read)
+    if when == "after":
+        resolve = checkpoint_reader.PlainPlanner.resolve_tensor
+
+        def resolved(*args: Any) -> Any:
+            if reads == [when]:
+                reads.append("saved")
+                save_checkpoint(path, *other(ONE, 0, trained=True), Topology(), {"step": 10})
+            return resolve(*args)
+
+        monkeypatch.setattr(checkpoint_reader.PlainPlanner, "resolve_tensor", resolved)
+    said, _, held = load(path, ONE, 0, Topology(), trained=True)
+    if most_open > 1:
+        assert said is None and held == right
+    else:
+        assert said is not None and "was replaced while it was loaded" in said and "Load it again" in said
 
 
 def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is checked is what is read, once: a model alone has the optimizer's items unread."""
+    """What is checked is what is read, once: a model alone has the optimizer's parts unread."""
     path, looked = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    each = checkpoint_checks._each
+    check = checkpoint_reader.check_part
 
-    def watched(folder: Path, items: Any) -> Any:
-        looked.extend(items)
-        return each(folder, items)
+    def watched(path: Path, file: Any, stretch: Any) -> None:
+        looked.append(stretch)
+        check(path, file, stretch)
 
-    monkeypatch.setattr(checkpoint_checks, "_each", watched)
-    size = (path / "__0_0.distcp").stat().st_size
+    monkeypatch.setattr(checkpoint_reader, "check_part", watched)
+    size = sum(file.stat().st_size for file in path.iterdir() if file.name != "index.jsonl")
     model, optimizer = other(ONE, 0, trained=True)
     load_checkpoint(path, model, optimizer, Topology())
-    assert len(set(looked)) == len(looked) and sum(item.length for item in looked) == size
+    assert len(set(looked)) == len(looked) and sum(stretch.length for stretch in looked) == size
     looked.clear()
     load_checkpoint(path, model, None, Topology())
-    assert len(set(looked)) == len(looked) and 0 < sum(item.length for item in looked) < size / 2
+    data = [stretch for stretch in looked if stretch.offset or not stretch.file.endswith("safetensors")]
+    assert len(set(looked)) == len(looked) and 0 < sum(stretch.length for stretch in data) < size / 3

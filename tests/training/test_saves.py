@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -20,10 +21,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import checkpoint_folder, load_checkpoint, save_checkpoint
+from fusedmoe.training import checkpoint_folder, checkpoint_reader, convert_checkpoint, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.planted import changes, doubled, in_index, item, tamper
-from tests.training.test_checkpoint_folder import load, save
+from tests.training.planted import changes, doubled, in_index, item, rewrite, rewritten, tamper
+from tests.training.test_checkpoint_folder import FORMAT_2, load, save
 from tests.training.toy import ONE, Sizes, Toy
 
 ALONE = Topology()
@@ -42,47 +43,58 @@ LONGEST = "more parts than bytes"
     ],
 )
 def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what: str, sealed: bool) -> None:
+    """Pickles of format 2, which are converted."""
     path, canary = tmp_path / "checkpoint", tmp_path / "canary"
-    save(0, 1, ONE, path)
+    shutil.copytree(FORMAT_2, path)
     tamper(path, changes(canary)[what], sealed)
     canary.unlink(missing_ok=True)  # who seals, reads
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.raises((ConfigError, RankError)) as caught:
         warnings.simplefilter("ignore")
-        said, before, after = load(path, ONE, 0, ALONE, trained=True)
-    assert said is not None and str(path) in said and len(said) < 1000
+        convert_checkpoint(path, tmp_path / "new")
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
     assert not canary.exists() and not hasattr(Metadata, "fusedmoe_was_here")
-    assert after == before or what in ("a tensor", "a tensor of another shape", "a number for a tensor")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_the_planners_data_is_not_looked_at(tmp_path: Path) -> None:
+    path, new = tmp_path / "checkpoint", tmp_path / "new"
+    shutil.copytree(FORMAT_2, path)
+    convert_checkpoint(path, new)
+    _, _, right = load(new, ONE, 0, ALONE, trained=True)
+    tamper(path, in_index("planner_data", {"a": doubled(list), "b": doubled(tuple), "c": 10**300}))
+    convert_checkpoint(path, new)
+    assert load(new, ONE, 0, ALONE, trained=True)[::2] == (None, right)
+
+
+@pytest.mark.parametrize("what", rewritten(Path()))
+def test_what_was_rewritten_is_refused_and_nothing_loaded(tmp_path: Path, what: str) -> None:
+    """An index and values in JSON, with right digests."""
     path = tmp_path / "checkpoint"
     save(0, 1, ONE, path)
-    _, _, right = load(path, ONE, 0, ALONE, trained=True)
-    tamper(path, in_index("planner_data", {"a": doubled(list), "b": doubled(tuple), "c": 10**300}))
-    assert load(path, ONE, 0, ALONE, trained=True)[::2] == (None, right)
+    rewrite(path, rewritten(path)[what])
+    said, before, after = load(path, ONE, 0, ALONE, trained=True)
+    assert said is not None and str(path) in said and len(said) < 1000
+    assert after == before and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 class Own:
     """A class of the user's."""
 
-    def __init__(self, value: int) -> None:
-        self.value = value
 
-
-def test_objects_are_refused_when_they_are_saved(tmp_path: Path) -> None:
-    """Who saves learns it, not who has lost the run; classes that both name are let through."""
+def test_objects_are_refused_when_they_are_saved_and_converted(tmp_path: Path) -> None:
+    """Classes that are named to PyTorch as safe, too."""
     path = tmp_path / "checkpoint"
-    with pytest.raises(ConfigError, match=r"extra holds something of tests.*\.Own, .*plain values"):
-        save_checkpoint(path, Toy(), None, ALONE, {"mine": Own(7)})
-    assert not any(tmp_path.iterdir())
-    save_checkpoint(path, Toy(), None, ALONE, {})
-    tamper(path, item("extra", {"mine": Own(7)}))
-    with pytest.raises(ConfigError, match=r"was not loaded: it holds something of tests.*\.Own, .*plain values"):
-        load_checkpoint(path, Toy(), None, ALONE)
     with torch.serialization.safe_globals([Own]):
-        save_checkpoint(path, Toy(), None, ALONE, {"mine": Own(8)})
-        assert load_checkpoint(path, Toy(), None, ALONE)["mine"].value == 8
+        with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store"):
+            save_checkpoint(path, Toy(), None, ALONE, {"mine": Own()})
+        assert not any(tmp_path.iterdir())
+        shutil.copytree(FORMAT_2, path)
+        tamper(path, item("extra", {"mine": Own()}))
+        with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store"):
+            convert_checkpoint(path, tmp_path / "new")
+    with pytest.raises(ConfigError, match=r"was not converted: it holds something of tests.*\.Own"):
+        convert_checkpoint(path, tmp_path / "new")
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def numbered(number: int) -> Toy:
@@ -202,7 +214,7 @@ def test_a_save_that_ends_before_any_of_its_steps(tmp_path: Path, how: str) -> N
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path, share: float) -> None:
     path = tmp_path / "checkpoint"
     save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
-    size = (path / "__0_0.distcp").stat().st_size
+    size = (path / "rank-00000.safetensors").stat().st_size
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
     try:
@@ -279,16 +291,15 @@ def test_a_checkpoint_in_place_is_a_save_with_a_warning(
     assert whole(path) == 3 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("when", ["before the index", "after the index", "after the checksums", "between the renames"])
+@pytest.mark.parametrize("when", ["before the index", "after the index", "after a check", "between the renames"])
 def test_a_checkpoint_replaced_before_it_is_read_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Another job saves while a load opens and checks the folder: the load returns the old or the new one, whole."""
     path, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
     save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
-    name = {"before the index": "saved_at", "after the index": "read_digests", "after the checksums": "check_items"}
-    name = name.get(when, "saved_at")
-    true_call, calls = getattr(checkpoint_folder, name), []
+    name = {"after the index": "read_index", "after a check": "check_part"}.get(when, "saved_at")
+    true_call, calls = getattr(checkpoint_reader, name), []
 
     def replaced(*args: Any) -> Any:
         calls.append(name)
@@ -301,7 +312,7 @@ def test_a_checkpoint_replaced_before_it_is_read_is_loaded(
             save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
         return true_call(*args)
 
-    monkeypatch.setattr(checkpoint_folder, name, replaced)
+    monkeypatch.setattr(checkpoint_reader, name, replaced)
     assert whole(path) == (1 if when == "between the renames" else 2)
 
 
@@ -347,7 +358,7 @@ def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str
         ("path", r"rank 0 gives \S+/checkpoint and rank 1 \S+/checkpoint at 1\. Give all ranks one path"),
         ("relative path", r"rank 0 gives \S+/own/0/checkpoint and rank 1 \S+/own/1/checkpoint\."),
         ("disk", r"failed on rank 1: \S+ is another folder here than on rank 0.* before stands"),
-        ("disk, seen late", r"failed on rank 0: __1_0\.distcp, which rank 1 has written, has 0 bytes of \d+"),
+        ("disk, seen late", r"failed on rank 0: rank-00001\.safetensors, which rank 1 has written, has 0 bytes of \d+"),
     ],
 )
 def test_ranks_that_do_not_see_one_folder_lose_nothing(

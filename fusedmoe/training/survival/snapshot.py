@@ -23,18 +23,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, check_plain
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.checkpoint_folder import require_writable
 from fusedmoe.training.optimizers import Optimizers
+from fusedmoe.training.plain_values import encode_value, tensor_bytes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Of the headers.
-FORMAT = 2
+FORMAT = 3
 # Bytes that travel at once: what a transfer takes of a GPU's memory, twice.
 CHUNK_BYTES = 2**25
 # Parts begin where any dtype may.
@@ -161,11 +162,11 @@ class Snapshots:
 
         def collect() -> tuple[str, str]:
             # Every rank checks its own: `extra` is kept by one rank of each node, and restored on all.
-            check_plain(EXTRA, extra, operation)
+            digest = encode_value(extra, f"{operation}: {EXTRA}").digest()
             for part, value in _own_parts(state, self._topology, nodes, extra, operation):
                 parts.append(part)
                 values.append(value)
-            return _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
+            return _digest(repr(parts).encode()), digest
 
         self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
         bases: dict[int, int] = {}
@@ -183,7 +184,7 @@ class Snapshots:
 
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
-            memory[part.at : part.at + part.bytes].copy_(value.view(-1).view(torch.uint8))
+            memory[part.at : part.at + part.bytes].copy_(value)
         # Only what this node alone holds is sent: of all else another node keeps a copy of its own ranks.
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
         if buddy is not None:
@@ -199,20 +200,20 @@ class Snapshots:
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(self, parts: list[StatePart], every: list[tuple[str, str]], world: Group, operation: str) -> None:
+    def _compare(self, parts: list[StatePart], of_ranks: list[tuple[str, str]], world: Group, operation: str) -> None:
         """Gather every rank's parts. Raise `RankError` if `extra` differs between ranks.
 
         Args:
-            every: digests of each rank's parts and of its `extra`.
+            of_ranks: digests of each rank's parts and of its `extra`.
         """
         # Each node would keep that of one of its ranks.
-        for rank, (_, of_extra) in zip(world.ranks, every, strict=True):
-            if of_extra != every[0][1]:
+        for rank, (_, of_extra) in zip(world.ranks, of_ranks, strict=True):
+            if of_extra != of_ranks[0][1]:
                 raise RankError(
                     f"{operation}: what refresh is given as `extra` differs between rank {world.ranks[0]} and rank "
                     f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
                 )
-        digests = [of_parts for of_parts, _ in every]
+        digests = [of_parts for of_parts, _ in of_ranks]
         # Parts change where experts change owners, and after a first step of the optimizer: seldom.
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
@@ -263,20 +264,6 @@ def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Reduces a value to plain types, which are equal where values are, whatever object is which."""
-    if isinstance(value, Tensor):
-        bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
-    if isinstance(value, dict):
-        return sorted(repr((_plain(key), _plain(one))) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    known = isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | None)
-    # Other objects may be equal and not say so: of them the class counts.
-    return value if known else type(value).__qualname__
-
-
 def _sent_bytes(parts: Iterable[StatePart]) -> int:
     return end_of(part for part in parts if part.sent)
 
@@ -303,24 +290,26 @@ def _own_parts(
     for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
         if wanted(key, topology.world):
             entries[key] = thing
-    for key, entry in entries.items():
-        if not isinstance(entry, Tensor):
-            check_plain(key, entry, operation)
+    packed = {
+        key: encode_value(entry, f"{operation}: {key}").pack()
+        for key, entry in entries.items()
+        if not isinstance(entry, Tensor)
+    }
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(entries, None, True)
+    planner.set_up_planner(entries | packed, None, True)
     items = planner.create_local_plan().items
     at = 0
     # What is sent stands first, so that it goes to the buddy as one piece of memory.
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
-        if item.type is WriteItemType.BYTE_IO:
-            value = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)  # type: ignore[union-attr]
+        assert isinstance(data, Tensor) and item.tensor_data is not None
+        value = tensor_bytes(data)
+        if key in packed:
             part = StatePart(key, None, None, (), "", at, value.numel(), key in alone)
         else:
-            assert isinstance(data, Tensor) and item.tensor_data is not None
-            value, chunk = data.detach().contiguous(), item.tensor_data.chunk
-            size = value.numel() * value.element_size()
+            require_writable(data, f"{operation}: {key}")
+            chunk, dtype = item.tensor_data.chunk, str(data.dtype).removeprefix("torch.")
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
-            part = StatePart(key, *place, str(value.dtype).removeprefix("torch."), at, size, key in alone)
+            part = StatePart(key, *place, dtype, at, value.numel(), key in alone)
         yield part, value
         at = _aligned(at + part.bytes)

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -30,9 +29,13 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
-from fusedmoe.training.checkpoint_folder import PlainPlanner, refuse_lost
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.checkpoint_folder import own_part, require_writable
+from fusedmoe.training.checkpoint_reader import PlainPlanner
+from fusedmoe.training.kept_numbers import refuse_lost, require_convertible
+from fusedmoe.training.optimizer_state import GROUPS
 from fusedmoe.training.optimizers import Optimizers
+from fusedmoe.training.plain_values import unpack_value
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.snapshot import (
     FORMAT,
@@ -321,6 +324,9 @@ class Reader:
         items: list[Any] = []
 
         def plan() -> None:
+            for key, target in targets.items():
+                if isinstance(target, Tensor):
+                    require_writable(own_part(target), f"going on from memory: {key}")
             planner.set_up_planner(targets, self.metadata, True)
             items.extend(planner.finish_plan(planner.create_local_plan()).items)
 
@@ -332,13 +338,14 @@ class Reader:
         def check() -> None:
             for item, value in tensors:
                 key = item.dest_index.fqn
+                require_convertible("going on from memory", key, value.dtype, become[key])
                 refuse_lost("going on from memory", key, value, become[key])
 
         on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
         # Values before tensors, as in a checkpoint: one that is refused has changed no tensor yet.
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(fetched[_place(item)].numpy().tobytes()))
+                targets[item.dest_index.fqn] = unpack_value(fetched[_place(item)])
         for item, value in tensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)

@@ -1,15 +1,14 @@
-"""Checks of a checkpoint before anything of it is loaded: its digests, its index and its pickles.
+"""Checkpoints of formats 1 and 2, which hold pickles: read once, to convert them. Leaves with the next version.
 
-`.checksums` is two lines: the digest of the second one; and JSON with the format's version, the digest of the index
-(`.metadata`), and those of the items by file. An item is what one rank wrote at once, a part of a tensor or a value:
-who loads reads whole items, and checks those alone. SHA-256 takes as long as reading does (1.8 GB/s on one core with
-instructions for it, BLAKE2 0.9, CRC-32 4.2), and nothing that differs has the same.
+Format 2 has a file `.checksums` of two lines: the digest of the second one; and JSON with the format's version, the
+digest of the index (`.metadata`), and those of the items by file. An item is what one rank wrote at once, a part of a
+tensor or a value. Format 1 had no checksums.
 
 torch.distributed.checkpoint writes its index, `Metadata`, as a pickle, which may call whatever it names. Here only the
 names below mean something, and they all mean the same: a note of what was asked for. The index is made anew from the
 notes, each of whose values is checked. A pickle refers to what it has made before, so a few hundred bytes of it can
 stand for lists in lists of 2^60 elements. So nothing is printed, hashed, compared or walked through before its type is
-known, and no more is made of an index than it has bytes.
+known, and no more is made of an index than it has bytes. Values are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ import os
 import pickle
 import re
 import reprlib
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader, BytesIO
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -39,17 +39,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
+from fusedmoe.training.checkpoint import ABOUT, unknown_contents
+from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, saved_at, write_folder
+from fusedmoe.training.checkpoint_index import CURE, fills
 
-#: The format of what is written. Format 1 had no checksums.
+#: The last format with pickles.
 FORMAT = 2
-#: The file that makes a folder a checkpoint, and the one with its digests.
-INDEX, CHECKSUMS = ".metadata", ".checksums"
-
-CURE = "Copy it again, or load another."
+CHECKSUMS = ".checksums"
 
 _CHUNK_BYTES = 2**20
 # Of an index or of checksums: those of a million items are a tenth of it.
@@ -68,6 +70,91 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
+
+
+def convert_checkpoint(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """Write the checkpoint of format 1 or 2 at `old` to `new`, in the format that `load_checkpoint` reads.
+
+    For one process, which holds the whole checkpoint in memory. Every byte is checked before. No class that the old
+    checkpoint names is looked up, except the plain ones of `torch.load` with `weights_only=True`.
+
+    Raises:
+        ConfigError: there is no such checkpoint at `old`, it is damaged, `save_checkpoint` did not write it, or it
+            holds an object that the new format does not store; or `new` is something else than a checkpoint.
+    """
+    path = Path(old)
+    write_folder(Path(new), lambda: _entries(path), Topology(), f"converting checkpoint {path}")
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    folder = saved_at(path)
+    if folder is None:
+        raise ConfigError(f"there is no checkpoint at {path}; give the path of a save")
+    if not (folder / EARLIER_INDEX).is_file():
+        raise ConfigError(f"the checkpoint {path} needs no conversion: load_checkpoint reads it")
+    damaged = f"the checkpoint {path} is damaged: {EARLIER_INDEX}"
+    try:
+        index, digest = read_index(folder)
+    except OSError as error:
+        raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+    digests = read_digests(path, folder)
+    if digests is not None and digests.of_index != digest:
+        raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
+    try:
+        metadata = parse_index(index)
+    except Exception as error:  # whatever unpickling makes of damage
+        raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
+    entries: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    if ABOUT not in entries:
+        raise ConfigError(f"{path}: save_checkpoint did not write it. Read it with torch.distributed.checkpoint.")
+    reader, planner = FileSystemReader(folder), _PlainPlanner()
+    reader.set_up_storage_reader(metadata, True)
+    planner.set_up_planner(entries, metadata, True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    _check_sizes(path, folder, metadata)
+    infos = [metadata.storage_data[part.storage_index] for part in plan.items]
+    check_items(path, folder, {Item(info.relative_path, info.offset, info.length) for info in infos}, digests)
+    try:
+        reader.read_data(plan, planner).wait()
+    except UnpicklingError as error:
+        raise refused(path, error) from error
+    difference = unknown_contents(entries)
+    if difference is not None:
+        raise ConfigError(f"checkpoint {path} was not converted: {difference}")
+    about = entries[ABOUT]
+    if digests is None and about.get("format") != 1:
+        raise ConfigError(f"the checkpoint {path} is damaged: {CHECKSUMS} is missing. {CURE}")
+    if digests is None:
+        warnings.warn(
+            f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
+            "damage to its index is not",
+            stacklevel=2,
+        )
+    return entries
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """Plan of a load that reads plain values alone beside tensors: PyTorch's would run whatever they name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _check_sizes(path: Path, folder: Path, metadata: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else 0
+        if size < end:
+            raise ConfigError(f"the checkpoint {path} is damaged: {name} has {size} bytes of {end}. {CURE}")
 
 
 # The index.
@@ -218,20 +305,9 @@ def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetada
     if type(chunks) is not list or len(chunks) > most:
         raise ValueError("a tensor has no list of parts, or more of them than were written")
     made = [ChunkStorageMetadata(_sizes(_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
-    if not _fill(size, made):
+    if not fills(size, made):
         raise ValueError("the parts of a tensor do not make it up")
     return TensorStorageMetadata(TensorProperties(dtype), size, made)
-
-
-def _fill(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Returns whether chunks lie inside a tensor and have as many elements as it."""
-    # Two that overlap would pass: a save asks PyTorch for chunks that do not, and a digest keeps them so.
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            return False
-        if any(at + many > most for at, many, most in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-            return False
-    return sum(prod(chunk.sizes) for chunk in chunks) == prod(size)
 
 
 def _sizes(note: Any) -> torch.Size:
@@ -302,44 +378,18 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
     try:
         held: dict[str, Any] = json.loads(body)
-        later = held["format"] > FORMAT
         of_files = held["items"].items()
         items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
         digests = Digests(held["index"], items)
     except Exception as error:  # it was not save_checkpoint that wrote it
         raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
-    if later:
-        raise ConfigError(
-            f"the checkpoint {path} is of format {held['format']}, and this version of fusedmoe reads formats up "
-            f"to {FORMAT}. Load it with the version that saved it, or a later one."
-        )
     return digests
-
-
-def write_digests(folder: Path, of_ranks: Iterable[dict[Item, str]]) -> None:
-    """Writes the digests of all ranks' items and of the index, which are there already."""
-    items: dict[str, list[tuple[int, int, str]]] = {}
-    for of_rank in of_ranks:
-        for item, digest in of_rank.items():
-            items.setdefault(item.file, []).append((item.offset, item.length, digest))
-    _, index = read_index(folder)
-    body = json.dumps({"format": FORMAT, "index": index, "items": items}).encode()
-    with (folder / CHECKSUMS).open("wb") as file:
-        file.write(_head(body) + b"\n" + body)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_index(folder: Path) -> tuple[bytes, str]:
     """Reads the index; returns its bytes and their digest, which is another one after each save."""
-    data = regular_bytes(folder / INDEX, _MOST_BYTES)
+    data = regular_bytes(folder / EARLIER_INDEX, _MOST_BYTES)
     return data, hashlib.sha256(data).hexdigest()
-
-
-def item_digests(folder: Path, items: Iterable[Item]) -> dict[Item, str]:
-    """Returns the digest of each item, as it is on the disk."""
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
-    return {item: _digest(file, item, chunk) for item, file in _each(folder, items)}
 
 
 def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
@@ -379,15 +429,6 @@ class _ItemView(_ReaderView):
         if whence == os.SEEK_END:
             offset, whence = max(0, self.len + offset), os.SEEK_SET
         return super().seek(offset, whence)
-
-
-def check_value(data: BytesIO) -> None:
-    """Raise `ValueError` for a value, saved by `torch.save`, that a load would reject as damaged."""
-    with zipfile.ZipFile(data) as archive:
-        for record in archive.infolist():
-            if record.filename.lower().endswith("data.pkl"):
-                del record.CRC  # 0, which would be checked, under torch.serialization.set_crc32_options(False)
-                check_tuples(archive.read(record))
 
 
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
@@ -432,7 +473,7 @@ def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
 def refused(path: Path, error: Exception) -> ConfigError:
     """Makes the error for a value that would run code when it is read."""
     return ConfigError(
-        f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
+        f"the checkpoint {path} was not converted: it holds {unknown_class(error)}, and reading more than tensors and "
         "plain values may run code. Save it again with its state_dict() or plain values in place of that object."
     )
 

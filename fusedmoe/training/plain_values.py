@@ -1,0 +1,432 @@
+"""Values of a checkpoint in JSON: a closed set of types, each of which is read back with its type and value.
+
+JSON has no tuples, bytes, infinities or keys other than text. Such a value is an object with one key, a tag that begins
+with "$". Tensors are numbered in the order of their first occurrence, and their bytes are stored elsewhere. Reading
+looks up the tag in a table and runs nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import struct
+from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta, timezone
+from math import isfinite, prod
+from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+
+#: Dtypes of stored tensors by name: PyTorch copies them from and to every device.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+}
+
+#: Returns the tensor of a number, which has the given dtype and shape.
+Fetch = Callable[[int, torch.dtype, torch.Size], Tensor]
+
+# A JSON parser recurses: what is nested deeper could be written from one stack and not read from another.
+_MOST_DEPTH = 100
+_TENSORS = {"Tensor": Tensor, "Parameter": nn.Parameter, "Buffer": nn.Buffer}
+_PATHS = {kind.__name__: kind for kind in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
+_ARRAY_KINDS = "biufcMmSU"
+_ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[a-zA-Zμ]{{1,7}}\])?")
+_ADVICE = {
+    torch.Generator: "Store its get_state()",
+    random.Random: "Store its getstate()",
+    datetime: "Convert it to UTC, by astimezone(timezone.utc)",
+    np.random.Generator: "Store its bit_generator.state",
+    np.random.RandomState: "Store its get_state()",
+}
+
+
+class EncodedValue(NamedTuple):
+    """A value as JSON text, and the tensors that the text refers to by number."""
+
+    text: str
+    tensors: list[Tensor]
+
+    def digest(self) -> str:
+        """Hash the value. Equal values have equal digests whatever the order of their dictionaries."""
+        digests = [hashlib.sha256(byte_buffer(tensor_bytes(tensor))).hexdigest() for tensor in self.tensors]
+        text = json.dumps(_sorted(json.loads(self.text), digests), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def pack(self) -> Tensor:
+        """Return text and tensors as one buffer [n] uint8 for `unpack_value`."""
+        text = self.text.encode("ascii")
+        head = bytearray(struct.pack("<Q", len(text)) + text)
+        return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *map(tensor_bytes, self.tensors)])
+
+
+def encode_value(value: Any, label: str) -> EncodedValue:
+    """Encode a value. `ConfigError` beginning with `label` names the first part of it that has no encoding."""
+    encoder = _Encoder(label)
+    text = json.dumps(encoder.encode(value, ""), allow_nan=False)
+    encoded = EncodedValue(text, encoder.tensors)
+    # A load reads what this text stands for, so it is read here.
+    again = _Encoder(label)
+    read = decode_value(text, lambda number, dtype, shape: encoder.tensors[number])
+    if json.dumps(again.encode(read, ""), allow_nan=False) != text:
+        raise ConfigError(f"{label} cannot be stored exactly. Convert it to plain values.")
+    return encoded
+
+
+def decode_value(text: str | bytes, fetch: Fetch) -> Any:
+    """Decode the text of `encode_value`. Raises `ValueError` for any other text."""
+    made: dict[int, Tensor] = {}
+
+    def tensor(number: int, *about: Any) -> Tensor:
+        # A tensor at a second place is the same object again.
+        if number not in made:
+            made[number] = _from_tensor(fetch, number, *about)
+        return made[number]
+
+    try:
+        return _decode(json.loads(text, parse_constant=_refuse_constant), tensor)
+    except ConfigError:
+        raise
+    except Exception as error:  # a payload of another type than its tag has, or nested too deeply
+        raise ValueError(f"it is no value of a checkpoint ({type(error).__name__}: {error})"[:300]) from error
+
+
+def unpack_value(data: Tensor) -> Any:
+    """Decode a buffer [n] uint8 of `EncodedValue.pack`. Raises `ValueError` for any other."""
+    raw = data.numpy().tobytes()
+    (length,) = struct.unpack_from("<Q", raw)
+    at = 8 + length
+    if at > len(raw):
+        raise ValueError("its text is cut off")
+    known: dict[int, Tensor] = {}
+
+    def fetch(number: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        nonlocal at
+        if number not in known:
+            size = prod(shape) * dtype.itemsize
+            if number != len(known) or at + size > len(raw):
+                raise ValueError("its tensors are cut off")
+            buffer = torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8) if size else data[:0].clone()
+            known[number], at = buffer.view(dtype).view(shape), at + size
+        return known[number]
+
+    return decode_value(raw[8 : 8 + length], fetch)
+
+
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in row-major order as bytes [n] uint8 on the CPU."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    flat = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    if flat.stride(0) != 1:  # one element may have any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def byte_buffer(data: Tensor) -> Any:
+    """Return the memory of bytes [n] uint8, for files and hashes."""
+    return data.numpy()
+
+
+def require_storable(tensor: Tensor, label: str) -> None:
+    """Raise `ConfigError`, which begins with `label`, for a tensor whose elements are no plain memory."""
+    problem = cure = ""
+    if tensor.is_meta:
+        problem, cure = "is on the meta device", "Give it memory first: model.to_empty(device=…)"
+    elif nn.parameter.is_lazy(tensor):
+        problem, cure = "is not initialised", "Run one forward pass first"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        problem, cure = f"is of class {_name(type(tensor))}", "Convert it, or leave it out"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        problem, cure = (
+            f"has layout {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
+            "Convert it by to_dense()",
+        )
+    elif tensor.dtype not in DTYPES.values():
+        problem, cure = f"has dtype {str(tensor.dtype).removeprefix('torch.')}", "Convert it, or leave it out"
+    if problem:
+        raise ConfigError(f"{label} {problem}, and checkpoints do not store it. {cure}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in `DTYPES`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def size_of(values: Any) -> torch.Size:
+    """Return the shape that a list of JSON stands for; `ValueError` for anything else."""
+    if (
+        type(values) is not list
+        or len(values) > 64
+        or any(type(one) is not int or not 0 <= one < 2**62 for one in values)
+    ):
+        raise ValueError(f"a {type(values).__name__} is no shape, or one of its sizes is out of bounds")
+    return torch.Size(values)
+
+
+class _Encoder:
+    """Encodes one value and collects its tensors."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._open: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Return what JSON has in place of a value; `where` is its place in the whole, for errors."""
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+        if kind is float:
+            return value if isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind in _SCALARS:
+            tag, encode, _ = _SCALARS[kind]
+            return {tag: encode(value)}
+        if kind in _TENSORS.values():
+            return {"$tensor": self._tensor(value, where)}
+        if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
+            return {"$ndarray": [value.dtype.str, list(value.shape), _base64(value.tobytes())]}
+        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _ARRAY_KINDS:
+            if value.dtype.kind in "SU":
+                plain: Any = str if value.dtype.kind == "U" else bytes  # whose item() drops zeros at the end
+                return {"$numpy_text": self.encode(plain.__getitem__(value, slice(None)), where)}
+            return {"$numpy": [value.dtype.str, _base64(value.tobytes())]}
+        if kind in (datetime, time) and (value.tzinfo is None or type(value.tzinfo) is timezone):
+            return {
+                f"${kind.__name__}": [
+                    value.replace(tzinfo=None).isoformat(),
+                    value.fold,
+                    self.encode(value.tzinfo, where),
+                ]
+            }
+        if kind not in _CONTAINERS:
+            raise self._unknown(value, where)
+        if id(value) in self._open or len(self._open) >= _MOST_DEPTH:
+            raise ConfigError(
+                f"{self._label}{where[:200]} contains itself, or is nested in more than {_MOST_DEPTH} containers."
+            )
+        self._open.add(id(value))
+        found = self._container(value, where)
+        self._open.remove(id(value))
+        return found
+
+    def _container(self, value: Any, where: str) -> Any:
+        kind, tag = type(value), _CONTAINERS[type(value)]
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(element, f"{where}[{key!r}]") for key, element in value.items()}
+        if isinstance(value, dict):
+            pairs = [
+                [self._key(key, where), self.encode(element, f"{where}[{key!r}]")] for key, element in value.items()
+            ]
+            attributes = getattr(value, "__dict__", {})
+            for name in attributes.keys() - {"_metadata"}:
+                raise ConfigError(f"{self._label}{where} has an attribute {name!r}, which checkpoints do not store.")
+            # A module's state_dict() has versions in it, by which later releases convert it.
+            return {tag: [pairs, *(self.encode(element, f"{where}._metadata") for element in attributes.values())]}
+        if isinstance(value, set | frozenset):
+            return {tag: sorted((self.encode(element, where) for element in value), key=json.dumps)}
+        elements = [self.encode(element, f"{where}[{index}]") for index, element in enumerate(value)]
+        return elements if kind is list else {tag: elements}
+
+    def _key(self, key: Any, where: str) -> Any:
+        if isinstance(key, Tensor):
+            raise self._unknown(key, f"{where}: a key")
+        return self.encode(key, f"{where}: the key {key!r}")
+
+    def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
+        require_storable(tensor, f"{self._label}{where}")
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return [number, dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad, type(tensor).__name__]
+
+    def _unknown(self, value: Any, where: str) -> ConfigError:
+        kind, plain = type(value), (dict, list, tuple, str, int, float, set, Tensor, np.ndarray)
+        base = next((known for known in plain if isinstance(value, known)), None)
+        advice = next((_ADVICE[known] for known in kind.__mro__ if known in _ADVICE), None)
+        if advice is None:
+            advice = (
+                "Store its state_dict() or plain values" if base is None else f"Convert it to a plain {base.__name__}"
+            )
+        if kind in (np.ndarray, np.void, np.object_):
+            advice = f"Its dtype is {value.dtype}: convert it to numbers or text"
+        return ConfigError(
+            f"{self._label}{where[:200]} is of class {_name(kind)}, which checkpoints do not store. {advice}."
+        )
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _base64(data: bytes) -> str:
+    return b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return b64decode(text, validate=True)
+
+
+def _from_dtype(text: str) -> torch.dtype:
+    return DTYPES[text] if text in DTYPES else _named(text, torch.dtype)
+
+
+def _named(text: str, kind: type) -> Any:
+    """Return the object of a type that PyTorch has under a name."""
+    found = getattr(torch, text) if re.fullmatch(r"\w+", text) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"torch has no {kind.__name__} of that name")
+    return found
+
+
+def _zone(value: timezone) -> list[Any]:
+    offset = value.utcoffset(None)
+    return [_delta(offset), None if timezone(offset).tzname(None) == value.tzname(None) else value.tzname(None)]
+
+
+def _from_zone(payload: Any) -> timezone:
+    offset, name = payload
+    return timezone(timedelta(*offset)) if name is None else timezone(timedelta(*offset), name)
+
+
+def _delta(value: timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+# Scalars: tag, encoder and decoder of each type.
+_SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: ("$bytes", _base64, _bytes),
+    bytearray: ("$bytearray", _base64, lambda text: bytearray(_bytes(text))),
+    complex: (
+        "$complex",
+        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
+        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    ),
+    date: ("$date", date.isoformat, date.fromisoformat),
+    timedelta: ("$timedelta", _delta, lambda payload: timedelta(*payload)),
+    timezone: ("$timezone", _zone, _from_zone),
+    torch.dtype: ("$dtype", dtype_name, _from_dtype),
+    torch.device: ("$device", str, torch.device),
+    torch.layout: ("$layout", lambda value: str(value).removeprefix("torch."), lambda text: _named(text, torch.layout)),
+    torch.memory_format: (
+        "$memory_format",
+        lambda value: str(value).removeprefix("torch."),
+        lambda text: _named(text, torch.memory_format),
+    ),
+    **{
+        kind: ("$path", lambda value: [type(value).__name__, str(value)], lambda payload: _from_path(*payload))
+        for kind in _PATHS.values()
+    },
+}
+
+_CONTAINERS: dict[type, str] = {
+    list: "",
+    dict: "$dict",
+    tuple: "$tuple",
+    set: "$set",
+    frozenset: "$frozenset",
+    OrderedDict: "$OrderedDict",
+    Counter: "$Counter",
+    torch.Size: "$Size",
+}
+
+
+def _from_path(name: str, text: str) -> PurePath:
+    try:
+        return _PATHS[name](text)
+    except NotImplementedError:  # another system's
+        return PurePath(text)
+
+
+def _decode(held: Any, tensor: Callable[..., Tensor]) -> Any:
+    if type(held) is list:
+        return [_decode(element, tensor) for element in held]
+    if type(held) is not dict:
+        return held
+    if not any(key.startswith("$") for key in held):
+        return {key: _decode(element, tensor) for key, element in held.items()}
+    ((tag, payload),) = held.items()
+    if tag == "$tensor":
+        return tensor(*payload)
+    if tag in _DECODERS:
+        return _DECODERS[tag](payload)
+    if tag in ("$datetime", "$time"):
+        text, fold, zone = payload
+        moment: Any = (datetime if tag == "$datetime" else time).fromisoformat(text)
+        return moment.replace(tzinfo=_decode(zone, tensor), fold=fold)
+    if tag == "$numpy_text":
+        text = _decode(payload, tensor)
+        return np.str_(text) if isinstance(text, str) else np.bytes_(text)
+    kind: Any = _KINDS[tag]
+    if not issubclass(kind, dict):
+        if type(payload) is not list:
+            raise ValueError("a container has no list of elements")
+        return size_of(payload) if kind is torch.Size else kind([_decode(element, tensor) for element in payload])
+    pairs, *versions = payload
+    made = kind()
+    for key, element in pairs:
+        made[_decode(key, tensor)] = _decode(element, tensor)
+    if versions:
+        (made._metadata,) = (_decode(element, tensor) for element in versions)
+    return made
+
+
+def _from_tensor(fetch: Fetch, number: Any, dtype: Any, shape: Any, requires_grad: Any, kind: Any) -> Tensor:
+    if type(number) is not int or number < 0 or type(requires_grad) is not bool:
+        raise ValueError("a tensor has no number")
+    tensor, made = fetch(number, DTYPES[dtype], size_of(shape)), _TENSORS[kind]
+    if type(tensor) is not made:
+        tensor = nn.Parameter(tensor, requires_grad) if made is nn.Parameter else nn.Buffer(tensor)
+    return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+def _array(dtype: str, shape: Any, text: str) -> Any:
+    if not _ARRAY_DTYPE.fullmatch(dtype):
+        raise ValueError("no dtype of an array")
+    return np.ndarray(tuple(size_of(shape)), np.dtype(dtype), bytearray(_bytes(text)))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda text: int(text, 16),
+    "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "$ndarray": lambda payload: _array(*payload),
+    "$numpy": lambda payload: _array(payload[0], [1], payload[1])[0],
+    **{tag: decode for tag, _, decode in _SCALARS.values()},
+}
+_KINDS: dict[str, type] = {tag: kind for kind, tag in _CONTAINERS.items() if tag}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} has no place in JSON")
+
+
+def _sorted(held: Any, digests: list[str]) -> Any:
+    """Order the pairs of dictionaries in encoded JSON, and replace numbers of tensors by digests."""
+    if isinstance(held, list):
+        return [_sorted(element, digests) for element in held]
+    if not isinstance(held, dict):
+        return held
+    if "$tensor" in held:
+        number, *about = held["$tensor"]
+        return {"$tensor": [digests[number], *about]}
+    if "$dict" in held:
+        pairs: Iterable[Any] = (_sorted(pair, digests) for pair in held["$dict"][0])
+        return {"$dict": sorted(pairs, key=lambda pair: json.dumps(pair, sort_keys=True))}
+    return {key: _sorted(element, digests) for key, element in held.items()}
