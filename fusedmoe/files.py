@@ -8,12 +8,11 @@ import os
 import secrets
 import stat
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, warn
 
 #: No file that is read as text is larger, by far.
 MOST_BYTES = 2**28
@@ -109,7 +108,7 @@ def read_kept(path: Path) -> str | None:
         held = unsealed(read_text(path), str(path))
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            warnings.warn(f"{error}. It is ignored, and written anew where that is possible", stacklevel=3)
+            warn(f"{error}. It is ignored, and written anew where that is possible", stacklevel=3)
         return None
     return json.dumps(held)
 

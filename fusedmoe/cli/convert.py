@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from fusedmoe.cli.settings import add_parser
+from fusedmoe.errors import printable
 from fusedmoe.training import convert_checkpoint
 
 EXAMPLES = """\
@@ -28,5 +29,5 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint and return the exit code."""
     convert_checkpoint(arguments.old, arguments.new)
-    print(f"converted {arguments.old} to {arguments.new}")
+    print(printable(f"converted {arguments.old} to {arguments.new}"))
     return 0

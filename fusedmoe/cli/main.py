@@ -15,7 +15,7 @@ from typing import Any
 
 from fusedmoe import __version__
 from fusedmoe.cli import convert, doctor, plan_command, profile, trace, train
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.ranks import tell_others
 
 # How long other ranks wait for rank 0 to say what is wrong, and for the launcher to end them.
@@ -73,16 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if rank:
             time.sleep(_RANK_0_SPEAKS_S)
-        print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
         # Without a file's name it is no mistake of the user's, and the traceback is wanted.
         if error.filename is None:
             raise
-        print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except RankError as error:
-        print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         # The others wait somewhere else for this rank: they end with its reason.
         tell_others(error)
         return 1

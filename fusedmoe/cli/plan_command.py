@@ -66,7 +66,7 @@ from fusedmoe.cli.step_plans import (
     policy_followed,
     why_not_split,
 )
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.measuring import WorkBar, cached_profile
 from fusedmoe.plans import (
     MACHINES,
@@ -177,9 +177,9 @@ class Report:
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
         console.print(describe(self._model), markup=False)
         console.print(f"{in_words(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
-        console.print(f"costs: {facts['machine'] or 'of an unnamed machine'}", markup=False)
+        console.print(printable(f"costs: {facts['machine'] or 'of an unnamed machine'}"), markup=False)
         console.print(self._passes_table())
-        console.print(self._splitting(), soft_wrap=True)
+        console.print(self._splitting(), markup=False, soft_wrap=True)
         if not facts["followed"]:
             console.print("no rows travel: training takes one thing after the other, whatever --schedule says")
         if facts["copies"] is not None:

@@ -18,10 +18,12 @@ import json
 from itertools import permutations
 from pathlib import Path
 
+from rich.text import Text
+
 from fusedmoe.cli.job import Launch, ranks_of, settle
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
 from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import sealed
 from fusedmoe.measuring import PROFILE_BUDGET_S, Profile, cached_profile
 
@@ -95,15 +97,15 @@ def _show(measured: Profile, path: Path) -> None:
         points, unit = measured.points[name], _unit(name)
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
         most, rate = _scaled(points[-1][0], unit), _scaled(line.per_s, f"{unit}/s")
-        table.add_row(name, most, str(len(points)), _time(line.alpha_s), rate, r2)
-    console.print(measured.costs.machine, markup=False)
+        table.add_row(Text(printable(name)), most, str(len(points)), _time(line.alpha_s), rate, r2)
+    console.print(printable(measured.costs.machine), markup=False)
     console.print(table)
     of = measured.costs.contention
     shares = ((a, b, of.share(a, b)) for a, b in permutations(_WORKS, 2))
     if lost := ", ".join(f"{_WORKS[a]} beside {_WORKS[b]} {share:.0%}" for a, b, share in shares if share < 1):
         console.print(f"contention, the speed that each keeps: {lost}", highlight=False)
     kept = f"; kept in {path}" if path.exists() else ""
-    console.print(f"measured in {measured.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
+    console.print(printable(f"measured in {measured.seconds:.1f} s{kept}"), markup=False, soft_wrap=True)
 
 
 def _time(seconds: float) -> str:

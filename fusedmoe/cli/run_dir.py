@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,7 @@ from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.load_trace import LoadTrace, draw_loads
 from fusedmoe.cli.settings import Settings
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.metrics import JsonLines
 from fusedmoe.ranks import all_gather_object
@@ -89,7 +88,7 @@ class RunDir:
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 damaged += 1
         if damaged:
-            warnings.warn(f"{self.metrics}: {damaged} lines that cannot be read are left out", stacklevel=2)
+            warn(f"{self.metrics}: {damaged} lines that cannot be read are left out", stacklevel=2)
         write_text(self.metrics, "".join(kept))
 
 
@@ -152,7 +151,7 @@ def _read(path: Path, steps: int) -> LoadTrace | None:
     try:
         trace = LoadTrace.from_cut_json(read_text(path))
     except ConfigError as error:
-        warnings.warn(f"{path} begins anew: {error}", stacklevel=2)
+        warn(f"{path} begins anew: {error}", stacklevel=2)
         return None
     kept = steps - trace.first + 1
     if kept < 1 or (len(trace) < kept and path.stat().st_size < MOST_BYTES):

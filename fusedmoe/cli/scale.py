@@ -13,11 +13,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import expert_bytes, make_table, plans_of, policy_followed
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.plans import PHASES, CostModel, Machine, ms, scale_of, simulate, slowest_of
 
 # Lines of a picture with their colours.
@@ -190,5 +191,5 @@ def figures_table(machine: Machine) -> Table:
     title = f"{machine.words}, nodes of {machine.ranks_per_node}"
     table = make_table(title, ("figure", "value", "", "source"), right=("value",))
     for name, known in machine.figures():
-        table.add_row(name, f"{known.value:.3g}", "estimate" if known.estimate else "", known.source)
+        table.add_row(name, f"{known.value:.3g}", "estimate" if known.estimate else "", Text(printable(known.source)))
     return table

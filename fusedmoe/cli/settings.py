@@ -17,7 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.gates import GATES
 from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
@@ -399,7 +399,7 @@ def describe(model: ModelConfig) -> str:
     """Describes a model in one line."""
     routing = f"{model.experts} {model.expert} experts of {model.hidden}, gate {model.gate}, k {model.k}"
     layers = f"{model.layers} layer{'s' * (model.layers > 1)}"
-    return f"{model.name}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}"
+    return printable(f"{model.name}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}")
 
 
 def file_to_write(text: str) -> Path:

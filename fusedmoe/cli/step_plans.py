@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fusedmoe import Along, Topology
 from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
 from fusedmoe.cli.settings import Settings
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts import Place
 from fusedmoe.measuring import (
     Capabilities,
@@ -220,7 +221,7 @@ def expert_bytes(settings: Settings, sizes: Sizes) -> int:
 
 def make_table(title: str, columns: Sequence[str], right: Collection[str] = ()) -> Table:
     """Makes a table without rows; the columns in `right` end at the right."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(printable(title), "table.title"), title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left")
     return table
@@ -238,7 +239,13 @@ def table_of(rows: Sequence[Row]) -> str:
     for row in rows:
         seconds = ("–" if s is None else f"{1e3 * s:.2f}" for s in (row.predicted_s, row.measured_s))
         error = "" if row.error is None else f"{row.error:+.1%}"
-        table.add_row(row.part, *seconds, error, style="bold" if row is rows[-1] else None, end_section=row is rows[-2])
+        table.add_row(
+            Text(printable(row.part)),
+            *seconds,
+            error,
+            style="bold" if row is rows[-1] else None,
+            end_section=row is rows[-2],
+        )
     text = io.StringIO()
     Console(file=text, width=100, highlight=False).print(table)
     return text.getvalue()

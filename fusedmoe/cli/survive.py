@@ -16,7 +16,7 @@ from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes, settle
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.ranks import RENEWED_S, on_all_ranks, tell_others
 from fusedmoe.training import NodeMemory, Survival
 
@@ -111,7 +111,7 @@ class Survivor:
                 print(f"survival: {lost}", flush=True)
         if survival.step is None and survival.damaged:
             if first:
-                print(f"survival: damaged is {'; '.join(survival.damaged)}", flush=True)
+                print(printable(f"survival: damaged is {'; '.join(survival.damaged)}"), flush=True)
             return None
         return survival.restore(trainer.model, trainer.optimizer)
 

@@ -38,7 +38,7 @@ from fusedmoe.cli.settings import (
 )
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, step_costs, table_of
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.measuring import cached_profile
 from fusedmoe.plans import (
     MAX_TIMELINES,
@@ -124,11 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
         draw(both[:MAX_TIMELINES], arguments.png, title=title)
         save_trace(both, arguments.json)
         print(describe(settings.model))
-        print(f"{topology}, schedule {settings.schedule}")
+        print(printable(f"{topology}, schedule {settings.schedule}"))
         plan, costs_then = planned
         again_s = makespan(plan, refit(costs_then, observe(plan, costs_then, by_step)))
         _show(compare(*planned, middle), again_s, middle, [_step_s(timelines) for timelines in by_step])
-        print(f"{arguments.png}, {arguments.json}")
+        print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
 
 

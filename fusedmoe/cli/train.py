@@ -59,7 +59,7 @@ from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, d
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.files import read_text, write_kept, write_text
 from fusedmoe.measuring import cached_profile, make_display, measured_costs
 from fusedmoe.metrics import Metrics
@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
             # torchrun starts all ranks anew once this process has ended; waiting for an orderly end would take minutes.
             leave(topology, error)
     if launch.rank == 0:
-        print(verdict.last_line, flush=True)
+        print(printable(verdict.last_line), flush=True)
     return verdict.code
 
 
@@ -245,7 +245,7 @@ class TrainingJob:
             return JobEnd(f"stopped after step {done} of {settings.steps}, saved. {again}", code)
         if topology.is_first:
             self.folder.note(done, {"held_out_loss": loss})
-            print(f"run folder: {self.folder.path}")
+            print(printable(f"run folder: {self.folder.path}"))
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
     def _follow(self) -> None:
@@ -384,7 +384,7 @@ class TrainingJob:
             source, done = "the beginning: none was whole in memory, and there is no checkpoint", 0
         if self.topology.is_first:
             ranks = in_words(self.topology.size)
-            print(f"survival: {ranks} go on after step {done} with the state from {source}", flush=True)
+            print(printable(f"survival: {ranks} go on after step {done} with the state from {source}"), flush=True)
         return done
 
     def _load(self) -> int:
@@ -400,7 +400,7 @@ class TrainingJob:
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
         if extra["text"] != self.corpus.fingerprint and self.topology.is_first:
-            print(f"Note: the text in {self.corpus.source} is not what the checkpoint was trained on.")
+            print(printable(f"Note: the text in {self.corpus.source} is not what the checkpoint was trained on."))
         if self.trainer.sharded_experts is not None and "placement" in extra:
             self.trainer.sharded_experts.load_state_dict(extra["placement"])
         return int(extra["step"])
@@ -426,10 +426,10 @@ class TrainingJob:
         layout = f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
         print(f"{ranks} on {self.device.type}: {layout}")
         print(
-            f"text: {corpus.source}, {corpus.train_files} files ({len(corpus.train) / 1e6:.1f} MB) to train on, "
-            f"{corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB) held out"
+            f"text: {printable(str(corpus.source))}, {corpus.train_files} files ({len(corpus.train) / 1e6:.1f} MB) to "
+            f"train on, {corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB) held out"
         )
-        print(f"run folder: {self.folder.path}")
+        print(printable(f"run folder: {self.folder.path}"))
         print(_to_do(done, last, settings.steps), flush=True)
 
     def _draw(self, timeline: Timeline, step: int) -> float:

@@ -39,8 +39,8 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
     """
     if not before.is_within(after) or before.ranks != nodes.ranks:
         raise ConfigError(
-            "sparse all-gather: what is there before must be there after, with the same owners on the same ranks:\n"
-            f"{before}\nis not within\n{after}"
+            "sparse all-gather: what is there before must be there after, with the same owners on the same ranks: "
+            f"{before} is not within {after}".replace("\n", "; ")
         )
     transfers: list[Transfer] = []
     # Over all experts together: several that enter one node should come in over different ranks' links.

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import socket
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -34,7 +33,7 @@ import torch.distributed as dist
 from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
@@ -74,7 +73,7 @@ def write(path: Path, text: str, what: str) -> None:
     try:
         write_kept(path, text)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{what} could not be kept ({error}); the next job has to do it again. Set {CACHE} to a folder that can be "
             "written",
             stacklevel=3,
@@ -110,7 +109,7 @@ def cached_profile(
             write(path, measured.to_json(), "what was measured")
     if measured.poor and topology.is_first:
         lines = ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in measured.poor.items())
-        warnings.warn(
+        warn(
             f"{path}: times of {lines} were uneven, and no line comes near them; schedules made by it may be slow. "
             "Measure again while nothing else runs on these machines, and for longer, on the same ranks: "
             "fusedmoe profile --again --budget 60",
@@ -356,6 +355,6 @@ def read_choice(
             raise ConfigError("it has no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         if topology.is_first:
-            warnings.warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
+            warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
         return None
     return float(data["seconds"]), candidates

@@ -8,6 +8,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from fusedmoe.errors import printable
+
 # Work that is over sooner shows no bar.
 _AFTER_S = 2.0
 
@@ -92,7 +94,7 @@ class Lines(Display):
             self.say(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 class TrainingBar(Display):
@@ -122,7 +124,7 @@ class TrainingBar(Display):
         self._progress.update(self._task, completed=done, loss=f"{loss:.3f}", speed=f"{tokens_per_s:,.0f}")
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False)
+        self._progress.console.print(printable(line), markup=False, highlight=False)
 
 
 def _clock(seconds: float) -> str:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, warn
 from fusedmoe.training.checkpoint_index import (
     INDEX,
     FilePart,
@@ -166,7 +165,7 @@ def install(partial: Path, path: Path) -> None:
     try:
         _sync(path.parent)
     except OSError as error:
-        warnings.warn(f"checkpoint {path} is in place, and may be lost if the system fails now: {error}", stacklevel=2)
+        warn(f"checkpoint {path} is in place, and may be lost if the system fails now: {error}", stacklevel=2)
     _remove(previous, f"checkpoint {path} is in place. The previous one")
 
 
@@ -177,7 +176,7 @@ def _remove(folder: Path, what: str) -> None:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # which goes on after the first file that stays
         if os.path.lexists(folder):
-            warnings.warn(f"{what} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
+            warn(f"{what} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
 
 
 def _sync(folder: Path) -> None:

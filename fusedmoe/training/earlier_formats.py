@@ -19,7 +19,6 @@ import os
 import pickle
 import re
 import reprlib
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader, BytesIO
@@ -43,7 +42,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint import ABOUT, unknown_contents
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, saved_at, write_folder
@@ -128,7 +127,7 @@ def _entries(path: Path) -> dict[str, Any]:
     if digests is None and about.get("format") != 1:
         raise ConfigError(f"the checkpoint {path} is damaged: {CHECKSUMS} is missing. {CURE}")
     if digests is None:
-        warnings.warn(
+        warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not",
             stacklevel=2,

@@ -385,8 +385,9 @@ class ShardedExperts:
         same = (placement.ranks, placement.experts) == (now.placement.ranks, now.placement.experts)
         if not same or not (self._moves or placement.owners == now.placement.owners):
             raise ConfigError(
-                f"ShardedExperts: the policy has placed layer {layer} as\n{placement}\nafter\n{now.placement}\n"
-                "Keep the ranks and experts of the layer, and with reshard=False their owners."
+                f"ShardedExperts: the policy has placed layer {layer} as {_in_line(placement)} after "
+                f"{_in_line(now.placement)}. Keep the ranks and experts of the layer, and with reshard=False their "
+                "owners."
             )
         return placement
 
@@ -395,8 +396,8 @@ class ShardedExperts:
         wanted = self._correction(placement, tokens_WE, nodes, self._memory, self._costs)
         if not placement.is_within(wanted):
             raise ConfigError(
-                f"ShardedExperts: calibrates made a placement that lacks something of the one before:\n{placement}\n"
-                f"is not within\n{wanted}"
+                f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
+                f"{_in_line(placement)} is not within {_in_line(wanted)}"
             )
         return wanted
 
@@ -490,3 +491,7 @@ def _look_s(placed: DynamicExperts, m: int, costs: PlacementCosts, topology: Top
         auto_balance(found.placement, tokens_WE, placed.nodes, 0, costs)  # as `DynamicExperts.split` asks
         seconds.append(perf_counter() - start)
     return slowest_s(topology.world, [min(seconds)], "time to balance in")[0]
+
+
+def _in_line(placement: Placement) -> str:
+    return str(placement).replace("\n", "; ")

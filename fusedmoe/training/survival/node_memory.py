@@ -15,7 +15,6 @@ import socket
 import stat
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, warn
 from fusedmoe.files import MOST_BYTES, sealed, unsealed
 from fusedmoe.training.survival import keeper
 
@@ -91,7 +90,7 @@ class NodeMemory:
                 if text is not None and _SLOT.fullmatch(name):
                     headers[name] = unsealed(text, f"survival: {path}")
             except ConfigError as error:
-                warnings.warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
+                warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
                 headers[name] = None
         return headers
 
@@ -246,7 +245,7 @@ def _read(path: Path) -> str | None:
         return None
     except OSError as error:
         why = error.strerror or error
-        warnings.warn(f"survival: {path} is not this job's and is ignored: {why}", stacklevel=3)
+        warn(f"survival: {path} is not this job's and is ignored: {why}", stacklevel=3)
         return None
 
 

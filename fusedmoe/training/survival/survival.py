@@ -7,7 +7,6 @@ ranks wrote it, any others read it: a rank reads what its node has, and gets fro
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, warn
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
 from fusedmoe.training.checkpoint_folder import own_part, require_writable
 from fusedmoe.training.checkpoint_reader import PlainPlanner
@@ -294,11 +293,11 @@ def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> lis
         data = memory.slot(slot[1]).read(state.sizes[slot])
         digests = part_digests(data, [held.part for held in copies], 1)
     except ConfigError as error:
-        warnings.warn(str(error), stacklevel=2)
+        warn(str(error), stacklevel=2)
         return copies
     wrong = [held for held, digest in zip(copies, digests, strict=True) if held.digest != digest]
     if wrong:
-        warnings.warn(
+        warn(
             f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, are not "
             "as they were written; another copy is looked for, or an older state",
             stacklevel=2,
