@@ -1,4 +1,4 @@
-"""Text from files reaches no terminal with characters that it acts on: in errors, in warnings and in what commands print."""
+"""Text from files reaches a terminal without control characters: in errors, warnings and the output of commands."""
 
 from __future__ import annotations
 

@@ -24,9 +24,11 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.checkpoint_folder import first_path, write_folder
 from fusedmoe.training.checkpoint_index import CURE, FORMAT
 from fusedmoe.training.checkpoint_reader import Folder, index_digest
+from fusedmoe.training.copies import local_part
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizer_state import GROUPS, OptimizerState, Wanted
 from fusedmoe.training.optimizers import Optimizers
+from fusedmoe.training.plain_values import require_storable
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 
 _MODEL = "model."
@@ -188,16 +190,16 @@ class ModelState:
                 continue  # which experts are here is of this layout alone: specs say it for the layout that loads
             self._own_names[name], self._values[name] = own_name, value
         tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
+
+        def check() -> None:
+            for name, tensor in tensors.items():
+                require_storable(local_part(tensor), f"rank {topology.rank}: {operation}: {_MODEL}{name}")
+
+        on_all_ranks(topology.world, operation, check)
         self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
         self._optimizer: OptimizerState | None = None
 
         def name_parameters() -> tuple[str | None, list[list[str]]]:
-            for name, tensor in tensors.items():
-                if tensor.is_meta:
-                    raise ConfigError(
-                        f"rank {topology.rank}: {operation}: {name} is on the meta device. Give the model memory "
-                        "first: model.to_empty(device=…)."
-                    )
             if optimizer is None:
                 return None, []
             self._optimizer = OptimizerState(optimizer, model, self._specs, topology)

@@ -145,10 +145,10 @@ def byte_buffer(data: Tensor) -> Any:
 def require_storable(tensor: Tensor, label: str) -> None:
     """Raise `ConfigError`, which begins with `label`, for a tensor whose elements are no plain memory."""
     problem = cure = ""
-    if tensor.is_meta:
-        problem, cure = "is on the meta device", "Give it memory first: model.to_empty(device=…)"
-    elif nn.parameter.is_lazy(tensor):
+    if nn.parameter.is_lazy(tensor):
         problem, cure = "is not initialised", "Run one forward pass first"
+    elif tensor.is_meta:
+        problem, cure = "is on the meta device", "Give it memory first: model.to_empty(device=…)"
     elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         problem, cure = f"is of class {_name(type(tensor))}", "Convert it, or leave it out"
     elif tensor.is_nested or tensor.layout is not torch.strided:

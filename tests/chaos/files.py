@@ -4,7 +4,7 @@
 
 What a load may do: give the right numbers, refuse with an error that names the file, ignore the file with a warning
 that names it, or (where files have no checksums, because people write them) take it for another one that is sound. Of
-checkpoints of format 1, which had no checksums, it warns, and what it then loads counts as unverified.
+checkpoints of format 1, which had no checksums, the conversion warns, and what it then writes counts as unverified.
 Anything else is a failure: wrong numbers, another error, something that ran, was left, or did not end.
 """
 
@@ -45,8 +45,8 @@ from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.training.survival import NodeMemory, Survival
-from tests.training.planted import changes, tamper
-from tests.training.test_checkpoint_folder import OLD, load, save
+from tests.training.planted import changes, rewrite, rewritten, tamper
+from tests.training.test_checkpoint_folder import FORMAT_1, FORMAT_2, Held, converted, load, save
 from tests.training.toy import ONE, Toy
 
 ALONE = Topology()
@@ -342,7 +342,7 @@ def one_bit(chance: random.Random, path: Path) -> str:
 
 #: What a job keeps for itself, with digests: of these no flipped bit may give anything else.
 KEPT = (*(name for name, kind in KINDS.items() if kind.strict), "checkpoint")
-ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "tampered")
+ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "format 2", "tampered", "rewritten")
 
 # Cases
 
@@ -390,7 +390,8 @@ class Fuzzer:
             self._paths[name] = kind.make(self._whole[name]).name
             self._right[name] = self._in_copy(name, kind.read)
         save(0, 1, ONE, folder / "checkpoint")
-        shutil.copytree(OLD, folder / "format 1")
+        shutil.copytree(FORMAT_1, folder / "format 1")
+        shutil.copytree(FORMAT_2, folder / "format 2")
         self._held = load(folder / "checkpoint", ONE, 0, ALONE, trained=True)[2]
         self.outcomes: dict[str, Counter[str]] = {}
         self.failures: list[dict[str, Any]] = []
@@ -408,7 +409,9 @@ class Fuzzer:
                 case = self._checkpoint if name not in KINDS else self._file
                 outcome = case(chance, name, work)
             shutil.rmtree(work)
-            left = sorted({one.name for one in self._folder.iterdir()} - {"whole", "checkpoint", "format 1"})
+            left = sorted(
+                {one.name for one in self._folder.iterdir()} - {"whole", "checkpoint", "format 1", "format 2"}
+            )
             _expect(not left, f"{left} is left")
             _expect(len(os.listdir("/proc/self/fd")) == handles, "a descriptor is left")
             _expect(not self._watch.seen, f"it ran {[*self._watch.seen]}")
@@ -470,30 +473,52 @@ class Fuzzer:
         return outcome
 
     def _checkpoint(self, chance: random.Random, name: str, work: Path) -> str:
-        """Of one nothing is loaded, or all of it; what another has made up may stop in the middle."""
-        path, canary = work / "checkpoint", self._folder / "canary"
-        shutil.copytree(self._folder / ("format 1" if name == "format 1" else "checkpoint"), path)
+        """Of one nothing is loaded, or all of it; one of an earlier format is converted or not."""
+        path, new, canary = work / "checkpoint", work / "new", self._folder / "canary"
+        old = {"checkpoint": "checkpoint", "rewritten": "checkpoint", "format 1": "format 1"}.get(name, "format 2")
+        shutil.copytree(self._folder / old, path)
         if name == "tampered":
             known = changes(canary)
-            how = self._how = chance.choice(list(known))
-            tamper(path, known[how], sealed=chance.random() < 0.7)
+            self._how = chance.choice(list(known))
+            tamper(path, known[self._how], sealed=chance.random() < 0.7)
             canary.unlink(missing_ok=True)
+        elif name == "rewritten":
+            made = rewritten(path)
+            self._how = chance.choice(list(made))
+            rewrite(path, made[self._how])
         else:
-            files = [one for one in sorted(path.iterdir()) if name == "checkpoint" or one.name != ".metadata"]
+            files = [one for one in sorted(path.iterdir()) if name != "format 1" or one.name != ".metadata"]
             file = chance.choice(files)
-            how = self._how = f"{file.name} {self._harm(chance, file)}"
+            self._how = f"{file.name} {self._harm(chance, file)}"
         with self._watched(), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            said, before, after = load(path, ONE, 0, ALONE, trained=chance.random() < 0.5)
+            if old == "checkpoint":
+                said, before, after = load(path, ONE, 0, ALONE, trained=chance.random() < 0.5)
+            else:
+                said, before, after = converted(path, new), None, None
         _expect(not canary.exists(), "something ran")
-        partly = name == "tampered" and (how.startswith("a tensor") or how == "a number for a tensor")
         _expect(said is None or str(path) in said, f"does not name the file: {said}")
         unverified = said is None and any("of format 1, without checksums" in str(one.message) for one in warned)
-        right = after == (self._held if said is None else before)
-        _expect(right or partly or unverified, f"wrong numbers: {said}")
-        _expect(name != "tampered" or said is not None, "was not noticed")
+        if old != "checkpoint" and said is None:
+            told, _, after = load(new, ONE, 0, ALONE, trained=True)
+            _expect(told is None, f"was converted and does not load: {told}")
+            shutil.rmtree(new)
+            before = self._of_format(old)
+        right = after == (self._held if said is None and old == "checkpoint" else before)
+        _expect(right or unverified, f"wrong numbers: {said}")
+        _expect(name not in ("tampered", "rewritten") or said is not None, "was not noticed")
         _expect([one.name for one in work.iterdir()] == ["checkpoint"], "something is left")
         return "refused" if said is not None else "right" if right else "unverified"
+
+    def _of_format(self, name: str) -> Held:
+        """The state in the whole checkpoint of an earlier format."""
+        new = self._folder / "new"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert converted(self._folder / name, new) is None
+        held = load(new, ONE, 0, ALONE, trained=True)[2]
+        shutil.rmtree(new)
+        return held
 
 
 def _expect(true: bool, else_: str) -> None:

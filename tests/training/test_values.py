@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import os
-from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+import random
+import re
+import struct
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +25,7 @@ from torch import nn
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.plain_values import DTYPES, tensor_bytes
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
 
@@ -82,3 +94,288 @@ def test_a_rejected_value_leaves_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class .*\.Topology"):
         save_checkpoint(path, model, None, ALONE, {"step": 2, "mine": ALONE})
     assert load_checkpoint(path, model, None, ALONE) == {"step": 1}
+
+
+class Plain(NamedTuple):
+    """A named tuple, which is no plain one."""
+
+    number: int = 1
+
+
+class Colour(enum.IntEnum):
+    """An int that is none."""
+
+    RED = 1
+
+
+class Rows(list[int]):
+    """A list of a class of its own."""
+
+
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def kept_values() -> dict[str, Any]:
+    """Values of every kind that a checkpoint stores."""
+    tensor = torch.arange(12.0).view(3, 4)
+    zone = timezone(timedelta(hours=2), "Home")
+    values: dict[str, Any] = {
+        "constants": [None, True, False, 0, -1, 2**63, -(2**64), 10**5000],
+        "floats": [0.1, -0.0, 1e-320, math.inf, -math.inf, math.nan, struct.unpack(">d", b"\x7f\xf8\0\0\0\0\0\7")[0]],
+        "complex": [1 + 2j, complex(math.nan, -0.0)],
+        "text": ["", "é\x1b\ud800", "$tuple", b"\0\xff", bytearray(b"1")],
+        "tuples": ((), (1, (2, [3]))),
+        "sets": [{1, "a", (2, 3)}, frozenset({4}), set()],
+        "keys": {1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
+        "tags": {"$tuple": [1], "a": {"$": 2}},
+        "ordered": OrderedDict(b=1, a=OrderedDict()),
+        "counter": Counter("abca"),
+        "torch": [torch.bfloat16, torch.device("cuda:1"), torch.strided, torch.channels_last, torch.Size([2, 0])],
+        "numpy": [np.float64(0.1), np.float32(0.1), np.int8(-3), np.bool_(True), np.str_("x"), np.bytes_(b"a\0")],
+        "arrays": [
+            np.arange(6)[::2],
+            np.zeros((2, 0), ">f4"),
+            np.array(5),
+            np.array(["a", "bc"]),
+            np.arange(4).reshape(2, 2).T,
+        ],
+        "times of numpy": [np.datetime64("2026-11-28T01:02", "m"), np.timedelta64(3, "s"), np.array(["NaT"], "M8[ns]")],
+        "generators": [
+            np.random.get_state(),
+            np.random.default_rng(1).bit_generator.state,
+            np.random.Generator(np.random.MT19937(3)).bit_generator.state,
+            random.getstate(),
+            torch.get_rng_state(),
+        ],
+        "paths": [Path("a/\udcff"), PurePosixPath("b"), PureWindowsPath("c:\\d")],
+        "times": [datetime(2026, 1, 1, fold=1, tzinfo=zone), datetime.now(UTC), datetime.now(), date(1, 1, 1)],
+        "more times": [time(1, 2, 3, 4, tzinfo=zone), timedelta(days=-1, microseconds=5), zone, UTC],
+        "state": nn.BatchNorm1d(3).state_dict(),
+        "parameters": [
+            nn.Parameter(torch.ones(2)),
+            nn.Parameter(torch.ones(2), requires_grad=False),
+            nn.Buffer(tensor),
+        ],
+        "tensors": [
+            tensor.t(),
+            tensor[:, ::2],
+            tensor.expand(2, 3, 4),
+            torch.tensor(3),
+            torch.ones(2, requires_grad=True),
+        ],
+        "bits": [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag],
+        "empty": [torch.empty(0, 3), torch.empty(2, 0, dtype=torch.complex128)],
+        "dtypes": [torch.arange(48, dtype=torch.uint8).view(dtype) for dtype in DTYPES.values() if dtype != torch.bool],
+    }
+    return values
+
+
+def assert_same(found: Any, value: Any) -> None:
+    assert type(found) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert found.dtype == value.dtype and found.shape == value.shape and found.requires_grad == value.requires_grad
+        assert torch.equal(tensor_bytes(found), tensor_bytes(value))
+    elif isinstance(value, np.ndarray | np.generic):
+        assert found.dtype == value.dtype and found.shape == value.shape and found.tobytes() == value.tobytes()
+    elif isinstance(value, dict):
+        assert list(found) == list(value)
+        assert all(map(lambda pair: assert_same(*pair) is None, zip(found, value, strict=True)))
+        for key in value:
+            assert_same(found[key], value[key])
+        assert getattr(found, "_metadata", None) == getattr(value, "_metadata", None)
+    elif isinstance(value, list | tuple):
+        assert len(found) == len(value)
+        for each, right in zip(found, value, strict=True):
+            assert_same(each, right)
+    elif isinstance(value, float):
+        assert struct.pack(">d", found) == struct.pack(">d", value)
+    elif isinstance(value, complex):
+        assert_same([found.real, found.imag], [value.real, value.imag])
+    else:
+        assert found == value
+        assert isinstance(value, int | set | frozenset) or repr(found) == repr(value)
+
+
+def rejected_values() -> dict[str, Any]:
+    """Values that no checkpoint stores."""
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with_attribute = OrderedDict(a=1)
+    with_attribute.mine = 2  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised and nested tensors are prototypes, or going
+        quantised = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([torch.ones(2)])
+    return {
+        "a named tuple": Plain(),
+        "an enum": Colour.RED,
+        "a list of its own class": Rows(),
+        "a defaultdict": defaultdict(list),
+        "a tensor's class": torch.ones(2).as_subclass(Tagged),
+        "a generator": torch.Generator(),
+        "a generator of numpy": np.random.default_rng(1),
+        "a masked array": np.ma.masked_array([1]),
+        "an array of objects": np.array([object()]),
+        "an array of records": np.zeros(2, "i4,f4"),
+        "a sparse tensor": torch.ones(2).to_sparse(),
+        "a quantised tensor": quantised,
+        "a nested tensor": nested,
+        "a tensor on the meta device": torch.ones(2, device="meta"),
+        "a tensor without memory": nn.UninitializedParameter(),
+        "a structure of torch": torch.ones(2).max(0),
+        "a tensor as a key": {torch.ones(1): 1},
+        "a function": len,
+        "a class": dict,
+        "a module": nn.Linear(1, 1),
+        "a zone": datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),
+        "a cycle": cycle,
+        "depth": deep,
+        "an attribute": with_attribute,
+    }
+
+
+def test_values_round_trip(tmp_path: Path) -> None:
+    """Through a checkpoint, and through the memory of a node."""
+    path, model, values = tmp_path / "checkpoint", nn.Linear(2, 2), kept_values()
+    save_checkpoint(path, model, None, ALONE, values)
+    assert_same(load_checkpoint(path, model, None, ALONE), values)
+    Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, model, None, values)
+    assert_same(Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(model, None), values)
+
+
+def test_a_tensor_at_two_places_is_one(tmp_path: Path) -> None:
+    tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(3))
+    save_checkpoint(
+        tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE, {"a": [tensor, tensor], "b": [parameter] * 2}
+    )
+    extra = load_checkpoint(tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE)
+    assert extra["a"][0] is extra["a"][1] and extra["b"][0] is extra["b"][1]
+
+
+@pytest.mark.parametrize("what", rejected_values())
+def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what: str) -> None:
+    path, model, mine = tmp_path / "checkpoint", WithState(), rejected_values()[what]
+    save_checkpoint(path, model, None, ALONE, {"step": 1})
+    survival = Survival(ALONE, NodeMemory(os.getpid(), tmp_path))
+    survival.refresh(1, model, None, {"step": 1})
+    for call in (partial(save_checkpoint, path, model, None, ALONE), partial(survival.refresh, 2, model, None)):
+        with pytest.raises(ConfigError, match=r"extra\['mine'\].*(do not store|contains itself)"):
+            call({"mine": mine})
+    if what in ("a tensor's class", "a tensor without memory"):  # the model has it itself
+        return
+    model.average = mine
+    for call in (partial(save_checkpoint, path, model, None, ALONE), partial(survival.refresh, 2, model, None)):
+        with pytest.raises(ConfigError, match=r"model\._extra_state.*(do not store|contains itself)"):
+            call({"step": 2})
+    model.average = None
+    assert load_checkpoint(path, WithState(), None, ALONE) == {"step": 1}
+    assert Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(WithState(), None) == {"step": 1}
+
+
+class Buffers(nn.Module):
+    """A module with one buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("buffer", buffer)
+
+
+BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
+    **{
+        name: lambda dtype=dtype: torch.ones(2, 4, dtype=torch.uint8).repeat(1, 4).view(dtype)
+        for name, dtype in DTYPES.items()
+    },
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "every second": lambda: torch.arange(6.0)[::2],
+    "empty": lambda: torch.empty(2, 0, 3),
+    "a number": lambda: torch.tensor(2.5),
+    "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
+    "negative": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "windows": lambda: torch.arange(6.0).unfold(0, 3, 1),
+}
+
+
+@pytest.mark.parametrize("what", BUFFERS)
+def test_buffers_round_trip(tmp_path: Path, what: str) -> None:
+    path, buffer = tmp_path / "checkpoint", BUFFERS[what]()
+    save_checkpoint(path, Buffers(buffer), None, ALONE)
+    Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, Buffers(buffer), None)
+    for load in (
+        lambda model: load_checkpoint(path, model, None, ALONE),
+        lambda model: Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(model, None),
+    ):
+        loaded = Buffers(torch.empty(buffer.shape, dtype=buffer.dtype))
+        assert load(loaded) == {}
+        assert torch.equal(tensor_bytes(loaded.buffer), tensor_bytes(buffer)) and loaded.buffer.dtype == buffer.dtype
+
+
+REJECTED_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.ones(3).expand(2, 3),
+    "sparse": lambda: torch.ones(2).to_sparse(),
+    "int4": lambda: torch.ones(2, dtype=torch.uint8).view(torch.int4),
+    "of a class": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("what", REJECTED_BUFFERS)
+@pytest.mark.filterwarnings("ignore")
+def test_other_buffers_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, Buffers(torch.ones(2, 3)), None, ALONE, {"step": 1})
+    model = Buffers(REJECTED_BUFFERS[what]())
+    with pytest.raises(ConfigError, match=r"model\.buffer (is|has)"):
+        save_checkpoint(path, model, None, ALONE, {"step": 2})
+    if what == "expanded":
+        with pytest.raises(ConfigError, match=r"model\.buffer is expanded: .* clone\(\)"):
+            load_checkpoint(path, model, None, ALONE)
+        with pytest.raises(ConfigError, match=r"model\.buffer is expanded"):
+            Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, model, None)
+    assert load_checkpoint(path, Buffers(torch.zeros(2, 3)), None, ALONE) == {"step": 1}
+
+
+def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> None:
+    four_bits = torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    save_checkpoint(tmp_path / "checkpoint", Buffers(four_bits), None, ALONE)
+    model = Buffers(torch.zeros(2))
+    with pytest.raises(
+        ConfigError, match=r"model\.buffer is float4_e2m1fn_x2, which PyTorch does not convert to float32"
+    ):
+        load_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
+    assert not model.buffer.any()
+
+
+def _reject(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str, Any]]:
+    topology, model = Topology.from_sizes(ep=1), nn.Linear(2, 2)
+    save_checkpoint(path, model, None, topology, {"step": 1})
+    optimizer, extra = None, {"step": 2}
+    if what == "extra" and rank == 0:
+        extra["mine"] = Rows()
+    elif what == "optimizer" and rank == 1:
+        optimizer = torch.optim.AdamW(model.parameters())
+    elif what == "groups":
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}] if rank else parameters)
+    with pytest.raises(RankError) as caught:
+        save_checkpoint(path, model, optimizer, topology, extra)
+    return str(caught.value), load_checkpoint(path, model, None, topology)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("extra", r"failed on rank 0: .*extra\['mine'\] is of class .*\.Rows"),
+        (
+            "optimizer",
+            r"the optimizer is None on rank 0 and AdamW with 1 parameter groups on rank 1\. Pass every rank's",
+        ),
+        ("groups", r"the optimizer is AdamW with 1 parameter groups on rank 0 and AdamW with 2 .* on rank 1\."),
+    ],
+)
+def test_all_ranks_reject_what_one_cannot_save(cluster: Cluster, tmp_path: Path, what: str, message: str) -> None:
+    for said, extra in cluster.run(2, _reject, tmp_path / "checkpoint", what):
+        assert re.search(message, said), said
+        assert extra == {"step": 1}
