@@ -72,6 +72,7 @@ def save_checkpoint(
     state = ModelState(model, optimizer, topology, operation)
 
     def entries() -> dict[str, Any]:
+        require_extra(extra, operation)
         own = {EXTRA: {} if extra is None else extra, ABOUT: state.about()} if topology.is_first else {}
         return state.entries() | own
 
@@ -286,6 +287,12 @@ class ModelState:
 def _refuse(path: Path, difference: str | None) -> None:
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not loaded: {difference}")
+
+
+def require_extra(extra: Any, operation: str) -> None:
+    """Raise `ConfigError` for an `extra` that is no dictionary."""
+    if not isinstance(extra, dict | None):
+        raise ConfigError(f"{operation}: extra is of class {type(extra).__qualname__}. Pass a dict, or None.")
 
 
 def _described(kind: str | None, groups: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -86,7 +86,7 @@ class Folder:
             if key in self._written.values:
                 stretch, count = self._written.values[key]
                 owned = [tensor_key(key, number) for number in range(count)]
-                stretches |= {stretch, *(one for (key, _), one in self._written.parts.items() if key in owned)}
+                stretches |= {stretch, *(self._part(item) for item in self._plan(self._empty(owned), PlainPlanner()))}
         for stretch in sorted(stretches):
             with self._opened(stretch.file) as file:
                 if stretch.file in self._headers.keys() - self._checked:
@@ -142,7 +142,7 @@ class Folder:
             saved: Any = self.metadata.state_dict_metadata.get(own)
             if number >= count or saved.properties.dtype != dtype or saved.size != shape:
                 raise ValueError("one of its tensors is another")
-            target = {own: torch.empty(shape, dtype=dtype)}
+            target = self._empty([own])
             self._read_tensors(target, PlainPlanner())
             return target[own]
 
@@ -166,11 +166,15 @@ class Folder:
             target.copy_(value)
             planner.commit_tensor(item, target)
 
+    def _empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors to read those of values into."""
+        entries: Any = self.metadata.state_dict_metadata
+        return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+
     def _elements(self, item: ReadItem, stretch: FilePart) -> Tensor:
         entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-        data = self._bytes(stretch)
-        return data.view(entry.properties.dtype).view(sizes)
+        sizes = entry.chunks[item.storage_index.index].sizes
+        return self._bytes(stretch).view(entry.properties.dtype).view(sizes)
 
     def _bytes(self, stretch: FilePart) -> Tensor:
         data = torch.empty(stretch.length, dtype=torch.uint8)

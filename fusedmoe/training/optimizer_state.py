@@ -62,6 +62,11 @@ class OptimizerState:
             spec, shape = self._specs[name], self._parameters[name].shape
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
+                if not isinstance(key, str) or "." in key:  # a load finds the parameter's name before the last dot
+                    raise ConfigError(
+                        f"rank {self._topology.rank}: the optimizer names a state of {name} {key!r}, and checkpoints "
+                        "store names without dots. Rename it in the optimizer's state."
+                    )
                 if spec.split:
                     require_plain(value, key, self._of(name))
                 spread = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None

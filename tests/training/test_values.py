@@ -276,6 +276,26 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
     assert Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(WithState(), None) == {"step": 1}
 
 
+def test_an_extra_that_is_no_dictionary_is_rejected(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    for call in (
+        partial(save_checkpoint, tmp_path / "checkpoint", model, None, ALONE),
+        partial(Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh, 1, model, None),
+    ):
+        with pytest.raises(ConfigError, match="extra is of class list"):
+            call([])
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_state_with_a_dot_in_its_name_is_rejected(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.state[model.weight]["a.b"] = torch.zeros(1, 1)
+    with pytest.raises(ConfigError, match=r"names a state of weight 'a\.b', and checkpoints store names without dots"):
+        save_checkpoint(tmp_path / "checkpoint", model, optimizer, ALONE)
+
+
 class Buffers(nn.Module):
     """A module with one buffer."""
 

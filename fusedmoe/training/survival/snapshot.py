@@ -28,7 +28,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, require_extra
 from fusedmoe.training.checkpoint_folder import require_writable
 from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.plain_values import encode_value, tensor_bytes
@@ -162,6 +162,7 @@ class Snapshots:
 
         def collect() -> tuple[str, str]:
             # Every rank checks its own: `extra` is kept by one rank of each node, and restored on all.
+            require_extra(extra, operation)
             digest = encode_value(extra, f"{operation}: {EXTRA}").digest()
             for part, value in _own_parts(state, self._topology, nodes, extra, operation):
                 parts.append(part)

@@ -155,7 +155,7 @@ class Survival:
             RankError: `extra` differs between ranks, a rank has no room, failed or did not come; the state kept before
                 stands.
         """
-        self._snapshots.write(step, model, optimizer, extra or {})
+        self._snapshots.write(step, model, optimizer, {} if extra is None else extra)
         if self._first:
             # Once all nodes have the new one: until then the state of before is the only whole one. Later refreshes
             # need no such wait: of two slots the older one is written.
