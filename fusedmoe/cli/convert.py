@@ -15,13 +15,16 @@ from fusedmoe.errors import printable
 from fusedmoe.training import convert_checkpoint
 
 EXAMPLES = """\
-  fusedmoe convert-checkpoint runs/7/checkpoint runs/7/new
+examples:
+  a run's checkpoint, to go on with:
+    fusedmoe convert-checkpoint runs/7/checkpoint runs/7/checkpoint.new
 """
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `convert-checkpoint` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "convert-checkpoint", __doc__, EXAMPLES, run)
+    parser.usage = "fusedmoe convert-checkpoint OLD NEW"
     parser.add_argument("old", type=Path, metavar="OLD", help="the checkpoint to read")
     parser.add_argument("new", type=Path, metavar="NEW", help="where to write it; a checkpoint there is replaced")
 
