@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import checkpoint_reader, convert_checkpoint, load_checkpoint, save_checkpoint
+from fusedmoe.training.checkpoint_folder import write_folder
+from fusedmoe.training.shard_spec import RowShard
 from tests.cluster import Cluster
 from tests.training.planted import rewrite
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
@@ -316,3 +320,24 @@ def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pyt
     load_checkpoint(path, model, None, Topology())
     data = [stretch for stretch in looked if stretch.offset or not stretch.file.endswith("safetensors")]
     assert len(set(looked)) == len(looked) and 0 < sum(stretch.length for stretch in data) < size / 3
+
+
+def test_rows_in_any_order(tmp_path: Path) -> None:
+    """Consecutive rows are one part; a second part of a tensor is in a file of its own, which other tools read."""
+    path, whole = tmp_path / "checkpoint", torch.arange(24.0).view(8, 3)
+    numbers = (5, 6, 2, 3, 4, 0, 7, 1)
+    rows = RowShard(whole[list(numbers)].clone(), numbers, whole.shape, (0, 0))
+    write_folder(path, lambda: {"rows": rows}, Topology(), "saving")
+    names = sorted(file.name for file in path.iterdir())
+    assert names == ["index.jsonl", *(f"rank-00000-{n}.safetensors" for n in range(1, 5)), "rank-00000.safetensors"]
+    other_way = RowShard(torch.zeros(4, 3), (3, 4, 5, 0), whole.shape, (0, 0))
+    folder = checkpoint_reader.Folder(path)
+    for target in (other_way, torch.zeros(8, 3)):
+        folder.check({"rows": target})
+        folder.read_tensors({"rows": target})
+        found = target.part if isinstance(target, RowShard) else target
+        assert torch.equal(found, whole[list(other_way.numbers)] if isinstance(target, RowShard) else whole)
+    folder.close()
+    read = {"rows": torch.zeros(8, 3)}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert torch.equal(read["rows"], whole)
