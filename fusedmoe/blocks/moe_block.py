@@ -374,7 +374,8 @@ def _of_tables(
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
     if not chunks.any_degree:
-        chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
+        compute = partial(torch.func.functional_call, experts, named)
+        chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
     if send is None:
         return chunks, None
     tables, made = tuple(named.values()), chunks.parameters

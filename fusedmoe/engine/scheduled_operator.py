@@ -151,7 +151,7 @@ def _experts(
         y_RM: Tensor = torch.func.functional_call(module, parameters, (x_RM, layout, weight_R))
         return y_RM
 
-    return _AutogradAgain(AutogradExperts(compute, leaves))
+    return _AutogradAgain(AutogradExperts(compute, leaves, module))
 
 
 def _local(tensor: Tensor) -> Tensor:

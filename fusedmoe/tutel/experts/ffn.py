@@ -221,11 +221,23 @@ class FusedExpertsNetwork(nn.Module):
         trained = tuple(name for name, matrix in matrices if matrix.requires_grad)
         return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
-    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
-        """Computes [e, rows, D_out] of [e, rows, D]; with shards this rank's summand."""
+    def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
+        """Gather the weights for all chunks of a call. Collective; None where `forward` may communicate by itself."""
+        # A subclass with a forward of its own may want other weights, or none.
+        if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
+            return None
+        weights = self.weights(shards_of(ctx))
+        return weights.w1, weights.w2, weights.b1, weights.b2, weights.b2_start
+
+    def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
+        """Compute [e, rows, D_out] of [e, rows, D]; with shards this rank's summand.
+
+        Args:
+            joined: the result of `join`; None: gather the weights here. Collective then.
+        """
         if self.skip_expert:
             return x
-        weights = self.weights(shards_of(ctx))
+        weights = self.weights(shards_of(ctx)) if joined is None else Weights(*joined)
         h = x @ weights.w1.transpose(1, 2)
         if weights.b1 is not None:
             h = h + weights.b1[:, None]

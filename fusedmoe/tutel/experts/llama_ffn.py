@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,12 @@ class LlamaFFNNetwork(nn.Module):
         trained = tuple(name for name, learns in (("w1", up), ("w2", self.W_fc3.requires_grad)) if learns)
         return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize, trained=trained)
 
-    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
-        w1, w2, w3 = self.whole(ctx)
+    def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
+        """Gather the weights, as `FusedExpertsNetwork.join`."""
+        return self.whole(ctx) if type(self).forward is LlamaFFNNetwork.forward else None
+
+    def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
+        w1, w2, w3 = self.whole(ctx) if joined is None else joined
         return (self.activation_fn(x @ w1) * (x @ w2)) @ w3
 
     def extra_repr(self) -> str:

@@ -360,14 +360,21 @@ class MOELayer(nn.Module):
         if fused is not None:
             rows = sources * self._places(capacity)
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
+        # Weights of ranks that share an expert are gathered here, once: inside a chunk the gathering would run at the
+        # same time as the exchanges of other chunks, in an order that differs between ranks.
+        joined = module.join(self) if fused is None and hasattr(module, "join") else None
         blocks = partial(self.expert_local, reserve_shape=token_shape)
-        return LocalExperts(count, fused, blocks, tuple(module.parameters()), getattr(module, "workload", None))
+        return LocalExperts(count, fused, blocks, module, joined)
 
-    def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
-        """Runs the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; returns [e, C, …]."""
+    def expert_local(self, x: Tensor, reserve_shape: Sequence[int], joined: Any = None) -> Tensor:
+        """Run the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; return [e, C, …].
+
+        Args:
+            joined: weights that the experts' `join` gathered; None: the experts gather their own. Collective then.
+        """
         # Experts of this package know nothing of a token's dimensions.
         if hasattr(self.experts, "fused"):
-            y: Tensor = self.experts(x, self)
+            y: Tensor = self.experts(x, self) if joined is None else self.experts(x, self, joined)
             self.protected_shape = self._shape_like(reserve_shape, *y.shape)
         else:
             y = self.experts(x.view(*x.shape[:2], *reserve_shape), self)
