@@ -15,6 +15,7 @@ from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans,
 from fusedmoe.ops import (
     Exchange,
     Layout,
+    RowForm,
     Weights,
     contiguous_layout,
     make_all_to_all,
@@ -130,7 +131,8 @@ class LayerDispatcher:
         if self._beside is not None and not x_SM.is_cuda:
             # No rows travel that would tell: an exchange of none carries the refusal, and ends all ranks alike.
             nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
-            self._beside.exchange(nothing_E, x_SM.dtype, refusal)
+            form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
+            self._beside.exchange(nothing_E, form, refusal)
         return refusal
 
     def through_experts(
