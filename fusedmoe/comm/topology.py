@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import _StopRecomputationError
 
+from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from fusedmoe.comm.group import Group, Held, Job, Leased, launch_in_order_of_issue, process_groups
@@ -419,7 +420,7 @@ def _forget_failed_backward() -> None:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    launched = environment.integer("WORLD_SIZE", 1, 1)
     if launched > 1:
         raise ConfigError(
             f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group yet, so it would train a "
@@ -431,7 +432,7 @@ def _world_size() -> int:
 def _ranks_per_node(given: int | None) -> int:
     if given is not None and given < 1:
         raise ConfigError(f"topology: ranks_per_node = {given} must be at least 1; None takes the launcher's")
-    return given or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
+    return given or environment.integer("LOCAL_WORLD_SIZE", _world_size(), 1)
 
 
 def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
@@ -149,7 +149,7 @@ class FusedExpertsNetwork(nn.Module):
             raise ConfigError("give activation_fn or activation_fn_with_self, not both")
         if init not in INITIALISATIONS:
             raise ConfigError(f"unknown initialisation {init!r}; choose {' or '.join(INITIALISATIONS)}")
-        self.skip_expert = int(os.environ.get("SKIP_EXPERT", "0")) != 0
+        self.skip_expert = integer("SKIP_EXPERT", 0) != 0
         self.model_dim, self.hidden_size_per_expert = model_dim, hidden_size_per_expert
         self.local_experts, self.sharded_count = num_experts_per_device, sharded_count
         self.hidden_size = hidden_size_per_expert // sharded_count

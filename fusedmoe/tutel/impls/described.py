@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fusedmoe.environment import number
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import RanksOwn, other_experts
 from fusedmoe.tutel.impls.dispatcher import Degree
@@ -52,7 +52,7 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
-        gate.capacity_factor = options.get("capacity_factor", float(os.environ.get("CAP_FACTOR", 1.0)))
+        gate.capacity_factor = options.get("capacity_factor", number("CAP_FACTOR", 1.0))
     if not hasattr(gate, "top_k"):
         raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
     return gate

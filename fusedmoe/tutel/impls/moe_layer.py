@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
 from fusedmoe.dispatchers import unselected
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, WrapperCheck, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
@@ -102,7 +102,7 @@ class MOELayer(nn.Module):
         # A process group cannot be copied: the holder lets deepcopy copy the layer.
         self._group = _Held(group)
         self.result_func = result_func
-        self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
+        self.skip_moe = integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.wanted_experts(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E))
@@ -115,7 +115,7 @@ class MOELayer(nn.Module):
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore
-        self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
+        self.batch_prioritized_routing = batch_prioritized_routing or integer("BATCH_PRIO", 0) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = described.valid_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
