@@ -16,6 +16,7 @@ from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
+from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.impls.communicate import get_world_rank, topology_of, zero_gather
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class FusedExpertsNetwork(nn.Module):
         init: str = "0.4",
     ) -> None:
         super().__init__()
+        require_within("ffn experts", hidden_size_per_expert=hidden_size_per_expert, output_dim=output_dim)
+        require_room("ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         if hidden_size_per_expert % sharded_count:
             text = f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks"
             raise ConfigError(f"{text}; choose a multiple")

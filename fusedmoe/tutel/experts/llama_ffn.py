@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
+from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
 from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
 
@@ -42,6 +43,8 @@ class LlamaFFNNetwork(nn.Module):
         activation_fn: Activation = nn.functional.silu,
     ) -> None:
         super().__init__()
+        require_within("llama_ffn experts", hidden_size_per_expert=hidden_size_per_expert)
+        require_room("llama_ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         e, D, H = num_experts_per_device, model_dim, hidden_size_per_expert
         self.model_dim, self.hidden_size, self.local_experts = D, H, e
         self.sharded_count, self.activation_fn = sharded_count, activation_fn

@@ -20,6 +20,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, WrapperCheck, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
+from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls import described, losses
 from fusedmoe.tutel.impls.communicate import get_world_rank, get_world_size, size_of, skips_all_to_all, topology_of
 from fusedmoe.tutel.impls.described import Description
@@ -92,6 +93,7 @@ class MOELayer(nn.Module):
     ) -> None:
         super().__init__()
         assert model_dim % 2 == 0, f"model_dim must be even, not {model_dim}"
+        require_within("moe_layer", model_dim=model_dim)
         if "pad_samples" in kwargs:
             logging.warning("pad_samples has no effect: nothing is ever padded")
             del kwargs["pad_samples"]
