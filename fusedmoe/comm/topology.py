@@ -19,6 +19,7 @@ from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from fusedmoe.comm.group import Group, Held, Job, Leased, launch_in_order_of_issue, process_groups
+from fusedmoe.comm.job_identity import identity, require_one_job
 from fusedmoe.errors import ConfigError, RankError
 
 # The job of ranks that have met, and the process groups that each of them holds.
@@ -454,13 +455,14 @@ def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) 
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
     # One meeting for both: the ranks compare arguments, and hold what their process groups are made from.
-    facts = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    facts = board.meet(ranks, (arguments, process_groups().held(timeout_s), identity()), timeout_s)
     if len(ranks) == dist.get_world_size():
         board.forget_addresses()
-    for peer, (its_arguments, _) in zip(ranks, facts, strict=True):
+    require_one_job(rank, ranks, [its_identity for *_, its_identity in facts])
+    for peer, (its_arguments, *_) in zip(ranks, facts, strict=True):
         if its_arguments != arguments:
             raise RankError(
                 f"topology: rank {rank} has {arguments}, rank {peer} has {its_arguments}. Pass the same on every rank; "
                 "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
             )
-    return Job(rank, timeout_s, board), [held for _, held in facts]
+    return Job(rank, timeout_s, board), [held for _, held, _ in facts]
