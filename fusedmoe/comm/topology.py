@@ -191,13 +191,14 @@ class Topology:
         # Other libraries' layers, which it is for, have no argument to ask for a link's second direction with.
         topology._begin(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
-        topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
-        # The group of `ep` perhaps.
+        # The group of `ep` perhaps. The given handle is not kept: its owner may destroy it, which frees it then.
         everyone = topology.subgroup("dp", ranks)
-        topology.dp = Group("dp", ranks, everyone.index, everyone.handle, job)
-        topology._groups.append(topology.dp)
+        topology.dp, topology.world = (
+            Group(name, ranks, everyone.index, everyone.handle, job) for name in ("dp", "world")
+        )
+        topology._groups += [topology.dp, topology.world]
         topology.mp = topology.subgroup("mp", (job.rank,))
         return topology
 

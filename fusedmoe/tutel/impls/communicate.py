@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -66,8 +67,8 @@ def as_group(handle: ProcessGroup | None) -> Group:
     return ranks.group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
-# By (world, ranks, shards and degree, ranks of a node); the world, as a process may end one and make another.
-_TOPOLOGIES: dict[tuple[object, tuple[int, ...], tuple[int, int], int | None], Topology] = {}
+# By the world, as a process may end one and make another; then by ranks, shards and degree, ranks of a node.
+_TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
@@ -81,15 +82,19 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
         return Topology()
     handle = handle or dist.group.WORLD
     per_node = integer("LOCAL_SIZE", None, 1)
-    key = (dist.group.WORLD, tuple(dist.get_process_group_ranks(handle)), (shards, degree), per_node)
-    if key not in _TOPOLOGIES:
-        # Topologies of an ended world hold dead process groups.
-        for old in [known for known in _TOPOLOGIES if known[0] is not dist.group.WORLD]:
-            del _TOPOLOGIES[old]
+    world: Any = dist.group.WORLD
+    # Topologies of an ended world hold dead process groups.
+    for old in [known for known in _TOPOLOGIES if known is not world]:
+        del _TOPOLOGIES[old]
+    made, key = (
+        _TOPOLOGIES.setdefault(world, {}),
+        (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node),
+    )
+    if key not in made:
         experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
         timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
-        _TOPOLOGIES[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
-    return _TOPOLOGIES[key]
+        made[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
+    return made[key]
 
 
 class ParallelEnv(SimpleNamespace):
