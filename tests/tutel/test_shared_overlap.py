@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,35 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.runtime import execute
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.schedule.task import Task
 from fusedmoe.tutel import moe
 from tests.cluster import Cluster
 from tests.marks import slowly
-from tests.runtime.issue_order import Issue, check, made_up_streams, recorded
+from tests.runtime.issue_order import Issue, check, made_up_streams, random_delays, recorded
 from tests.tutel.cases import draw
 
 D, H = 8, 16
-
-
-@contextmanager
-def random_delays(seed: int) -> Iterator[None]:
-    """Delay each task of a plan by up to 4 ms, on each rank by other times."""
-    clock, measured = random.Random(seed), execute._measured
-
-    def delayed(*given: Any) -> Callable[[Task], None]:
-        body = measured(*given)
-
-        def run(task: Task) -> None:
-            time.sleep(clock.random() * 4e-3)
-            body(task)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "_measured", delayed)
-        yield
 
 
 def act(x: Tensor) -> Tensor:
