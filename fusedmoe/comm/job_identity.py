@@ -48,9 +48,9 @@ def _user() -> str:
 
 
 def _program() -> str:
-    """Return the name of the main module or script, without package, folder and suffix; "" in a notebook."""
-    main = sys.modules.get("__main__")
-    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if spec is not None:
-        return str(spec.name).removesuffix(".__main__").rpartition(".")[2]
-    return PurePath(path).stem if path else ""
+    """Return the name of the script or module that runs, without folder, package and suffix; "" where there is none."""
+    # Not the main module: on one rank that may be a profiler or a debugger, which puts the script's name here.
+    path = PurePath(sys.argv[0] if sys.argv else "")
+    if path.name == "-c":
+        return ""
+    return path.parent.name if path.stem == "__main__" else path.stem

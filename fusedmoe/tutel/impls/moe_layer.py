@@ -336,8 +336,12 @@ class MOELayer(nn.Module):
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
-        """Checks that gates begin alike: clients sum their gradients themselves, so they would stay different."""
+        """Checks that widths agree, and that gates begin alike: clients sum their gradients themselves, so they would
+        stay different."""
         topology = topology_of(self.group)
+        # Rows of results have this width; nobody else could refuse another one before it is sent.
+        widths = {"model_dim": self.model_dim, "output_dim": getattr(self.experts, "output_dim", None)}
+        topology.agree(widths | {"experts": type(self.experts).__name__}, "moe_layer")
         gates = [
             (f"moe_layer: gates.{name}", topology.world, parameter)
             for name, parameter in self.gates.named_parameters()
