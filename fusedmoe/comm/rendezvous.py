@@ -53,7 +53,7 @@ def init_process_group(
     places: dict[str, Any] = {} if where == "env://" else {"rank": own, "world_size": size}
     try:
         dist.init_process_group(backend, init_method=where, timeout=timedelta(seconds=timeout_s), **places, **options)
-    except (dist.DistError, TimeoutError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         raise RankError(_unreachable(own, size, f"{address}:{port}", str(error), timeout_s)) from error
 
 

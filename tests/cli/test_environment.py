@@ -172,6 +172,7 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             ["-c", "from fusedmoe.tutel import moe"],
             ["-m", "fusedmoe.tutel.launcher.run", "x.py"],
             ["-m", "fusedmoe.tutel.launcher.execl", "x.py"],
+            ["-m", "fusedmoe.tutel", "x.py"],
         )
     ],
 )

@@ -25,7 +25,8 @@ if __name__ == "__main__":
     try:
         started = command(sys.argv[1:])
         # Threads of one rank are bound to no node where they are to be many.
-        if integer("OMP_NUM_THREADS", 1) <= 1:
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a number for each nested level
+        if integer("OMP_NUM_THREADS", 1, given={"OMP_NUM_THREADS": threads}) <= 1:
             init_affinity_at_program_beginning()
     except ConfigError as error:
         sys.exit(f"fusedmoe.tutel.launcher.execl: error: {error}")
