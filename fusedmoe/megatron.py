@@ -123,7 +123,7 @@ class _OwnExperts(ExternalExperts):
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if isinstance(self.module, StackedExperts):
             return super().in_chunks(x_SM)
-        return AutogradExperts(self, list(self.module.parameters()))
+        return AutogradExperts(self, list(self.module.parameters()), self.module)
 
 
 class StagedDispatcher(MoETokenDispatcher):

@@ -35,6 +35,7 @@ from fusedmoe.autograd.parallel import (
 )
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import Function, Move, graph_takes_sizes, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
@@ -46,6 +47,15 @@ __all__ += ["Layout", "contiguous_layout", "order", "permute", "received_layout"
 __all__ += ["WeightParts", "Weights", "experts", "experts_in_parts", "grouped_linear"]
 __all__ += ["Adapters", "LowRank", "Matrices", "StoredWeights", "low_rank_experts", "low_rank_linear"]
 __all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
-__all__ += ["Exchange", "all_gather", "combine", "dispatch", "make_all_to_all", "reduce_scatter", "through_experts"]
+__all__ += [
+    "Exchange",
+    "RowForm",
+    "all_gather",
+    "combine",
+    "dispatch",
+    "make_all_to_all",
+    "reduce_scatter",
+    "through_experts",
+]
 __all__ += ["gather_rows", "join_rows", "name_for_graphs", "reduce_scatter_rows", "split_counts", "split_rows"]
 __all__ += ["Function", "Move", "graph_takes_sizes", "linear", "numbers_only", "require_values"]

@@ -28,10 +28,11 @@ from fusedmoe.comm.failure.board import RENEWED_S, tell_others
 from fusedmoe.comm.group import Group, launch_in_order_of_issue
 from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
 from fusedmoe.comm.one_sided.heaps import BACKENDS
+from fusedmoe.comm.rendezvous import init_process_group
 from fusedmoe.comm.topology import Topology, group_of
 from fusedmoe.kernels.libraries import nvshmem_packages
 
-__all__ = ["Group", "Topology", "group_of", "device_of", "launch_in_order_of_issue"]
+__all__ = ["Group", "Topology", "group_of", "device_of", "init_process_group", "launch_in_order_of_issue"]
 __all__ += ["all_gather_object", "all_gather_rows", "all_reduce", "all_to_all_rows", "reduce_scatter_rows"]
 __all__ += ["begin", "wait"]
 __all__ += ["ALGORITHMS", "AllToAll", "Traffic", "TwoLevel", "make_all_to_all"]

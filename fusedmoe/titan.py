@@ -219,7 +219,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         """Returns the same experts for a schedule."""
         _require_whole(self)
         parameters = self._parameters_here()
-        return AutogradExperts(partial(self._compute, parameters), parameters)
+        return AutogradExperts(partial(self._compute, parameters), parameters, self)
 
     def widths(self) -> tuple[int, int]:
         """Returns D, and F over all ranks."""

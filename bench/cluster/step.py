@@ -22,6 +22,7 @@ from bench.cluster.setting import Setting
 from fusedmoe.comm.all_to_all import Direct
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
@@ -238,7 +239,9 @@ class Step:
         self.gradient_bytes = computation.gradient_bytes
         self._capacity = setting.S // setting.E
         counts_E = torch.full((setting.E,), self._capacity)
-        self._exchange = Exchange(Direct(topology.ep), topology.esp, counts_E, torch.float32)
+        self._exchange = Exchange(
+            Direct(topology.ep), topology.esp, counts_E, RowForm(torch.float32, setting.M, 1, None)
+        )
         self._parts: dict[int, Part] = {}
         generator = torch.Generator().manual_seed(topology.rank)
         self._x_SM, self._dz_SM = torch.randn(2, setting.S, setting.M, generator=generator)

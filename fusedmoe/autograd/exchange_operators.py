@@ -1,7 +1,7 @@
 """Tokens between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
 
     *tokens, row_N, code_N = deduplicate(layout, peers)               which tokens go to which rank
-    send_PC, come_QPC = meet(counts_E, tokens_W, bad, dtype, way)
+    send_PC, come_QPC = meet(counts_E, tokens_W, bad, *form, way)
     x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, come_QPC, way)
     …                                                                 experts
     y_TM = combine(y_RM, send_PC, come_QPC, len(x_TM), way)
@@ -35,6 +35,7 @@ from torch import Tensor
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Bad, Exchange, ExchangeSizes, Sized
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import sending
@@ -221,14 +222,21 @@ def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
 
 @operator("meet")
 def meet(
-    counts_E: Tensor, tokens_W: Tensor | None, bad: Tensor | None, dtype: torch.dtype, way: str
+    counts_E: Tensor,
+    tokens_W: Tensor | None,
+    bad: Tensor | None,
+    dtype: torch.dtype,
+    width: int,
+    k: int,
+    weights: torch.dtype | None,
+    way: str,
 ) -> tuple[Tensor, Tensor]:
     """Tells the ranks how many tokens and pairs travel: `Exchange`.
 
     Args:
         counts_E: pairs of this rank for each expert.   tokens_W: its tokens for each rank; None: a row for each pair.
         bad: more than 0 where router logits, or what they are made of, are not finite, a scalar; then no rank goes on.
-        dtype: of the rows.
+        dtype, width, k, weights: as in `RowForm`.
     Returns:
         `ExchangeSizes.send_PC` and `ExchangeSizes.come_QPC`, on the host.
     Raises:
@@ -237,14 +245,14 @@ def meet(
     found = _way(way, "meet")
     with found.topology.guard("fusedmoe::meet"):
         refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
-        made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal, tokens_W)
+        form = RowForm(dtype, width, k, weights)
+        made = Exchange(found.all_to_all, found.topology.esp, counts_E, form, refusal, tokens_W)
     return torch.tensor(made.sizes.send_PC), torch.tensor(made.sizes.come_QPC)
 
 
 @register_fake(meet)
-def _(
-    counts_E: Tensor, tokens_W: Tensor | None, bad: Tensor | None, dtype: torch.dtype, way: str
-) -> tuple[Tensor, Tensor]:
+def _(counts_E: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, way = others
     topology = next(iter(_ways[way])).topology
     peers, shards = topology.ep.size, topology.esp.size
     send_PC = counts_E.new_empty((peers, counts_E.shape[0] // peers + 1), device="cpu")

@@ -21,6 +21,7 @@ from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
@@ -240,9 +241,11 @@ class MoEBlock:
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
         sizes = {"tokens_Wp": tokens_Pp, "by_pairs": self.makes_rows, "sizes": self._sizes}
-        weights = routings[0].weight_SK.dtype if routings else None
-        form = {"width": self.layer.model_dim, "weights": weights, "learn": (learns, learns)}
-        return self._collectives.exchange(counts, like.dtype, refusal or checks.bad_logits(*routings), **sizes, **form)
+        # A rank that refuses has no routing, and its form is not compared.
+        k, weights = (routings[0].expert_SK.shape[-1], routings[0].weight_SK.dtype) if routings else (0, None)
+        form = RowForm(like.dtype, self.layer.model_dim, k, weights)
+        refusal_or_bad = refusal or checks.bad_logits(*routings)
+        return self._collectives.exchange(counts, form, refusal_or_bad, learn=(learns, learns), **sizes)
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
@@ -374,7 +377,8 @@ def _of_tables(
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
     if not chunks.any_degree:
-        chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
+        compute = partial(torch.func.functional_call, experts, named)
+        chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
     if send is None:
         return chunks, None
     tables, made = tuple(named.values()), chunks.parameters

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from math import gcd
 from types import FrameType
 
@@ -18,11 +16,12 @@ from torch import nn
 from fusedmoe import Topology
 from fusedmoe.cli.data import mix
 from fusedmoe.cli.settings import Settings
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.hooks import WireCast
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.ranks import launch_in_order_of_issue
+from fusedmoe.ranks import init_process_group, launch_in_order_of_issue
 from fusedmoe.training import ShardedExperts
 
 #: Dtypes that rows travel in, where these are not what they are computed in.
@@ -41,8 +40,13 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        read = {"rank": "RANK", "ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_ranks": "LOCAL_WORLD_SIZE"}
-        return cls(**{name: int(os.environ[key]) for name, key in read.items() if key in os.environ})
+        """Read the launcher's variables.
+
+        Raises:
+            ConfigError: a value is no integer, or no place among the ranks.
+        """
+        ranks, local_ranks = (integer(name, 1, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return cls(integer("RANK", 0, 0, ranks - 1), ranks, integer("LOCAL_RANK", 0, 0), local_ranks)
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,12 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
     if launch.ranks == 1:
         yield
         return
-    timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         # Before NCCL's first launch, which reads the setting.
         launch_in_order_of_issue()
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        init_process_group("nccl", timeout_s, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        init_process_group("gloo", timeout_s)
     try:
         yield
     except BaseException:

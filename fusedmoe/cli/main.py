@@ -15,6 +15,7 @@ from typing import Any
 
 from fusedmoe import __version__
 from fusedmoe.cli import convert, doctor, plan_command, profile, trace, train
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.ranks import tell_others
 
@@ -57,11 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Under a launcher all ranks get the same arguments and find the same faults in them: rank 0 reports them, and the
     launcher ends the other ranks. A fault that only another rank has found is reported by that rank.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     # Names of files may be in no encoding, and printing one must not end a job.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        rank = integer("RANK", 0, 0)
         parsed = _parse(arguments, quiet=rank > 0)
         code = int(parsed.run(parsed))
         sys.stdout.flush()

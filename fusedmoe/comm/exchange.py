@@ -30,14 +30,15 @@ from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.row_form import RowForm, differ
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import Received, Sending, decode, pack, rows_of_counts, unpack, wrong_codes
 
 #: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Behind the counts of pairs and tokens of its message each rank has six numbers of metadata: how many tokens and how
-# many pairs it sends; its number, whether it refuses, dtype; width and weights of rows; bad numbers; and a sum of all.
+# many pairs it sends; its number, whether it refuses, and which gradients it needs; the form of its rows
+# (`RowForm.packed`); bad numbers; and a sum of all.
 _METADATA = 6
 # Calls of layers over each process group, the same number on all of its ranks: topologies that share one need not lie
 # alike on all ranks, nor end there at the same time.
@@ -331,7 +332,7 @@ class Exchange(Sized):
         algorithm: how rows cross the expert-parallel group.
         esp: the expert-sharding group.
         counts_E: [E] integers, pairs of this rank for each of the E experts.
-        dtype: of the rows that will travel.
+        form: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason. `Bad`:
             it cannot where the number is not zero.
         tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: as many
@@ -342,14 +343,13 @@ class Exchange(Sized):
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
-        width, weights: elements of a row that will travel, and the dtype of the router weights beside it.
         learn: this rank needs gradients of its tokens, and of their router weights.
     Attributes:
         most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
             ranks, from 1/K to 1. Both are the same on all of them.
     Raises:
-        ConfigError, RankError: this or another rank refused or has bad numbers; counts that cannot be; dtypes or
-            widths that differ.
+        ConfigError, RankError: this or another rank refused or has bad numbers; counts that cannot be; forms that
+            differ.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class Exchange(Sized):
         algorithm: AllToAll,
         esp: Group,
         counts_E: Tensor,
-        dtype: torch.dtype,
+        form: RowForm,
         refusal: str | Bad | None = None,
         tokens_Wp: Tensor | None = None,
         hop: Sending | None = None,
@@ -365,14 +365,13 @@ class Exchange(Sized):
         sizes: Group | None = None,
         held: int | None = None,
         call: str = "a layer",
-        width: int = 0,
-        weights: torch.dtype | None = None,
         learn: tuple[bool, bool] = (True, True),
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
-        if problem := _wrong(counts_E, dtype, ep.size):
+        if problem := _wrong(counts_E, form, ep.size):
             ep.refuse(CHECK, problem)
+        counts_E = counts_E.long()
         # A rank that refuses still takes part in the meeting: its peers hear of it there, and nobody waits.
         refusal, bad = (None, refusal) if isinstance(refusal, Bad) else (refusal, None)
         if refusal is not None:
@@ -381,9 +380,8 @@ class Exchange(Sized):
             ep.job.board.go_on()
         counts_PE = counts_E.view(ep.size, -1)
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
-        note = ((2 * me + (refusal is not None)) * 4 + 2 * learn[0] + learn[1]) * len(_DTYPES) + _DTYPES.index(dtype)
-        form = width * (len(_DTYPES) + 1) + (1 + _DTYPES.index(weights) if weights in _DTYPES else 0)
-        known = [counts_E.new_full((), number) for number in (note, form, 0)]
+        note, own_form = (2 * me + (refusal is not None)) * 4 + 2 * learn[0] + learn[1], form.packed()
+        known = [counts_E.new_full((), number) for number in (note, own_form, 0)]
         metadata = tokens_Pp.sum(), counts_E.sum(), *known[:2], known[2] if bad is None else bad.number
         metadata_C = torch.stack([number.to(counts_E.dtype) for number in metadata])
         # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
@@ -414,8 +412,8 @@ class Exchange(Sized):
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
         tokens_QP, pairs_QP, note_QP, form_QP, bad_QP, _ = all_QPC[..., -_METADATA:].transpose(2, 0, 1)
-        ranks_QP, learn_QP = note_QP // len(_DTYPES) // 8, note_QP // len(_DTYPES)
-        culprits = sorted(ranks_QP[learn_QP // 4 % 2 > 0].tolist())
+        ranks_QP = note_QP // 8
+        culprits = sorted(ranks_QP[note_QP // 4 % 2 > 0].tolist())
         # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}", agreed=True)
@@ -428,13 +426,15 @@ class Exchange(Sized):
                 raise RankError(f"rank {me}: {text}", agreed=True)
             verdict = Verdict(int(ranks_QP[bad_QP > 0].min()), CHECK, text)
             raise RankError(f"rank {me}: ended because {verdict}", agreed=True)
-        if (note_QP % len(_DTYPES) != _DTYPES.index(dtype)).any() or (form_QP != form).any():
-            text = _differ(ranks_QP, note_QP, form_QP)
-            ep.board.refuse(CHECK, text, ep.size * esp.size)
-            raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
+        if (form_QP != own_form).any():
+            text, odd = differ(dict(zip(ranks_QP.flat, form_QP.flat, strict=True)))
+            if odd is None or odd == me:
+                ep.board.refuse(CHECK, text, ep.size * esp.size)
+                raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
+            raise RankError(f"rank {me}: ended because {Verdict(odd, CHECK, text)}", agreed=True)
         tokens, pairs = int(tokens_QP.sum()), int(pairs_QP.sum())
         self.most_pairs, self.share = int(pairs_QP.max()), tokens / pairs if pairs else 1.0
-        self.tokens_learn, self.weights_learn = bool((learn_QP & 2).any()), bool((learn_QP & 1).any())
+        self.tokens_learn, self.weights_learn = bool((note_QP & 2).any()), bool((note_QP & 1).any())
         come_QPC = all_QPC[..., :-_METADATA]
         if held is not None:
             come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
@@ -456,7 +456,7 @@ def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
     counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-_METADATA]
-    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // len(_DTYPES) // 8
+    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // 8
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())
@@ -472,18 +472,7 @@ def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int |
     return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
 
 
-def _differ(ranks_QP: np.ndarray, note_QP: np.ndarray, form_QP: np.ndarray) -> str:
-    """Says in what the rows of ranks differ, and who has which."""
-    width_QP, weights_QP = np.divmod(form_QP, len(_DTYPES) + 1)
-    forms = {"dtypes": note_QP % len(_DTYPES), "widths": width_QP, "dtypes of router weights": weights_QP}
-    what, of_QP = next((what, of_QP) for what, of_QP in forms.items() if (of_QP != of_QP.flat[0]).any())
-    words = {"dtypes": _DTYPES, "dtypes of router weights": (None, *_DTYPES)}.get(what)
-    of_ranks = sorted(zip(ranks_QP.flat, of_QP.flat, strict=True))
-    each = ", ".join(f"{words[number] if words else number} on rank {rank}" for rank, number in of_ranks)
-    return f"rows of different {what} cannot travel together: {each}. Every rank must give the layer the same"
-
-
-def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:
+def _wrong(counts_E: Tensor, form: RowForm, ranks: int) -> str:
     """Returns what is wrong with the sizes of an exchange, or ""."""
     if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
         return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
@@ -492,6 +481,4 @@ def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:
     # On a GPU looking at counts would wait for the device; there `_stranger` finds them, once they are on the host.
     if not counts_E.is_cuda and bool((counts_E < 0).any()):
         return f"counts of rows must not be negative, got {counts_E.tolist()}"
-    if dtype not in _DTYPES:
-        return f"rows of {dtype} cannot travel; convert them to one of {', '.join(map(str, _DTYPES))}"
-    return ""
+    return form.refusal()

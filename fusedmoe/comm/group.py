@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm.failure.blame import lost
 from fusedmoe.comm.failure.board import Board, attempt
+from fusedmoe.comm.patient_store import PatientStore
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -259,7 +260,9 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
     assert board is not None
-    backend, store, bound = dist.Backend(dist.get_backend()), c10d._get_default_store(), _to_connect(patience)
+    backend, bound = dist.Backend(dist.get_backend()), _to_connect(patience)
+    # Gloo waits for the address of each rank as long as for a fifth of a connection: no longer than a rank may pause.
+    store = c10d._get_default_store() if bound == patience else PatientStore(c10d._get_default_store(), patience)
     places = len(ranks), ranks.index(job.rank), list(ranks)
     make = partial(c10d._new_process_group_helper, *places, backend, store, name, timeout=bound)
     try:
@@ -288,7 +291,12 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         exit_s = max(1.0, deadline - time.monotonic())
         raise lost(board, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
+    _STORES[handle] = store
     return handle
+
+
+# What a process group was made with: C++ holds no reference to an object that is written in Python.
+_STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
 def _unmake(making: Future[Any]) -> None:
@@ -352,8 +360,7 @@ def _to_connect(patience: timedelta) -> timedelta:
     """Returns the time-out with which a process group is made: how long its thread waits where ranks end meanwhile."""
     if dist.get_backend() != "gloo":
         return patience
-    # Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met, so a fifth
-    # is enough.
+    # Gloo waits five times as long for a connection, and nothing can end that wait.
     return min(patience, max(patience / 5, timedelta(seconds=2)))
 
 

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import _StopRecomputationError
 
+from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from fusedmoe.comm.group import Group, Held, Job, Leased, launch_in_order_of_issue, process_groups
+from fusedmoe.comm.job_identity import identity, require_one_job
 from fusedmoe.errors import ConfigError, RankError
 
 # The job of ranks that have met, and the process groups that each of them holds.
@@ -189,13 +191,14 @@ class Topology:
         # Other libraries' layers, which it is for, have no argument to ask for a link's second direction with.
         topology._begin(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
-        topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
-        # The group of `ep` perhaps.
+        # The group of `ep` perhaps. The given handle is not kept: its owner may destroy it, which frees it then.
         everyone = topology.subgroup("dp", ranks)
-        topology.dp = Group("dp", ranks, everyone.index, everyone.handle, job)
-        topology._groups.append(topology.dp)
+        topology.dp, topology.world = (
+            Group(name, ranks, everyone.index, everyone.handle, job) for name in ("dp", "world")
+        )
+        topology._groups += [topology.dp, topology.world]
         topology.mp = topology.subgroup("mp", (job.rank,))
         return topology
 
@@ -419,7 +422,7 @@ def _forget_failed_backward() -> None:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    launched = environment.integer("WORLD_SIZE", 1, 1)
     if launched > 1:
         raise ConfigError(
             f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group yet, so it would train a "
@@ -431,7 +434,7 @@ def _world_size() -> int:
 def _ranks_per_node(given: int | None) -> int:
     if given is not None and given < 1:
         raise ConfigError(f"topology: ranks_per_node = {given} must be at least 1; None takes the launcher's")
-    return given or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
+    return given or environment.integer("LOCAL_WORLD_SIZE", _world_size(), 1)
 
 
 def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
@@ -453,13 +456,14 @@ def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) 
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
     # One meeting for both: the ranks compare arguments, and hold what their process groups are made from.
-    facts = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    facts = board.meet(ranks, (arguments, process_groups().held(timeout_s), identity()), timeout_s)
     if len(ranks) == dist.get_world_size():
         board.forget_addresses()
-    for peer, (its_arguments, _) in zip(ranks, facts, strict=True):
+    require_one_job(rank, ranks, [its_identity for *_, its_identity in facts])
+    for peer, (its_arguments, *_) in zip(ranks, facts, strict=True):
         if its_arguments != arguments:
             raise RankError(
                 f"topology: rank {rank} has {arguments}, rank {peer} has {its_arguments}. Pass the same on every rank; "
                 "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
             )
-    return Job(rank, timeout_s, board), [held for _, held in facts]
+    return Job(rank, timeout_s, board), [held for _, held, _ in facts]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.experts import WeightParts, learning_weights, no_wider, shape_of
 from fusedmoe.autograd.moves import Compute
+from fusedmoe.compat.torch import RefuseCollectives
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
@@ -207,24 +210,52 @@ class PartExperts:
         return _SplitTotals(joined, self._how.split(*grads), self._learns)
 
 
+# For each owner of experts: the passes and modes that ran without a collective. A dispatch mode costs microseconds for
+# each operator, and a compiler skips functions that are called under one: so one chunk of each kind is watched.
+_CHECKED: WeakKeyDictionary[Any, set[tuple[str, bool]]] = WeakKeyDictionary()
+
+
 class AutogradExperts:
-    """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks."""
+    """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks.
+
+    Args:
+        compute: the experts, called with rows, layout and weights.
+        parameters: the tensors that get gradients.
+        owner: the module that `compute` runs, for errors; None: `compute` itself.
+        leaves: the tensors that `compute` reads in place of `parameters`, where these have a graph; None: the same.
+    Raises:
+        ConfigError: from a pass, when the experts call a collective: the ranks could not order it among their own.
+    """
 
     # What a chunk keeps has its rows.
     any_degree = keeps_rows = False
     tokens_learn = weights_learn = True
 
-    def __init__(self, compute: Compute | None, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        compute: Compute | None,
+        parameters: Sequence[Tensor],
+        owner: object = None,
+        leaves: Sequence[Tensor] | None = None,
+    ) -> None:
         self._compute: Callable[..., Tensor] | None = compute
         self.parameters = tuple(parameters)
+        self._leaves = self.parameters if leaves is None else tuple(leaves)
+        owner = compute if owner is None else owner
+        self._name = type(owner).__qualname__ if isinstance(owner, torch.nn.Module) else repr(owner)
+        self._training = bool(getattr(owner, "training", True))
+        # Owners of other classes are checked in each call.
+        self._checked = _CHECKED.setdefault(owner, set()) if isinstance(owner, torch.nn.Module) else set()
 
     def for_backward(self) -> AutogradExperts:
         # What chunks keep has the graph; with the module in it, a layer that holds a tensor of it would never go.
-        return AutogradExperts(None, self.parameters)
+        experts = copy(self)
+        experts._compute = None
+        return experts
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         assert self._compute is not None
-        with torch.enable_grad():
+        with torch.enable_grad(), self._without_collectives("forward", len(x_RM)):
             # Leaves of a graph of its own: the pass around it runs without autograd, and asks for gradients by hand.
             x_RM = x_RM.detach().requires_grad_(self.tokens_learn)
             weight_R = None if weight_R is None else weight_R.detach().requires_grad_(self.weights_learn)
@@ -238,15 +269,16 @@ class AutogradExperts:
         totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
         # Of what is frozen there is no gradient; of what these rows did not use it is None.
-        inputs = [one for one in (own_x_RM, own_weight_R, *self.parameters) if one is not None and one.requires_grad]
+        learned = own_x_RM, own_weight_R, *self._leaves
+        inputs = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
         grads: Iterator[Tensor | None] = iter(())
         if y_RM.requires_grad:
             # As in the backward around it (`retain_graph`): another one may follow.
             again = torch._C._autograd._get_current_graph_task_keep_graph()
-            grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
+            with self._without_collectives("backward", len(dy_RM)):
+                grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
         dx_RM, dweight_R, *own = (
-            next(grads, None) if one is not None and one.requires_grad else None
-            for one in (own_x_RM, own_weight_R, *self.parameters)
+            next(grads, None) if tensor is not None and tensor.requires_grad else None for tensor in learned
         )
         # Rows go back all the same, for other ranks wait for as many as they have sent.
         if dx_RM is None and own_x_RM.requires_grad:
@@ -260,6 +292,19 @@ class AutogradExperts:
         # Autograd makes all gradients at once: nothing is left for later but the sum.
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, lambda totals: add_all(totals, grads)
+
+    @contextmanager
+    def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
+        """Refuse collectives inside, in the first chunk with rows of a phase and mode."""
+        kind = phase, self._training
+        if kind in self._checked:
+            yield
+            return
+        what = f"the experts {self._name} call"
+        with RefuseCollectives(what, "Communicate before or after the layer, or run it without a schedule"):
+            yield
+        if rows:
+            self._checked.add(kind)
 
 
 class LowRankChunks:

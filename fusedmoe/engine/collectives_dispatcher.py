@@ -30,6 +30,7 @@ from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
@@ -127,10 +128,13 @@ class Collectives(Dispatcher):
 
     # The meeting first: the one host synchronisation of a layer.
 
-    def meet(self, routed: Routed, by_node: bool = True, last: LastTokens | None = None) -> Met:
-        """Tells the ranks how many tokens come, and for which experts. Collective.
+    def meet(
+        self, routed: Routed, by_node: bool = True, last: LastTokens | None = None, weight_N: Tensor | None = None
+    ) -> Met:
+        """Exchange the numbers of tokens and pairs for each expert between the ranks. Collective.
 
-        `by_node`: two-level algorithms may forward tokens inside nodes. `last`: tokens that come last, unless they do.
+        `by_node`: two-level algorithms may forward tokens inside nodes. `last`: tokens to send last, unless they do.
+        `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
         """
         if self.choose is not None:
             self.all_to_all = self.choose(routed.x_SM)
@@ -143,18 +147,19 @@ class Collectives(Dispatcher):
         tokens_W = None if sent.code_N is None else sent.tokens.counts_E
         hop = None if levels is None or tokens_W is None else sending(sent.tokens, levels.nodes)
         sent = sent if hop is None else sent._replace(tokens=hop.tokens)
-        form: dict[str, Any] = {"width": x_SM.shape[1], "weights": None if weight_SK is None else weight_SK.dtype}
-        form["learn"] = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
-        exchange = self.exchange(layout.counts_E, x_SM.dtype, routed.refusal, tokens_Wp=tokens_W, hop=hop, **form)
+        weights = weight_N if weight_SK is None else weight_SK
+        form = RowForm(x_SM.dtype, x_SM.shape[1], layout.row_SK.shape[1], None if weights is None else weights.dtype)
+        learn = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
+        exchange = self.exchange(layout.counts_E, form, routed.refusal, tokens_Wp=tokens_W, hop=hop, learn=learn)
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
-        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
+        weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
-    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
+    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
-            return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, call=self._call, **more)
+            return Exchange(self.all_to_all, self.topology.esp, counts_E, form, refusal, call=self._call, **more)
 
     # One thing after the other.
 
@@ -191,19 +196,18 @@ class Collectives(Dispatcher):
     def dispatch_by_operators(
         self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
-        """Takes [S, M] tokens to the ranks of their experts by the layout, with the weights of its rows; a graph can
-        hold all of it."""
-        sent, sizes = self._meet_by_operators(layout, bad, x_SM.dtype)
+        """Send [S, M] tokens, and the weights of the layout's rows, to their experts' ranks. A graph can hold it."""
+        sent, sizes = self._meet_by_operators(layout, bad, RowForm.of(x_SM, layout, weight_N))
         return self._send(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.way)
 
     def _meet_by_operators(
-        self, layout: Layout, bad: Tensor | None, dtype: torch.dtype
+        self, layout: Layout, bad: Tensor | None, form: RowForm
     ) -> tuple[Sending, tuple[Tensor, Tensor]]:
         sent, tokens_W = Sending(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
             sent, tokens_W = Sending(Layout.of(tokens), row_N, code_N, layout.k), tokens[0]
-        return sent, exchange_operators.meet(layout.counts_E, tokens_W, bad, dtype, self.way.name)
+        return sent, exchange_operators.meet(layout.counts_E, tokens_W, bad, *form, self.way.name)
 
     def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
         """Returns [S, M], the sum of each token's results, rank by rank."""
@@ -250,7 +254,8 @@ class Collectives(Dispatcher):
         like = next((one for one in experts.parameters() if one.requires_grad), x_0M.new_zeros(1))
         padding_1M = like.reshape(-1)[:1].to(x_0M.dtype).expand(1, x_0M.shape[1])
         weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
-        sent, sizes = self._meet_by_operators(routed.layout, bad, x_0M.dtype)
+        form = RowForm.of(x_0M, routed.layout, routed.weight_SK)
+        sent, sizes = self._meet_by_operators(routed.layout, bad, form)
         x_RM, handle = self._send(padding_1M, weight_1, sent, sizes, self.way)
         y_RM = experts(x_RM, handle.layout, handle.weight_N)
         back_1M = exchange_operators.combine(y_RM, *sizes, 1, self.way.name)

@@ -151,7 +151,7 @@ def _experts(
         y_RM: Tensor = torch.func.functional_call(module, parameters, (x_RM, layout, weight_R))
         return y_RM
 
-    return _AutogradAgain(AutogradExperts(compute, leaves))
+    return _AutogradAgain(AutogradExperts(compute, leaves, module))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -213,7 +213,8 @@ def scheduled_experts(
     with dispatcher.topology.guard("fusedmoe::scheduled_experts"):
         refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
         # A graph keeps sizes alone, and not where a node forwards tokens to.
-        _, sent, exchange = dispatcher.meet(Routed(x_SM, Layout.of(layout), None, refusal), by_node=False)
+        routed = Routed(x_SM, Layout.of(layout), None, refusal)
+        _, sent, exchange = dispatcher.meet(routed, by_node=False, weight_N=weight_N)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, learns)
         run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), exchange, x_SM.device, None)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]

@@ -53,7 +53,7 @@ class _LocalExperts(ExternalExperts):
         experts, activation, factors = self.module, fused_activation(self.module), factors_in_use(self.module)
         quantised = any(isinstance(stored(experts, name), QuantisedMatrices) for name in matrix_names(experts))
         if activation is None or factors or quantised:
-            return AutogradExperts(self, [*experts.parameters(), *factors])
+            return AutogradExperts(self, [*experts.parameters(), *factors], experts)
         (up, _), (down, _) = (product_matrix(experts, name, x_SM.dtype) for name in matrix_names(experts))
         up_bias, down_bias = product_biases(experts, x_SM.dtype)
         return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)

@@ -29,6 +29,7 @@ from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.adapters import adapted
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.sizes import require_room, require_within
 
 if TYPE_CHECKING:  # only plans by cost ask for it
     from fusedmoe.schedule.workload import Workload
@@ -396,6 +397,7 @@ class FeedForward(Experts):
             raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
             raise ConfigError(f"hidden = {hidden!r}; an expert's hidden dimension is an integer of at least 1")
+        require_within(type(self).__name__, hidden=hidden)
         self.hidden, self.activation, self.bias = hidden, activation, bias
         self.w1: nn.Parameter
         self.w2: nn.Parameter
@@ -430,6 +432,7 @@ class FeedForward(Experts):
             return parts[place.shard] if place.shard < len(parts) else whole.narrow(dim, 0, 0)
 
         for name, shape in shapes.items():
+            require_room(type(self).__name__, name, (place.local, *shape))
             like = own(torch.empty(shape, device="meta"), split[name])
             # fan_in of the first product is M, of the second H, over all shards.
             bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5

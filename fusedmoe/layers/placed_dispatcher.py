@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.all_to_all import LastTokens
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
 from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
@@ -48,17 +48,19 @@ class Moving(Collectives):
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(self, routed: Routed, by_node: bool = True, last: LastTokens | None = None) -> Met:
+    def meet(
+        self, routed: Routed, by_node: bool = True, last: LastTokens | None = None, weight_N: Tensor | None = None
+    ) -> Met:
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
         with span(self.recorder, "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
-        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node, placed.late.tokens)
+        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node, placed.late.tokens, weight_N)
 
-    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | Bad | None, **more: Any) -> Exchange:
-        return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
+    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
+        return super().exchange(counts_E, form, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         with unselected():

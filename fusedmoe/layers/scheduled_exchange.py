@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -207,26 +208,31 @@ class ScheduledExchange:
         self.plans.plans.assign(plans, gradients, beside)
 
 
-# By the world, as a process may end one and make another, and by group and places.
-_topologies: dict[tuple[object, ...], Topology] = {}
+# By the world, as a process may end one and make another; then by ranks, places and time-out. No process group of a
+# caller's is held: one that its owner destroys is freed. The ranks that share a topology are the same for all of them,
+# so that all of them find it here, or none.
+_topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Topology]] = WeakKeyDictionary()
 
 
 def shared_topology(
     handle: dist.ProcessGroup | None, experts: Tensor | None = None, timeout_s: float = 300.0
 ) -> Topology:
-    """Returns `Topology.from_group`, one for all layers of a model: what was measured for one of them serves the next,
-    and so do the buffers of one-sided kernels. Collective on first use.
+    """Return `Topology.from_group`, one for all layers over the same ranks. Collective on first use.
+
+    Measurements for one layer, and buffers of its one-sided kernels, serve the next.
     """
     if handle is None or dist.get_world_size(handle) == 1:
         return Topology()
-    # Topologies of an ended world hold dead process groups. No weak references: ranks would forget at different times,
-    # and one would wait for another that knows.
-    for old in [known for known in _topologies if known[0] is not dist.group.WORLD]:
+    world: Any = dist.group.WORLD
+    # Topologies of an ended world hold dead process groups.
+    for old in [known for known in _topologies if known is not world]:
         del _topologies[old]
-    key = dist.group.WORLD, handle, None if experts is None else repr(experts.tolist()), timeout_s
-    if key not in _topologies:
-        _topologies[key] = Topology.from_group(handle, experts, timeout_s=timeout_s)
-    return _topologies[key]
+    made = _topologies.setdefault(world, {})
+    places = None if experts is None else repr(experts.tolist())
+    key = tuple(dist.get_process_group_ranks(handle)), places, timeout_s
+    if key not in made:
+        made[key] = Topology.from_group(handle, experts, timeout_s=timeout_s)
+    return made[key]
 
 
 def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:

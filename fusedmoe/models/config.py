@@ -18,6 +18,7 @@ from typing import Any
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import ACTIVATIONS
+from fusedmoe.sizes import require_within
 
 OBJECTIVES = ("causal", "masked")
 NORMS = ("layer", "rms")
@@ -73,6 +74,8 @@ class ModelConfig:
         for name in _COUNTS:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        sizes = {name: getattr(self, name) for name in (*_COUNTS, "shared_hidden", "capacity_factor")}
+        require_within(f"the model {self.name}", **sizes)
         if self.shared_hidden < 0:
             raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")
         for name, known in _WORDS.items():

@@ -7,6 +7,8 @@ import runpy
 import sys
 from importlib.util import find_spec
 
+from fusedmoe.environment import integer, seconds
+from fusedmoe.errors import ConfigError
 from fusedmoe.tutel import EXAMPLES, install, real_name
 
 _USAGE = "usage: python -m fusedmoe.tutel (script.py | -m module) [arguments …]"
@@ -18,6 +20,10 @@ def main(arguments: list[str]) -> None:
         return
     if not arguments or arguments == ["-m"]:
         sys.exit(_USAGE)
+    try:
+        _check_environment()
+    except ConfigError as error:
+        sys.exit(f"fusedmoe.tutel: error: {error}")
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -27,6 +33,15 @@ def main(arguments: list[str]) -> None:
     # As Python itself would have done for the script.
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _check_environment() -> None:
+    """Refuse variables with which the script could not start its ranks, in one line and before it runs."""
+    seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
+    ranks = integer("WORLD_SIZE", 1, 1)
+    integer("RANK", 0, 0, ranks - 1)
+    integer("LOCAL_RANK", 0, 0)
+    integer("LOCAL_WORLD_SIZE", 1, 1)
 
 
 def _module(name: str) -> str:

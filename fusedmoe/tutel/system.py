@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ _NODES = "/sys/devices/system/node"
 
 def init_affinity_at_program_beginning() -> None:
     """Binds this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks a node, 1 by default; 0 leaves it)."""
-    per_node = int(os.environ.get("NUMA_TYPE", "1"))
-    if int(os.environ.get("TUTEL_CUDA_SANDBOX", 0)) or per_node <= 0:
+    per_node = integer("NUMA_TYPE", 1)
+    if integer("TUTEL_CUDA_SANDBOX", 0) or per_node <= 0:
         return
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = integer("LOCAL_RANK", 0, 0)
     try:
         # Ranks go round the NUMA nodes in turn, `per_node` consecutive ones on each.
         nodes = _numbers(_NODES, "node")

@@ -41,7 +41,8 @@ class Functions(nn.Module):
     def forward(self, x_SM: Tensor) -> Tensor:
         weight_SK, expert_SK = (x_SM @ self.router.t()).softmax(-1).topk(K)
         layout = ops.order(expert_SK, EXPERTS)
-        exchange = ops.Exchange(self._all_to_all, self._esp, layout.counts_E, x_SM.dtype)
+        form = ops.RowForm.of(x_SM, layout, weight_SK)
+        exchange = ops.Exchange(self._all_to_all, self._esp, layout.counts_E, form)
         rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
 
         def experts(rows_RM: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:

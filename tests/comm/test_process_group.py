@@ -19,7 +19,10 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.failure.board import Board, attempt
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.scheduled_exchange import shared_topology
+from fusedmoe.tutel.impls.communicate import topology_of
 from tests.cluster import Cluster, open_sockets
+from tests.marks import slowly
 
 
 def held() -> dict[str, int]:
@@ -191,6 +194,56 @@ def test_who_makes_a_group_does_not_wait_long_for_connections(monkeypatch: pytes
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
         seconds[backend] = [group._to_connect(timedelta(seconds=of)).total_seconds() for of in (1, 4, 300)]
     assert seconds == {"gloo": [1, 2, 60], "nccl": [1, 4, 300]}
+
+
+def pausing(rank: int, world: int, pauses: int, pause_s: float) -> None:
+    """Rank 1 pauses once before it makes one of the topology's groups, longer than a fifth of the time-out."""
+    c10d, made = dist.distributed_c10d, 0
+    make = c10d._new_process_group_helper
+
+    def make_late(*arguments: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        if rank == 1 and made == pauses:
+            time.sleep(pause_s)
+        return make(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_new_process_group_helper", make_late)
+        topology = Topology.from_sizes(2, timeout_s=10.0)
+    assert made >= pauses
+    for _ in range(2):
+        assert all_reduce(topology.ep, torch.ones(1)).item() == 2.0
+    gc.collect()
+    assert all_reduce(topology.world, torch.ones(1)).item() == 2.0
+    topology.close()
+
+
+@pytest.mark.parametrize(("pauses", "pause_s"), [(2, 3.0), *slowly((1, 7.0), (3, 7.0))])
+def test_a_pause_while_groups_are_made(cluster: Cluster, pauses: int, pause_s: float) -> None:
+    cluster.run(2, pausing, pauses, pause_s)
+
+
+def groups_of_models(rank: int, world: int) -> None:
+    """Each model has a process group of its own, which its owner destroys."""
+    every, before = list(range(world)), None
+    for number in range(5):
+        handle = dist.new_group(every)
+        topology = shared_topology(handle, timeout_s=20.0)
+        tutel = topology_of(handle)
+        for members in (topology.ep, topology.world, topology.dp, tutel.ep):
+            assert all_reduce(members, torch.ones(1)).item() == world
+        del topology, tutel
+        dist.destroy_process_group(handle)
+        del handle
+        if number == 0:
+            before = held()
+    assert before is not None
+    settle(before)
+
+
+def test_groups_that_their_owner_destroys_are_freed(cluster: Cluster) -> None:
+    cluster.run(2, groups_of_models)
 
 
 def without_threads(rank: int, world: int) -> str:

@@ -238,6 +238,23 @@ def over_two(rank: int, world: int) -> None:
     on_ranks(rank, [[5, 9], [1, 7]], expert_model_parallel_size=2)
 
 
+def unequal_rows(rank: int, world: int) -> str:
+    """Tokens of another width on the last rank, by the dispatcher's stages."""
+    with megatron(expert_model_parallel_size=world):
+        stages = layer_of(config(), OURS[0]).token_dispatcher
+        routing_TE = torch.tensor([[True, False, True, False], [False, True, False, True]])
+        x_TD = torch.randn(2, DIM + (rank == world - 1), dtype=torch.float64)
+        with pytest.raises(RankError) as caught:
+            stages.token_dispatch(*stages.dispatch_preprocess(x_TD, routing_TE, routing_TE.double()))
+    return str(caught.value)
+
+
+def test_unequal_rows_are_refused_before_they_are_sent(cluster: Cluster) -> None:
+    for rank, text in enumerate(cluster.run(2, unequal_rows, timeout_s=60.0)):
+        found = f"rows of different widths cannot travel together: {DIM} on rank 0, {DIM + 1} on rank 1"
+        assert text.startswith(f"rank {rank}: ") and found in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_expert_over_two_ranks(cluster: Cluster, world: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable
 from copy import deepcopy
@@ -40,11 +41,13 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 import fusedmoe.titan
+from fusedmoe import Schedule
 from fusedmoe.comm.collectives import all_to_all_rows, begin
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.titan import SelectiveAC
 from fusedmoe.training import KEPT_OPERATORS
 from tests.cluster import Cluster
+from tests.marks import slowly
 
 VOCABULARY, DIM, HIDDEN, EXPERTS, K, HEADS, HEAD_DIM = 32, 16, 24, 4, 2, 2, 8
 OURS = ["fusedmoe.titan.token_dispatcher", "fusedmoe.titan.routed_experts"]
@@ -382,6 +385,34 @@ def different_dtypes(rank: int, world: int) -> list[str]:
     said: list[Any] = [None] * world
     dist.all_gather_object(said, str(error.value))
     return said
+
+
+def unequal_rows(rank: int, world: int, name: str, schedule: Any) -> list[str]:
+    """Tokens of another width, scores of another dtype and another number of them on the last rank."""
+    module, _ = split_over(world, rank, name)
+    if schedule != "off":
+        module.token_dispatcher.exchange.set_schedule(schedule)
+    texts = []
+    for what in ("width", "scores", "K"):
+        x, scores, ids = (tensor.detach() for tensor in inputs(3, [0, 1, 2, 3], 0))
+        if rank == world - 1:
+            x = torch.cat([x, x[..., :2]], -1) if what == "width" else x
+            scores = scores.float() if what == "scores" else scores[..., :1] if what == "K" else scores
+            ids = ids[..., :1] if what == "K" else ids
+        with pytest.raises(RankError) as error:
+            module(x, scores, ids, torch.zeros(EXPERTS))
+        texts.append(str(error.value))
+        assert module(*inputs(3, [0, 1, 2, 3], 0), torch.zeros(EXPERTS)).isfinite().all()
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [(OURS[0], "off"), *slowly((OURS[1], "off"), (OURS[1], Schedule("fsmoe", degrees=(2, 2))))]
+)
+def test_unequal_rows_are_refused_before_they_are_sent(cluster: Cluster, name: str, schedule: Any) -> None:
+    for rank, texts in enumerate(cluster.run(2, unequal_rows, name, schedule, timeout_s=60.0)):
+        for text, what in zip(texts, ("widths", "dtypes of router weights", r"numbers of .*\(K\)"), strict=True):
+            assert re.search(f"^rank {rank}: .*rows of different {what} cannot travel together: .* on rank 1", text)
 
 
 def bad_numbers(rank: int, world: int, name: str) -> None:

@@ -108,7 +108,8 @@ def through_experts(draw: Draw) -> None:
     weights, weight_SK = draw.weights(E, M, activation), draw.floats(S, K)
     topology = Topology()
     name = draw.one_of(("direct", "1dh", "2dh"))
-    exchange = ops.Exchange(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, x_SM.dtype)
+    form = ops.RowForm.of(x_SM, layout, weight_SK)
+    exchange = ops.Exchange(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
 
     def compute(rows: Tensor, here: ops.Layout, factor: Tensor | None) -> Tensor:
         return ops.experts(rows, here, factor, weights, activation)

@@ -6,9 +6,11 @@ the plan. What streams would do at the same time then happens one after the othe
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
@@ -18,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.comm import collectives
+from fusedmoe.runtime import execute
 from fusedmoe.runtime.execute import Streams
+from fusedmoe.schedule.task import Task
 
 
 class Issue(NamedTuple):
@@ -66,6 +70,25 @@ def recorded() -> Iterator[list[Issue]]:
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(collectives, "_all_gather_tensor", all_gather)
         yield issues
+
+
+@contextmanager
+def random_delays(seed: int) -> Iterator[None]:
+    """Delay each task of a plan by up to 4 ms, on each rank by other times."""
+    clock, measured = random.Random(seed), execute._measured
+
+    def delayed(*given: Any) -> Callable[[Task], None]:
+        body = measured(*given)
+
+        def run(task: Task) -> None:
+            time.sleep(clock.random() * 4e-3)
+            body(task)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute, "_measured", delayed)
+        yield
 
 
 class _Stream:

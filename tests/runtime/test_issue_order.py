@@ -7,7 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
@@ -22,7 +23,7 @@ from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS as BLOCK_COSTS
 from tests.layers.test_pipeline_plans import workload
 from tests.marks import slowly
-from tests.runtime.issue_order import Issue, check, made_up_streams, recorded
+from tests.runtime.issue_order import Issue, check, made_up_streams, random_delays, recorded
 from tests.training.test_step_plan import CONFIG, COSTS, WORK
 
 TOKENS = [11, 0, 23, 1]
@@ -72,11 +73,43 @@ def layers_with_schedules(topology: Topology, policy: str) -> None:
     sync_gradients(nn.ModuleList(layers), topology)
 
 
+class Communicating(fusedmoe.hooks.Hooks):
+    """Hooks that call a collective over the job's default group, on the thread of the link."""
+
+    def before_dispatch(self, rows: Tensor, context: fusedmoe.hooks.HookContext) -> None:
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.SUM, group=dist.group.WORLD)
+
+    def after_combine(self, rows: Tensor, context: fusedmoe.hooks.HookContext) -> None:
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.SUM, group=dist.group.WORLD)
+
+
+def layers_with_replicas_and_hooks(topology: Topology, policy: str) -> None:
+    """Experts that are copied to other ranks while tokens travel; and a layer whose hooks communicate."""
+    torch.manual_seed(7)
+    layers = [
+        fusedmoe.MoELayer(
+            M,
+            fusedmoe.gates.TopK(8, 2),
+            fusedmoe.experts.SwiGLU(8),
+            topology=topology,
+            dtype=torch.float64,
+            schedule=Schedule(policy, (3, 3)),
+            **options,
+        )
+        for options in ({"placement": "fssdp"}, {"hooks": [Communicating()]})
+    ]
+    for _ in range(2):
+        x = torch.randn(TOKENS[topology.rank], M, dtype=torch.float64).requires_grad_()
+        (layers[1](layers[0](x)).sum() + layers[0].aux_loss).backward()
+        sync_gradients(nn.ModuleList(layers), topology)
+
+
 Step = Callable[[Topology, str], None]
 STEPS: dict[str, tuple[Step, list[str]]] = {
     "layers": (layers_in_a_step, [*layer_policies()]),
     "blocks": (blocks_in_micro_batches, [*POLICIES]),
     "schedules": (layers_with_schedules, [*layer_policies()]),
+    "replicas": (layers_with_replicas_and_hooks, [*layer_policies()]),
 }
 
 
@@ -89,7 +122,7 @@ def issued(
     topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2, timeout_s=30)
     found = {}
     for policy in only or policies:
-        with recorded() as issues, made_up_streams() if streams else nullcontext():
+        with recorded() as issues, made_up_streams() if streams else nullcontext(), random_delays(rank):
             step(topology, policy)
         found[policy] = issues
     return found

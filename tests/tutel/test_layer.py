@@ -615,3 +615,16 @@ def gates_apart(rank: int, world: int) -> None:
 
 def test_gates_of_ranks_that_were_seeded_differently(cluster: Cluster) -> None:
     cluster.run(2, gates_apart)
+
+
+def other_results(rank: int, world: int) -> str:
+    options = {"output_dim": 10 + 2 * (rank == world - 1), "num_experts_per_device": 2}
+    layer = make(experts=options, seeds=(1, rank + 1, 1))
+    with pytest.raises(RankError) as caught:
+        layer(tokens())
+    return str(caught.value)
+
+
+def test_results_of_other_widths_are_refused(cluster: Cluster) -> None:
+    for text in cluster.run(2, other_results, timeout_s=60.0):
+        assert "moe_layer: output_dim is 10 on ranks [0] and 12 on ranks [1]" in text

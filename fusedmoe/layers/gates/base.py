@@ -22,6 +22,7 @@ from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
+from fusedmoe.sizes import MOST, require_room
 
 # Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
 _ROUNDING = 1e-12
@@ -146,8 +147,8 @@ class Gate(nn.Module):
         check_count(self, "k", k)
         self.require(k <= experts, f"k = {k} is more than its {experts} experts")
         self.require(
-            capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0),
-            f"capacity_factor must be positive, or None for no capacity; got {capacity_factor}",
+            capacity_factor is None or 0 < capacity_factor <= MOST,
+            f"capacity_factor must be positive and at most {MOST}, or None for no capacity; got {capacity_factor}",
         )
         # {} turns the class's default losses off; None leaves them.
         aux = self.default_aux if aux is None else aux
@@ -185,6 +186,7 @@ class Gate(nn.Module):
             return
         # Made empty, on any device, then filled: `reset_parameters` also serves modules made on "meta".
         for name, shape in self.parameter_shapes(model_dim).items():
+            require_room(type(self).__name__, name, shape)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.model_dim = model_dim
         self.reset_parameters()
@@ -299,10 +301,11 @@ class Gate(nn.Module):
 
 
 def check_count(gate: Gate, name: str, value: int) -> None:
-    """Raises ConfigError unless `value` is an integer of at least one."""
+    """Raises ConfigError unless `value` is an integer of at least one, and at most `MOST`."""
     # True is an integer to Python; as a number of experts it is a mistake.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+    gate.require(value <= MOST, f"{name} = {value} is out of bounds; the largest is {MOST}")
 
 
 def share_of_rows(k: int, factor: float, tokens: int, experts: int) -> int:

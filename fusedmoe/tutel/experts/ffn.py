@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
+from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.impls.communicate import get_world_rank, topology_of, zero_gather
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class FusedExpertsNetwork(nn.Module):
         init: str = "0.4",
     ) -> None:
         super().__init__()
+        require_within("ffn experts", hidden_size_per_expert=hidden_size_per_expert, output_dim=output_dim)
+        require_room("ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         if hidden_size_per_expert % sharded_count:
             text = f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks"
             raise ConfigError(f"{text}; choose a multiple")
@@ -149,7 +152,7 @@ class FusedExpertsNetwork(nn.Module):
             raise ConfigError("give activation_fn or activation_fn_with_self, not both")
         if init not in INITIALISATIONS:
             raise ConfigError(f"unknown initialisation {init!r}; choose {' or '.join(INITIALISATIONS)}")
-        self.skip_expert = int(os.environ.get("SKIP_EXPERT", "0")) != 0
+        self.skip_expert = integer("SKIP_EXPERT", 0) != 0
         self.model_dim, self.hidden_size_per_expert = model_dim, hidden_size_per_expert
         self.local_experts, self.sharded_count = num_experts_per_device, sharded_count
         self.hidden_size = hidden_size_per_expert // sharded_count
@@ -221,11 +224,23 @@ class FusedExpertsNetwork(nn.Module):
         trained = tuple(name for name, matrix in matrices if matrix.requires_grad)
         return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
-    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
-        """Computes [e, rows, D_out] of [e, rows, D]; with shards this rank's summand."""
+    def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
+        """Gather the weights for all chunks of a call. Collective; None where `forward` may communicate by itself."""
+        # A subclass with a forward of its own may want other weights, or none.
+        if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
+            return None
+        weights = self.weights(shards_of(ctx))
+        return weights.w1, weights.w2, weights.b1, weights.b2, weights.b2_start
+
+    def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
+        """Compute [e, rows, D_out] of [e, rows, D]; with shards this rank's summand.
+
+        Args:
+            joined: the result of `join`; None: gather the weights here. Collective then.
+        """
         if self.skip_expert:
             return x
-        weights = self.weights(shards_of(ctx))
+        weights = self.weights(shards_of(ctx)) if joined is None else Weights(*joined)
         h = x @ weights.w1.transpose(1, 2)
         if weights.b1 is not None:
             h = h + weights.b1[:, None]

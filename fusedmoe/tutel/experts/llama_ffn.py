@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
+from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
 from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
 
@@ -42,6 +43,8 @@ class LlamaFFNNetwork(nn.Module):
         activation_fn: Activation = nn.functional.silu,
     ) -> None:
         super().__init__()
+        require_within("llama_ffn experts", hidden_size_per_expert=hidden_size_per_expert)
+        require_room("llama_ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         e, D, H = num_experts_per_device, model_dim, hidden_size_per_expert
         self.model_dim, self.hidden_size, self.local_experts = D, H, e
         self.sharded_count, self.activation_fn = sharded_count, activation_fn
@@ -90,8 +93,12 @@ class LlamaFFNNetwork(nn.Module):
         trained = tuple(name for name, learns in (("w1", up), ("w2", self.W_fc3.requires_grad)) if learns)
         return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize, trained=trained)
 
-    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
-        w1, w2, w3 = self.whole(ctx)
+    def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
+        """Gather the weights, as `FusedExpertsNetwork.join`."""
+        return self.whole(ctx) if type(self).forward is LlamaFFNNetwork.forward else None
+
+    def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
+        w1, w2, w3 = self.whole(ctx) if joined is None else joined
         return (self.activation_fn(x @ w1) * (x @ w2)) @ w3
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedmoe import Topology, ranks
+from fusedmoe.environment import integer, seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Move, linear, make_all_to_all
 from fusedmoe.ranks import Group, TwoLevel
 
-TUTEL_GLOBAL_TIMEOUT_SEC = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
+#: Bound of every wait for other ranks, in seconds. Tutel's own default is a day; this is PyTorch's for a collective.
+TUTEL_GLOBAL_TIMEOUT_SEC = seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
 #: The backend under "", and what `create_groups_from_world` made, by its argument.
 TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
@@ -64,8 +67,8 @@ def as_group(handle: ProcessGroup | None) -> Group:
     return ranks.group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
-# By (world, ranks, shards and degree, ranks of a node); the world, as a process may end one and make another.
-_TOPOLOGIES: dict[tuple[object, tuple[int, ...], tuple[int, int], int | None], Topology] = {}
+# By the world, as a process may end one and make another; then by ranks, shards and degree, ranks of a node.
+_TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
@@ -78,16 +81,20 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     if W == 1:
         return Topology()
     handle = handle or dist.group.WORLD
-    per_node = int(os.environ["LOCAL_SIZE"]) if "LOCAL_SIZE" in os.environ else None
-    key = (dist.group.WORLD, tuple(dist.get_process_group_ranks(handle)), (shards, degree), per_node)
-    if key not in _TOPOLOGIES:
-        # Topologies of an ended world hold dead process groups.
-        for old in [known for known in _TOPOLOGIES if known[0] is not dist.group.WORLD]:
-            del _TOPOLOGIES[old]
+    per_node = integer("LOCAL_SIZE", None, 1)
+    world: Any = dist.group.WORLD
+    # Topologies of an ended world hold dead process groups.
+    for old in [known for known in _TOPOLOGIES if known is not world]:
+        del _TOPOLOGIES[old]
+    made, key = (
+        _TOPOLOGIES.setdefault(world, {}),
+        (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node),
+    )
+    if key not in made:
         experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
         timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
-        _TOPOLOGIES[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
-    return _TOPOLOGIES[key]
+        made[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
+    return made[key]
 
 
 class ParallelEnv(SimpleNamespace):
@@ -150,15 +157,15 @@ def _initialise(backend: str) -> None:
         raise ConfigError(f"initialised with {known} before, now asked for {backend}: one backend a job")
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
-    environment = os.environ
     # Open MPI's launcher, which sets neither RANK nor MASTER_PORT.
-    if "LOCAL_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" in environment:
-        where = f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', '23456')}"
-        rank, size = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
-        dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=timeout)
-    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
-        dist.init_process_group(backend, timeout=timeout)
+    if "LOCAL_RANK" not in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ:
+        size = integer("OMPI_COMM_WORLD_SIZE", 1, 1)
+        places = {"rank": integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
+        where = os.environ.get("MASTER_ADDR", "localhost")
+        port = integer("MASTER_PORT", 23456, 1, 65535)
+        ranks.init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
+    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        ranks.init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
 def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
@@ -173,7 +180,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         backend = dist.get_backend(world)
     on_gpu = backend == "nccl"
     device = None if backend is None else torch.device("cpu")
-    local_rank = _local("RANK", "0")
+    local_rank = _local("RANK", 0, 0)
     if on_gpu:
         local_rank = min(local_rank, torch.cuda.device_count() - 1)
         device = torch.device("cuda", local_rank)
@@ -192,7 +199,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         model_rank=model_rank,
         local_device=device,
         local_rank=local_rank,
-        local_size=_local("SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_size=_local("SIZE", integer("LOCAL_WORLD_SIZE", 1, 1), 1),
         data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
         model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
         global_group=world,
@@ -215,8 +222,8 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
     return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
 
 
-def _local(what: str, default: str) -> int:
-    return int(os.environ.get(f"LOCAL_{what}", os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", default)))
+def _local(what: str, default: int, least: int) -> int:
+    return integer(f"LOCAL_{what}", integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
 def _part_of(length: int, group: Group) -> int:
@@ -277,7 +284,7 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 
 def skips_all_to_all() -> bool:
     """Returns whether SKIP_A2A is set, for timing: rows then stay where they are, and results are wrong."""
-    return int(os.environ.get("SKIP_A2A", 0)) > 0
+    return integer("SKIP_A2A", 0) > 0
 
 
 def barrier(group: ProcessGroup | None = None) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fusedmoe.environment import number
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import RanksOwn, other_experts
+from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.dispatcher import Degree
 
 Description = Mapping[str, Any]
 #: In the metadata of a state_dict, whose keys are Tutel's alone: the numbers of its experts.
 NUMBERS = "fusedmoe_experts"
 
+# More chunks than any batch has use for; each is a task of a plan.
+_MOST_CHUNKS = 4096
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
     "implicit_dropout_p": "for hidden activations give activation_fn=lambda x: dropout(F.relu(x)) with dropout = "
@@ -52,7 +55,8 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
-        gate.capacity_factor = options.get("capacity_factor", float(os.environ.get("CAP_FACTOR", 1.0)))
+        gate.capacity_factor = options.get("capacity_factor", number("CAP_FACTOR", 1.0))
+    require_within("moe_layer", capacity_factor=gate.capacity_factor)
     if not hasattr(gate, "top_k"):
         raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
     return gate
@@ -65,6 +69,7 @@ def wanted_experts(description: Description) -> float:
 
 def experts_in_all(wanted: float, ranks: int) -> int:
     """Returns E for n experts on each rank, or for −n or 1/n: n ranks share one."""
+    require_within("moe_layer", num_experts_per_device=wanted)
     if 0 < wanted < 1:
         # 1/n and −n both mean that n ranks share an expert.
         wanted = -round(1 / wanted)
@@ -82,9 +87,11 @@ def valid_degree(degree: Any) -> Degree:
     """Checks a2a_ffn_overlap_degree: "auto", or a whole number of Python, NumPy or a tensor, from 1 on."""
     if degree == "auto":
         return "auto"
-    if not isinstance(degree, str) and degree > 0 and degree == int(degree):
+    if not isinstance(degree, str) and 0 < degree <= _MOST_CHUNKS and degree == int(degree):
         return int(degree)
-    raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
+    raise ConfigError(
+        f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on (at most {_MOST_CHUNKS}), or 'auto'"
+    )
 
 
 def make_experts(description: Description, model_dim: int, count: int, shards: int) -> nn.Module:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedmoe import Schedule, Topology, dispatchers
 from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
 from fusedmoe.ops import (
     Exchange,
     Layout,
+    RowForm,
     Weights,
     contiguous_layout,
     make_all_to_all,
@@ -28,8 +29,8 @@ from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
 
 Degree = int | Literal["auto"]
-# Rows of every local expert as a block, [e, C, D] -> [e, C, D_out].
-Blocks = Callable[[Tensor], Tensor]
+# Rows of every local expert as a block, [e, C, D] -> [e, C, D_out]; `joined` is `LocalExperts.joined`.
+Blocks = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +39,20 @@ class LocalExperts:
 
     Attributes:
         fused: parameters and activation for the library's own operation; None: the experts are `blocks`, any function
-            of [e, C, D] with rows of zeros where an expert has fewer, whose `parameters` get gradients.
-        workload: tells what a pass amounts to, `workload(rows, itemsize, ep, esp)`; None if unknown.
+            of [e, C, D] with rows of zeros where an expert has fewer.
+        module: the experts. Its method `workload(rows, itemsize, ep, esp)` describes a pass, where it has one.
+        joined: tensors, and other values, gathered from other ranks before the call; None: `blocks` needs none.
     """
 
     count: int
     fused: tuple[Weights, str] | None
     blocks: Blocks
-    parameters: Sequence[Tensor]
-    workload: Callable[[int, int, int, int], Workload] | None
+    module: nn.Module
+    joined: tuple[Any, ...] | None = None
+
+    @property
+    def workload(self) -> Callable[[int, int, int, int], Workload] | None:
+        return getattr(self.module, "workload", None)
 
     def __call__(
         self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, places: int = 0, counts_RE: Tensor | None = None
@@ -71,7 +77,7 @@ class LocalExperts:
         # Places without a row are zeros, as Tutel pads them.
         blank = rows_NM.new_zeros(self.count * length, rows_NM.shape[1])
         block = blank.index_copy(0, place_N, rows_NM).view(self.count, length, rows_NM.shape[1])
-        out_NM = self.blocks(block).flatten(0, 1).index_select(0, place_N)
+        out_NM = self.blocks(block, joined=self.joined).flatten(0, 1).index_select(0, place_N)
         if weight_N is not None:
             out_NM = scaled(out_NM, weight_N[: layout.rows])
         return unpermute(out_NM, layout)
@@ -79,7 +85,19 @@ class LocalExperts:
     def in_chunks(self, x_SM: Tensor) -> dispatchers.ChunkExperts:
         if self.fused is not None:
             return dispatchers.GroupedExperts(*self.fused)
-        return dispatchers.AutogradExperts(self, self.parameters)
+        own = tuple(self.module.parameters())
+        if self.joined is None:
+            return dispatchers.AutogradExperts(self, own, self.module)
+        # The graph of a chunk ends at leaves: gradients of joined weights go to other ranks once, after the last chunk.
+        leaves = tuple(_leaf(value) for value in self.joined)
+        pairs = [pair for pair in zip(self.joined, leaves, strict=True) if isinstance(pair[0], Tensor)]
+        joined_tensors, leaf_tensors = zip(*pairs, strict=True)
+        experts = replace(self, joined=leaves)
+        return dispatchers.AutogradExperts(experts, (*joined_tensors, *own), self.module, (*leaf_tensors, *own))
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 class LayerDispatcher:
@@ -113,7 +131,8 @@ class LayerDispatcher:
         if self._beside is not None and not x_SM.is_cuda:
             # No rows travel that would tell: an exchange of none carries the refusal, and ends all ranks alike.
             nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
-            self._beside.exchange(nothing_E, x_SM.dtype, refusal)
+            form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
+            self._beside.exchange(nothing_E, form, refusal)
         return refusal
 
     def through_experts(

@@ -14,6 +14,7 @@ from fusedmoe.dispatchers import expert_load, not_finite
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import top_experts
 from fusedmoe.ops import Function, Layout, order, permute, require_values, take_pairs, unpermute
+from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
 from fusedmoe.tutel.impls.losses import gshard_loss
 
@@ -96,6 +97,7 @@ def capacity_of(
     Args:
         most_chosen: tells how many tokens of any rank chose the same expert; asked for f ≤ 0 only.
     """
+    require_within("moe_layer", capacity_factor=factor)
     share = -(-tokens // experts)
     if factor > 0:
         capacity = top_k * int(factor * share)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -16,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
 from fusedmoe.dispatchers import unselected
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, WrapperCheck, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
+from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls import described, losses
 from fusedmoe.tutel.impls.communicate import get_world_rank, get_world_size, size_of, skips_all_to_all, topology_of
 from fusedmoe.tutel.impls.described import Description
@@ -92,6 +93,7 @@ class MOELayer(nn.Module):
     ) -> None:
         super().__init__()
         assert model_dim % 2 == 0, f"model_dim must be even, not {model_dim}"
+        require_within("moe_layer", model_dim=model_dim)
         if "pad_samples" in kwargs:
             logging.warning("pad_samples has no effect: nothing is ever padded")
             del kwargs["pad_samples"]
@@ -102,7 +104,7 @@ class MOELayer(nn.Module):
         # A process group cannot be copied: the holder lets deepcopy copy the layer.
         self._group = _Held(group)
         self.result_func = result_func
-        self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
+        self.skip_moe = integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.wanted_experts(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E))
@@ -115,7 +117,7 @@ class MOELayer(nn.Module):
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore
-        self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
+        self.batch_prioritized_routing = batch_prioritized_routing or integer("BATCH_PRIO", 0) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = described.valid_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
@@ -334,8 +336,12 @@ class MOELayer(nn.Module):
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
-        """Checks that gates begin alike: clients sum their gradients themselves, so they would stay different."""
+        """Checks that widths agree, and that gates begin alike: clients sum their gradients themselves, so they would
+        stay different."""
         topology = topology_of(self.group)
+        # Rows of results have this width; nobody else could refuse another one before it is sent.
+        widths = {"model_dim": self.model_dim, "output_dim": getattr(self.experts, "output_dim", None)}
+        topology.agree(widths | {"experts": type(self.experts).__name__}, "moe_layer")
         gates = [
             (f"moe_layer: gates.{name}", topology.world, parameter)
             for name, parameter in self.gates.named_parameters()
@@ -360,14 +366,21 @@ class MOELayer(nn.Module):
         if fused is not None:
             rows = sources * self._places(capacity)
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
+        # Weights of ranks that share an expert are gathered here, once: inside a chunk the gathering would run at the
+        # same time as the exchanges of other chunks, in an order that differs between ranks.
+        joined = module.join(self) if fused is None and hasattr(module, "join") else None
         blocks = partial(self.expert_local, reserve_shape=token_shape)
-        return LocalExperts(count, fused, blocks, tuple(module.parameters()), getattr(module, "workload", None))
+        return LocalExperts(count, fused, blocks, module, joined)
 
-    def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
-        """Runs the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; returns [e, C, …]."""
+    def expert_local(self, x: Tensor, reserve_shape: Sequence[int], joined: Any = None) -> Tensor:
+        """Run the experts on [e, C, D], custom ones on [e, C, *reserve_shape]; return [e, C, …].
+
+        Args:
+            joined: weights that the experts' `join` gathered; None: the experts gather their own. Collective then.
+        """
         # Experts of this package know nothing of a token's dimensions.
         if hasattr(self.experts, "fused"):
-            y: Tensor = self.experts(x, self)
+            y: Tensor = self.experts(x, self) if joined is None else self.experts(x, self, joined)
             self.protected_shape = self._shape_like(reserve_shape, *y.shape)
         else:
             y = self.experts(x.view(*x.shape[:2], *reserve_shape), self)

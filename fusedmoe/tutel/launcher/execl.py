@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.tutel.system import init_affinity_at_program_beginning
 
@@ -21,8 +22,12 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    started = command(sys.argv[1:])
-    # Threads of one rank are bound to no node where they are to be many.
-    if int(os.environ.get("OMP_NUM_THREADS", "1")) <= 1:
-        init_affinity_at_program_beginning()
+    try:
+        started = command(sys.argv[1:])
+        # Threads of one rank are bound to no node where they are to be many.
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a number for each nested level
+        if integer("OMP_NUM_THREADS", 1, given={"OMP_NUM_THREADS": threads}) <= 1:
+            init_affinity_at_program_beginning()
+    except ConfigError as error:
+        sys.exit(f"fusedmoe.tutel.launcher.execl: error: {error}")
     os.execv(started[0], started)

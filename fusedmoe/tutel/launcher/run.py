@@ -9,21 +9,23 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
     """Returns the torchrun command that starts this host's ranks."""
-    hosts = int(environment.get("OMPI_COMM_WORLD_SIZE", 1))
+    hosts = integer("OMPI_COMM_WORLD_SIZE", 1, 1, given=environment)
+    own = integer("OMPI_COMM_WORLD_RANK", 0, 0, hosts - 1, given=environment)
     if hosts > 1 and "MASTER_ADDR" not in environment:
         raise ConfigError(f"{hosts} hosts need MASTER_ADDR, the address of the first one")
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        f"--nproc_per_node={environment.get('LOCAL_SIZE', 1)}",
+        f"--nproc_per_node={integer('LOCAL_SIZE', 1, 1, given=environment)}",
         f"--nnodes={hosts}",
-        f"--node_rank={environment.get('OMPI_COMM_WORLD_RANK', 0)}",
+        f"--node_rank={own}",
         f"--master_addr={environment['MASTER_ADDR'] if hosts > 1 else 'localhost'}",
-        f"--master_port={environment.get('MASTER_PORT', 23232)}",
+        f"--master_port={integer('MASTER_PORT', 23232, 1, 65535, given=environment)}",
         *("-m", "fusedmoe.tutel.launcher.execl", *arguments),
     ]
 
@@ -31,5 +33,8 @@ def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[st
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCAL_SIZE", "1")
-    started = command(os.environ, sys.argv[1:])
+    try:
+        started = command(os.environ, sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"fusedmoe.tutel.launcher.run: error: {error}")
     os.execv(started[0], started)

@@ -23,6 +23,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
+from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
@@ -81,7 +82,7 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     x, weight, experts = leaves(case)
     layout = case.layout.exact()
     sent = sending(layout, topology.ep.size)
-    counts = layout.counts_E, x.dtype, None, sent.tokens.counts_E
+    counts = layout.counts_E, RowForm.of(x, layout, weight), None, sent.tokens.counts_E
     exchange = Exchange(make_all_to_all("direct", topology), topology.esp, *counts)
     sent = sent.exact(exchange.sent, layout.rows)
     degrees = (degree, degree) if isinstance(degree, int) else degree
@@ -158,7 +159,8 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
             found = results(y, x, weight, experts, case.dy_SM)
 
             x, weight, experts = leaves(case)
-            exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
+            form = RowForm.of(x, layout, weight)
+            exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, form)
             compute = partial(local_experts, weights=experts.weights, activation="swiglu")
             x_NM = x[layout.source_N]
             y_NM = through_experts(x_NM, take_pairs(weight[:, :1], layout), exchange, compute)

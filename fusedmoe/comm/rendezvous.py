@@ -1,0 +1,91 @@
+"""The start of a job's process group: variables, addresses and ports are checked, and errors name rank and address."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedmoe import environment
+from fusedmoe.errors import ConfigError, RankError
+
+# The name of a host that has just started may be unknown for a while, in Kubernetes, say.
+_NAME_KNOWN_S = 10.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_process_group(
+    backend: str,
+    timeout_s: float,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    **options: Any,
+) -> None:
+    """Initialise `torch.distributed`. Collective over all ranks of the job.
+
+    Args:
+        rank, world_size, address, port: None takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        options: further options of `torch.distributed.init_process_group`.
+    Raises:
+        ConfigError: a variable is missing, or has a value that cannot work.
+        RankError: the address cannot be resolved or reached, the port is in use, or a rank does not come within
+            `timeout_s`.
+    """
+    given = dict(zip(_VARIABLES, (rank, world_size, address, port), strict=True))
+    missing = [name for name, value in given.items() if value is None and not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} must be set in the environment; torchrun does, or set {', '.join(_VARIABLES)}"
+        )
+    size = environment.integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
+    own = environment.integer("RANK", 0, 0, size - 1) if rank is None else rank
+    port = environment.integer("MASTER_PORT", 0, 0, 65535) if port is None else port
+    address = os.environ["MASTER_ADDR"] if address is None else address
+    _require_known(own, address, port, timeout_s)
+    where = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"
+    places: dict[str, Any] = {} if where == "env://" else {"rank": own, "world_size": size}
+    try:
+        dist.init_process_group(backend, init_method=where, timeout=timedelta(seconds=timeout_s), **places, **options)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        raise RankError(_unreachable(own, size, f"{address}:{port}", str(error), timeout_s)) from error
+
+
+def _require_known(rank: int, address: str, port: int, timeout_s: float) -> None:
+    """Wait until the address can be resolved, for a few seconds."""
+    deadline = time.monotonic() + min(timeout_s, _NAME_KNOWN_S)
+    while True:
+        try:
+            socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"rank {rank}: the host MASTER_ADDR={address!r} cannot be resolved ({error}). Set it to the name "
+                    "or address of the host of rank 0, as this host knows it"
+                ) from error
+            time.sleep(0.5)
+
+
+def _unreachable(rank: int, size: int, where: str, reason: str, timeout_s: float) -> str:
+    """Return the error of a job whose store could not be opened or reached."""
+    first = " ".join(reason.split("\n")[0].split())
+    if "EADDRINUSE" in reason or "already in use" in reason.lower():
+        return (
+            f"rank {rank}: cannot host the job's store at {where}: the port is in use. Choose another MASTER_PORT, or "
+            "end the process that listens there"
+        )
+    return (
+        f"rank {rank}: the {size} ranks did not meet at {where} within {timeout_s:g} s. See that rank 0 runs there, "
+        f"that WORLD_SIZE is the number of ranks, and that no firewall is between ({first})"
+    )
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
