@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.compat import require_names
@@ -12,6 +15,7 @@ from fusedmoe.errors import ConfigError
 
 CHECKED = "2.11 to 2.15"
 
+require_names("torch", torch.__version__, CHECKED, averaging, "average_parameters")
 require_names("torch", torch.__version__, CHECKED, TorchDispatchMode, "__torch_dispatch__", "__enter__", "__exit__")
 # Every collective of PyTorch runs as an operator of one of these namespaces.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -37,3 +41,37 @@ class RefuseCollectives(TorchDispatchMode):
                 f"different orders. {self._cure}"
             )
         return func(*args, **(kwargs or {}))
+
+
+def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Have `check` called with the arguments of each call of a function of PyTorch, before the function runs.
+
+    For functions that offer no hook. A caller that has imported the function by name earlier is not checked.
+
+    Args:
+        owner: module that holds the function, and whose other functions look it up there.
+    """
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+def check_averages(check: Callable[..., None]) -> None:
+    """Have `check(parameters, process_group)` called before parameters are averaged over ranks.
+
+    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) average by this one function.
+    """
+
+    # The function gets an iterator, which only one of the two can read.
+    def with_list(parameters: Any, process_group: Any) -> Any:
+        parameters = list(parameters)
+        check(parameters, process_group)
+        return average(iter(parameters), process_group)
+
+    average = averaging.average_parameters
+    averaging.average_parameters = functools.wraps(average)(with_list)  # type: ignore[assignment]

@@ -27,6 +27,7 @@ from fusedmoe.layers.gates import Random
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.orders import Dropless
+from fusedmoe.layers.wrappers import watch_utilities
 from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only exchanges with a schedule load
@@ -146,6 +147,8 @@ class ScheduledExchange:
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
+        if topology.size > 1:
+            watch_utilities()
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: str | Schedule) -> None:

@@ -1,16 +1,26 @@
-"""Refusal of PyTorch's own wrappers around experts of which each rank has different ones."""
+"""Refusal of PyTorch's wrappers and utilities that treat the different experts of ranks as replicas of one module.
+
+DistributedDataParallel and FSDP2 are found in the first forward pass around them. FSDP1, ZeroRedundancyOptimizer, the
+model averagers and full state dicts are refused when they are called, before they send anything.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
-from weakref import ref
+from functools import cache
+from typing import Any, Self
+from weakref import WeakSet, ref
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fusedmoe.compat.torch import check_averages
 from fusedmoe.errors import ConfigError
 
 
@@ -29,12 +39,22 @@ class WrapperCheck:
         passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last look.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # Not in `__init__`, which a copy of a layer does not call for its check.
+        made = super().__new__(cls)
+        _checks.add(made)
+        watch_utilities()
+        return made
+
     def __init__(
         self, experts: nn.Module, rank: int, copies: Iterable[int], axes: Collection[str] = ("ep", "esp")
     ) -> None:
         self._experts, self._rank, self._copies, self._axes = experts, rank, frozenset(copies), frozenset(axes)
         self.passed = (0, 0)
         self._served: ref[DistributedDataParallel] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_served": None}
 
     def __call__(self) -> None:
         """Looks at the DistributedDataParallel whose forward this is, and at FSDP2 where a module or parameter is new.
@@ -47,26 +67,26 @@ class WrapperCheck:
         # Once for a wrapper, which fixes what it reduces as it is made.
         if wrapper is not None and (self._served is None or self._served() is not wrapper):
             reduced = {id(parameter) for parameter in wrapper._module_parameters}
-            ours = any(id(parameter) in reduced for parameter in self._split().values())
-            if ours and self._strangers(dist.get_process_group_ranks(wrapper.process_group)):
+            ours = any(id(parameter) in reduced for parameter in self.split().values())
+            if ours and self.strangers(dist.get_process_group_ranks(wrapper.process_group)):
                 raise self._refusal(
                     "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
                 )
             self._served = ref(wrapper)
         now = (len(_module_state_mapping), id(next(self._experts.parameters(), None)))
         if now != self.passed:
-            split = self._split()
+            split = self.split()
             for sharded in _fsdp_parameters():
                 if (sharded._module_info.module, sharded._module_info.param_name) not in split:
                     continue
-                if self._strangers(sharded.mesh_info.mesh.mesh.flatten().tolist()):
+                if self.strangers(sharded.mesh_info.mesh.mesh.flatten().tolist()):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
             self.passed = now
 
     # Where a graph is made of the layer, the compiler calls it once, and the graph does not hold it.
     __call__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    def split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
         split, shardings = {}, getattr(self._experts, "shardings", {})
         for name, parameter in self._experts.named_parameters():
@@ -75,7 +95,8 @@ class WrapperCheck:
                 split[self._experts.get_submodule(path), own_name] = parameter
         return split
 
-    def _strangers(self, ranks: list[int]) -> bool:
+    def strangers(self, ranks: Iterable[int]) -> bool:
+        """Return whether some of these ranks hold other experts than this one."""
         return not self._copies.issuperset(ranks)
 
     def _refusal(self, wrapper: str, does: str, ours: str) -> ConfigError:
@@ -94,3 +115,91 @@ def _fsdp_parameters() -> Iterator[Any]:
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
             yield from group.fsdp_params
+
+
+# The checks of all layers whose experts ranks split: utilities are given parameters, and no layers.
+_checks: WeakSet[WrapperCheck] = WeakSet()
+
+
+def _refuse(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
+    """Raise `ConfigError` if parameters that differ between the ranks of a process group are among these."""
+    given = {id(parameter): parameter for parameter in parameters}
+    for group in groups:
+        if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        own = any(
+            check.strangers(ranks) and not given.keys().isdisjoint(map(id, check.split().values()))
+            for check in list(_checks)
+        )
+        # Each rank has its part of an expert that is a DTensor, as in Hugging Face's expert parallelism.
+        if own or any(_is_cut_over(parameter, ranks) for parameter in given.values()):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: PyTorch's {utility} treats the parameters of ranks {ranks} as replicas, and "
+                f"these ranks hold different experts. {cure}"
+            )
+
+
+def _is_cut_over(parameter: Tensor, ranks: list[int]) -> bool:
+    if not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements):
+        return False
+    return len(set(ranks).intersection(parameter.device_mesh.mesh.flatten().tolist())) > 1
+
+
+def _before_average(parameters: list[Tensor], group: Any) -> None:
+    _refuse(
+        parameters,
+        [group],
+        "average_parameters (model averagers, PostLocalSGDOptimizer)",
+        "Leave the experts (fusedmoe.training.expert_parameter_names(model)) out of the averaged parameters; "
+        "fusedmoe.training.sync_gradients keeps their replicas equal",
+    )
+
+
+def _before_fsdp1(parameters: list[Tensor], groups: list[Any]) -> None:
+    _refuse(parameters, groups, "FullyShardedDataParallel", "Shard by fusedmoe.training.fully_shard(…, topology)")
+
+
+def _before_state_dict(model: nn.Module, options: Any) -> None:
+    if options is None or not options.full_state_dict:
+        return  # a rank's own state
+    # A DTensor is gathered and scattered whole, unless its mesh has only the ranks that hold copies of these experts.
+    whole = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    for check in list(_checks):
+        for parameter in check.split().values():
+            if isinstance(parameter, DTensor) and not check.strangers(parameter.device_mesh.mesh.flatten().tolist()):
+                whole.discard(id(parameter))
+    _refuse(
+        (parameter for parameter in model.parameters() if id(parameter) not in whole),
+        [dist.group.WORLD],
+        "StateDictOptions(full_state_dict=True)",
+        "Save by fusedmoe.training.save_checkpoint and load by load_checkpoint; without full_state_dict the state is "
+        "this rank's own",
+    )
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        _refuse(
+            (parameter for group in optimizer.param_groups for parameter in group["params"]),
+            [optimizer.process_group],
+            "ZeroRedundancyOptimizer",
+            "Give the experts (fusedmoe.training.expert_parameter_names(model)) an optimizer of their own on each "
+            "rank, or shard by fusedmoe.training.fully_shard(…, topology, experts=True)",
+        )
+
+
+# At import: whoever imports the function by its name afterwards gets the checked one.
+check_averages(_before_average)
+
+
+@cache
+def watch_utilities() -> None:
+    """Have the other utilities checked. Called for layers over ranks only, because their import takes 1.5 s."""
+    from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts
+
+    check_fsdp1(_before_fsdp1)
+    check_state_dicts(_before_state_dict)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))

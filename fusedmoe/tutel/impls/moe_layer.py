@@ -67,7 +67,7 @@ class MOELayer(nn.Module):
 
     # By names of expert parameters; none in layers pickled by versions that did not keep them.
     _marks: dict[str, dict[str, Any]] = {}
-    _require_wrapper: WrapperCheck | None = None  # made in the first call
+    _require_wrapper: WrapperCheck | None = None  # of layers pickled by versions that made it in the first call
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         _keep_out_of_graphs()
@@ -142,6 +142,11 @@ class MOELayer(nn.Module):
             _seed(None if gate_seed is None else gate_seed + number)
             self.gates.append(described.make_gate(description, model_dim, E))
         _seed(last_seed)
+        if self.world_size > 1:
+            rank, own = get_world_rank(), dist.get_process_group_ranks(self.group)
+            # Ranks outside the group may be replicas; which, the client knows.
+            replicas = set(range(get_world_size())).difference(own)
+            self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
@@ -323,10 +328,6 @@ class MOELayer(nn.Module):
         # Once, in the first call: it is collective.
         if not self._dispatchers and self.world_size > 1:
             self._compare_gates()
-            rank, own = get_world_rank(), dist.get_process_group_ranks(self.group)
-            # Ranks outside the group may be replicas; which, the client knows.
-            replicas = set(range(get_world_size())).difference(own)
-            self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
                 made = LayerDispatcher(Topology(), beside=topology_of(self.group))
@@ -396,7 +397,7 @@ class MOELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self._note_marks()
         # Process groups and plans stay behind, and the loss leaves its graph: a copy makes dispatchers of its own.
-        state = self.__dict__ | {"_dispatchers": {}, "_require_wrapper": None}
+        state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
         return state
