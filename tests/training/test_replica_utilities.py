@@ -55,7 +55,9 @@ def _tutel() -> nn.Module:
 def _refused(model: nn.Module, says: str) -> Iterator[None]:
     """Check that the body raises `ConfigError` and changes no parameter."""
     before = copy.deepcopy(list(model.parameters()))
-    with pytest.raises(ConfigError, match=rf"rank \d: PyTorch's .*{says}.* hold different experts\. .*fusedmoe\.training"):
+    with pytest.raises(
+        ConfigError, match=rf"rank \d: PyTorch's .*{says}.* hold different experts\. .*fusedmoe\.training"
+    ):
         yield
     assert all(map(torch.equal, model.parameters(), before))
 
