@@ -49,7 +49,7 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
     For functions that offer no hook. A caller that has imported the function by name earlier is not checked.
 
     Args:
-        owner: module that holds the function, and whose other functions look it up there.
+        owner: module or class that holds the function, and whose users look it up there.
     """
     function = getattr(owner, name)
 

@@ -1,4 +1,7 @@
-"""Private names of PyTorch's FSDP1 and distributed state dicts, whose import takes 1.5 s; checked against 2.11 to 2.15."""
+"""Private names of PyTorch's FSDP1, ZeRO and distributed state dicts, checked against 2.11 to 2.15.
+
+Their import takes 1.5 s.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fusedmoe.compat import require_names
 from fusedmoe.compat.torch import CHECKED, check_before
@@ -26,7 +30,7 @@ def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
 
 
 def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
-    """Have `check(parameters, process_groups)` called before FullyShardedDataParallel broadcasts and flattens them."""
+    """Have `check(parameters, process_groups)` called before FullyShardedDataParallel flattens parameters."""
 
     def initialise(state: Any, module: Any, *_: Any, **__: Any) -> None:
         ignored = {id(parameter) for parameter in state._ignored_params}
@@ -35,3 +39,14 @@ def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
         check(parameters, [vars(state)[name] for name in ("process_group", "_inter_node_pg") if name in vars(state)])
 
     check_before(fsdp1, "_init_param_handle_from_module", initialise)
+
+
+def check_zero_steps(check: Callable[[list[Any], Any], None]) -> None:
+    """Have `check(parameters, process_group)` called before a step of ZeroRedundancyOptimizer."""
+
+    # A hook of all optimizers' steps would be called for those of any model.
+    def step(optimizer: Any, *_: Any, **__: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        check(parameters, optimizer.process_group)
+
+    check_before(ZeroRedundancyOptimizer, "step", step)

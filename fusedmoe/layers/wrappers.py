@@ -11,14 +11,11 @@ from functools import cache
 from typing import Any, Self
 from weakref import WeakSet, ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmoe.compat.torch import check_averages
 from fusedmoe.errors import ConfigError
@@ -178,17 +175,14 @@ def _before_state_dict(model: nn.Module, options: Any) -> None:
     )
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        _refuse(
-            (parameter for group in optimizer.param_groups for parameter in group["params"]),
-            [optimizer.process_group],
-            "ZeroRedundancyOptimizer",
-            "Give the experts (fusedmoe.training.expert_parameter_names(model)) an optimizer of their own on each "
-            "rank, or shard by fusedmoe.training.fully_shard(…, topology, experts=True)",
-        )
+def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
+    _refuse(
+        parameters,
+        [group],
+        "ZeroRedundancyOptimizer",
+        "Give the experts (fusedmoe.training.expert_parameter_names(model)) an optimizer of their own on each rank, or "
+        "shard by fusedmoe.training.fully_shard(…, topology, experts=True)",
+    )
 
 
 # At import: whoever imports the function by its name afterwards gets the checked one.
@@ -198,8 +192,8 @@ check_averages(_before_average)
 @cache
 def watch_utilities() -> None:
     """Have the other utilities checked. Called for layers over ranks only, because their import takes 1.5 s."""
-    from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts
+    from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts, check_zero_steps
 
     check_fsdp1(_before_fsdp1)
     check_state_dicts(_before_state_dict)
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    check_zero_steps(_before_zero_step)

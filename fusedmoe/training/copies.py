@@ -17,13 +17,20 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
 from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
+from fusedmoe.training.repeated_sync import restore_summand
 
 # Kinds of losses of an MP group: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
 
 # Small gradients share a collective, and no second copy of large ones, or of parameters, is made.
 BUCKET_BYTES = 32 * 2**20
-_NONE, _DENSE, _SPARSE = 0, 1, 2
+_NONE, _DENSE, _REWRITTEN, _SPARSE = 0, 1, 2, 3
+# By state of a gradient on some rank: why all ranks refuse it.
+_REFUSALS = {
+    _REWRITTEN: "the gradient of {name} has been synchronised, and then written in place outside of a backward pass. "
+    "Set its .grad to None, or to a new tensor, before this rank's next gradient",
+    _SPARSE: "the gradient of {name} is sparse. Make its embedding with sparse=False",
+}
 # Modules that `fully_shard` has sharded with their experts, whose gradients FSDP then divides as the library does.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # How often ranks have compared the copies of a model: as they begin, and once a step may have parted them.
@@ -180,7 +187,7 @@ def reduce_gradients(
         copies: the same parameters in the same order on every rank, save for names that only some ranks have.
         model: whose copies are compared before, the first two times; None: they are known to be equal.
     Raises:
-        ConfigError: a sparse gradient (on every rank).
+        ConfigError: a sparse gradient (on every rank), or one that was reduced before and then written in place.
         RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ.
     """
     times = 0 if model is None else _compared.get(model, 0)
@@ -270,8 +277,8 @@ def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tu
             states[i] = state
     *of_copies, noted = states
     for replica, state in zip(copies, of_copies, strict=True):
-        if state == _SPARSE:  # on some rank: all of them raise, since "max" has told them all
-            refusal = f"the gradient of {replica.name} is sparse. Make its embedding with sparse=False."
+        if state in _REFUSALS:  # on some rank: all of them raise, since "max" has told them all
+            refusal = f"{_REFUSALS[state].format(name=replica.name)}."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
     return [state != _NONE for state in of_copies], bool(noted)
@@ -281,7 +288,9 @@ def _state(replica: Replica) -> int:
     gradient = replica.parameter.grad
     if gradient is None:
         return _NONE
-    return _DENSE if gradient.layout == torch.strided else _SPARSE
+    if gradient.layout != torch.strided:
+        return _SPARSE
+    return _DENSE if restore_summand(replica.parameter) else _REWRITTEN
 
 
 def _writable_gradient(replica: Replica) -> Tensor:

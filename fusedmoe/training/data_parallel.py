@@ -50,6 +50,7 @@ from fusedmoe.training.copies import (
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
+from fusedmoe.training.repeated_sync import note_scaled, note_synchronised
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -62,8 +63,10 @@ def sync_gradients(
 ) -> None:
     """Turns each rank's gradients into those of the true loss, in place. Collective over all ranks.
 
-    Call it once for each optimizer step, after the last backward and before `clip_grad_norm`. In a world of one, and
-    for a model from `distributed_data_parallel`, whose backward has done it already, nothing is left to do.
+    Call it after the last backward of an optimizer step and before `clip_grad_norm`. Calls after each micro-batch give
+    the same gradients and send more: what is synchronised already stays as it is, scaled or set to zero in between or
+    not. In a world of one, and for a model from `distributed_data_parallel`, whose backward has done it already,
+    nothing is left to do.
 
     The gradient becomes (1/DP)·Σ over the ranks that hold a copy, with sums in at least float32 that have the same bits
     on all of them. A parameter without a gradient on some ranks only counts as zero there; without one on any rank, it
@@ -80,7 +83,8 @@ def sync_gradients(
             `fusedmoe.models`) or "replicated", the same loss on every rank (`MoELayer(mp_input="replicated")`).
         buckets: what has been reduced during the backward pass (`plan_step`); this is its end.
     Raises:
-        ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
+        ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel; a gradient that was
+            synchronised, and then written in place where no backward pass followed, unless it is zero.
         RankError: another rank failed or did not come; in the first two calls, copies that differ between ranks.
     """
     if isinstance(model, DataParallel):
@@ -99,6 +103,9 @@ def sync_gradients(
     copies = [replica for replica in every if id(replica.parameter) not in done]
     reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
     spread_overflow(every, topology)
+    for replica in every:
+        if not replica.managed:  # FSDP adds to gradients where no hook sees it
+            note_synchronised(replica.parameter, divisor(replica, topology, mp_loss) / replica.group.size)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -380,6 +387,7 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     for gradient in gradients:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
+        note_scaled(gradient)
     return norm
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's utilities that treat parameters of ranks as replicas: refused for experts that differ, right for the rest."""
+"""PyTorch's utilities that treat parameters of ranks as replicas: refused for experts that differ, else right."""
 
 from __future__ import annotations
 
