@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _get_tracing_state as _get_tracing_state  # None unless torch.jit traces
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.utils._python_dispatch import TorchDispatchMode
 

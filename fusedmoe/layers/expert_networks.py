@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.adapters import adapted
+from fusedmoe.layers.wrappers import require_swaps
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.sizes import require_room, require_within
 
@@ -167,6 +168,10 @@ class Experts(nn.Module):
         seed = int(torch.randint(2**62, ()))
         self.make(model_dim, place, seed, device=device, dtype=dtype)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        require_swaps(self)
+        return super()._apply(fn, recurse)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.own_numbers is not None:
@@ -175,6 +180,7 @@ class Experts(nn.Module):
             destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(RanksOwn)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        require_swaps(self)
         self.require_own(state_dict, prefix)
         # PyTorch would call it unexpected: it is no parameter.
         state_dict.pop(prefix + NUMBERS, None)

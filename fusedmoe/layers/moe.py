@@ -14,6 +14,7 @@ from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import _get_tracing_state
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
@@ -28,7 +29,7 @@ from fusedmoe.layers.gates.whole_batch import ExpertChoice
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
-from fusedmoe.layers.wrappers import WrapperCheck
+from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
 from fusedmoe.runtime.recorder import Recorder, in_layer, span
 from fusedmoe.schedule.task import Task
 
@@ -120,6 +121,8 @@ class MoELayer(nn.Module):
             that differ (found when they are made: collective), input of a wrong shape, dtype or device, bad logits.
     """
 
+    __jit_ignored_attributes__ = NotScripted()
+
     def __new__(cls, *_: Any, **__: Any) -> Self:
         keep_out_of_graphs(MoELayer, "_guarded")
         return super().__new__(cls)
@@ -196,6 +199,8 @@ class MoELayer(nn.Module):
             or check.passed != (len(_module_state_mapping), id(next(self.experts.parameters(), None)))
         ):
             check()
+        if _get_tracing_state() is not None:
+            raise not_traced()
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()
             return self._forward(x, mask)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, Self
-from weakref import WeakSet, ref
+from weakref import WeakSet, getweakrefs, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
@@ -19,6 +20,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.compat.torch import check_averages
 from fusedmoe.errors import ConfigError
+
+
+class NotScripted(list[str]):
+    """An attribute `__jit_ignored_attributes__` that has `torch.jit.script` refuse a class's modules.
+
+    `torch.jit` reads this empty list, and iterates over it, for every module.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        raise not_traced()
+
+
+def not_traced() -> ConfigError:
+    """Make the refusal of `torch.jit`."""
+    return ConfigError(
+        "torch.jit cannot script or trace layers of fusedmoe, whose numbers of rows depend on the tokens. Use "
+        "torch.compile, or torch.export for a layer in a world of one"
+    )
+
+
+def require_swaps(experts: nn.Module) -> None:
+    """Raise `ConfigError` where PyTorch is to swap parameters in place and something refers to them weakly."""
+    if not torch.__future__.get_swap_module_params_on_conversion():
+        return
+    for name, parameter in experts.named_parameters():
+        if getweakrefs(parameter):
+            raise ConfigError(
+                f"{type(experts).__name__}: {name} is known to gradient synchronisation and cannot be swapped. Call "
+                "torch.__future__.set_swap_module_params_on_conversion(False), or convert the model before its first "
+                "sync_gradients"
+            )
 
 
 class WrapperCheck:

@@ -8,7 +8,6 @@ from fusedmoe.training.checkpoint_folder import saved_at
 from fusedmoe.training.copies import broadcast_parameters, replicas
 from fusedmoe.training.data_parallel import (
     KEPT_OPERATORS,
-    clip_grad_norm,
     distributed_data_parallel,
     expert_parameter_names,
     fully_shard,
@@ -16,6 +15,7 @@ from fusedmoe.training.data_parallel import (
     sync_gradients,
 )
 from fusedmoe.training.earlier_formats import convert_checkpoint
+from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.optimizers import PerMatrix
 from fusedmoe.training.plan_tuning import TUNED, PlanTuning

@@ -20,21 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as _fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  they register the operators
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
+from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import bounded
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, experts_of
-from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_shardings
 from fusedmoe.training.copies import (
     MpLoss,
@@ -42,7 +40,6 @@ from fusedmoe.training.copies import (
     compare_copies,
     divisor,
     holders,
-    local_part,
     reduce_gradients,
     replicas,
     sharded_with_experts,
@@ -50,7 +47,7 @@ from fusedmoe.training.copies import (
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
-from fusedmoe.training.repeated_sync import note_scaled, note_synchronised
+from fusedmoe.training.repeated_sync import note_synchronised
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -156,6 +153,10 @@ class SingleRank(nn.Module):
     def no_sync(self) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def join(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield
+
 
 class DataParallel(DistributedDataParallel):
     """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
@@ -194,6 +195,13 @@ class DataParallel(DistributedDataParallel):
         copied.training = self.training
         memo[id(self)] = copied
         return copied
+
+    def join_hook(self, **_: Any) -> Any:
+        raise ConfigError(
+            f"rank {self._topology.rank}: join() around a model of distributed_data_parallel. It repeats the gradient "
+            "all-reduce on ranks that have run out of batches, and not the exchange of tokens that experts on other "
+            "ranks wait for. Leave join() out, and give these ranks batches of no tokens"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self._topology.job.refuse_pickle()
@@ -326,151 +334,3 @@ def save_communication() -> tuple[Any, Any]:
 
 def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# A parameter's name and its mesh.
-_Held = tuple[str, DeviceMesh | None]
-
-
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float) -> Tensor:
-    """Scales all gradients such that their joint 2-norm is at most `max_norm`; returns what it was. Collective.
-
-    Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever ranks it lies: the
-    norm is that of the same model in one process, and the same bits on every rank. Norms are taken in at least float32
-    and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
-    that is below 1, and a norm that is not finite spoils them: look at the result.
-
-    The host waits for nothing, until it reads the norm.
-
-    Args:
-        topology: of the model's layers. None: parameters are DTensors, over one mesh or several (FSDP2, tensor and
-            expert parallelism), which say themselves who holds which part. A parameter is whole on its mesh, a plain
-            tensor on its rank: those of one name elsewhere are copies. Whether they are is seen from some of their
-            values, in the first call. Gradients that are summands (`Partial`) are summed.
-    Returns:
-        The norm before clipping, a float64 scalar where the gradients are.
-    Raises:
-        ConfigError: a `max_norm` below 0 or NaN; no topology, and a layer of this library that is split over ranks, or
-            parameters of one name that are no copies: experts without a mesh that says which ranks split them.
-        RankError: another rank failed or did not come.
-    """
-    if not max_norm >= 0:
-        raise ConfigError(
-            f"clip_grad_norm: max_norm = {max_norm}; give a number of at least 0, math.inf to clip nothing"
-        )
-    if topology is None:
-        topology, counted = _by_meshes(model)
-    else:
-        # The first of the ranks that hold a copy counts it.
-        counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
-    gradients = []
-    # By device: a model may have parts on several, and adding squares across them would wait for each.
-    squares: dict[torch.device, list[Tensor]] = {}
-    for parameter, counts in counted:
-        if parameter.grad is None:
-            continue  # on other ranks it may have one, which they count
-        gradient = local_part(parameter.grad)
-        gradients.append(gradient)
-        if counts:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
-            squares.setdefault(norm.device, []).append(norm.double().square())
-    first = gradients[0].device if gradients else torch.device("cpu")
-    device = device_of(topology.world) if topology.size > 1 else first
-    sums = [torch.stack(of).sum().to(device) for of in squares.values()]
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    # One number for each rank, summed in one order: the same bits of the norm, and so of the scale, everywhere.
-    norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
-    # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
-    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
-    for gradient in gradients:
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
-        note_scaled(gradient)
-    return norm
-
-
-# By model: what this rank held when ranks last compared, the whole job, and the names that other ranks count. Ranks
-# compare once, not in every step.
-_compared_meshes: weakref.WeakKeyDictionary[nn.Module, tuple[list[_Held], Topology, set[str]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
-    """Returns the whole job, and each parameter with whether this rank counts it."""
-    if any(
-        (isinstance(module, MoELayer) and module.topology.size > 1)
-        or any(len(ranks) > 1 for ranks in getattr(module, "expert_ranks", {}).values())
-        for module in model.modules()
-    ):
-        raise ConfigError(
-            "clip_grad_norm of a model with layers of fusedmoe that are split over ranks: give it their topology, "
-            "clip_grad_norm(model, topology, max_norm)"
-        )
-    parameters = list(model.named_parameters())
-    held: list[_Held] = [(name, p.device_mesh if isinstance(p, DTensor) else None) for name, p in parameters]
-    known = _compared_meshes.get(model)
-    if known is None or known[0] != held:
-        topology = Topology.from_sizes() if dist.is_initialized() and dist.get_world_size() > 1 else Topology()
-        known = _compared_meshes[model] = held, topology, _counted_elsewhere(model, topology)
-    _, topology, elsewhere = known
-    for _, parameter in parameters:
-        if isinstance(parameter.grad, DTensor):
-            whole = [Replicate() if one.is_partial() else one for one in parameter.grad.placements]
-            if whole != list(parameter.grad.placements):
-                parameter.grad = parameter.grad.redistribute(placements=whole)
-    return topology, [(p, name not in elsewhere and _is_first(p.grad)) for name, p in parameters]
-
-
-def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
-    """Names the parameters of which other ranks hold copies, and count them. Collective."""
-    own: dict[str, tuple[int, ...]] = {}
-    told = []
-    for name, parameter in model.named_parameters():
-        own[name], split = (dist.get_rank() if dist.is_initialized() else 0,), ""
-        if isinstance(parameter, DTensor):
-            own[name] = tuple(parameter.device_mesh.mesh.flatten().tolist())
-            split = f"{tuple(parameter.device_mesh.shape)} {parameter.placements}"
-        # Beside a mesh of all ranks there is no other one.
-        if len(own[name]) < topology.size:
-            flat = local_part(parameter).flatten()
-            some = flat[:: max(1, flat.numel() // 8)][:8].double().tolist()
-            told.append((name, own[name], (tuple(parameter.shape), split), _place(parameter), some))
-    firsts: dict[str, tuple[int, ...]] = {}
-    layouts: dict[str, Any] = {}
-    values: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    for each in all_gather_object(topology.world, told, "comparing the meshes of a model"):
-        for name, ranks, layout, place, some in each:
-            # Ranks come in order: the first has the lowest.
-            first, one = firsts.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64)
-            other = values.setdefault((name, place), one)
-            same = layouts.setdefault(name, layout) == layout
-            # Copies may have drifted apart a little; other parts have other values altogether.
-            if not same or not (one.equal(other) or (one - other).norm() <= 0.1 * max(one.norm(), other.norm())):
-                raise ConfigError(
-                    f"clip_grad_norm: {name} on ranks {list(ranks)} is no copy of {name} on ranks {list(first)}, and "
-                    "no mesh says how they belong together. Make it one DTensor on a mesh of all these ranks, with "
-                    "Shard where they hold different parts; or give different parts different names; or, where they "
-                    "should be copies, give them the same values before the first step"
-                )
-    return {name for name, ranks in own.items() if firsts.get(name, ranks) != ranks}
-
-
-def _place(tensor: Tensor) -> tuple[int, ...]:
-    """Returns this rank's coordinates in the tensor's mesh."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None  # a parameter is on this rank
-    return tuple(place)
-
-
-def _is_first(gradient: Tensor | None) -> bool:
-    """Returns whether this rank is the first of its mesh with the part of the gradient that it holds."""
-    if not isinstance(gradient, DTensor):
-        return True
-    # The gradient's placements, which need not be the parameter's. FSDP2's strided shards are no `Shard`.
-    splits = zip(_place(gradient), gradient.placements, strict=True)
-    return all(at == 0 or not split.is_replicate() for at, split in splits)

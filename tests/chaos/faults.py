@@ -60,7 +60,7 @@ PLACES: dict[str, Place] = {
             ("training/gradient_buckets.py", ""),
         )
     ),
-    "clip": Place((("training/data_parallel.py", "clip_grad_norm"),)),
+    "clip": Place((("training/grad_norm.py", "clip_grad_norm"),)),
     "optimizer": Place((("torch/optim/", ""),)),
     "save": Place((("training/checkpoint.py", "save_checkpoint"),)),
     "load": Place((("training/checkpoint.py", "load_checkpoint"),)),

@@ -17,7 +17,7 @@ from fusedmoe import Topology
 from fusedmoe.dispatchers import unselected
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import NAMED, UNKNOWN, WrapperCheck, parameter_shardings, require_equal
+from fusedmoe.experts import NAMED, UNKNOWN, NotScripted, WrapperCheck, not_traced, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
 from fusedmoe.sizes import require_within
@@ -68,6 +68,8 @@ class MOELayer(nn.Module):
     # By names of expert parameters; none in layers pickled by versions that did not keep them.
     _marks: dict[str, dict[str, Any]] = {}
     _require_wrapper: WrapperCheck | None = None  # of layers pickled by versions that made it in the first call
+
+    __jit_ignored_attributes__ = NotScripted()
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         _keep_out_of_graphs()
@@ -247,6 +249,8 @@ class MOELayer(nn.Module):
             self.a2a_ffn_overlap_degree = described.valid_degree(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
             self.adaptive_degree = self._valid_r(adaptive_r)
+        if torch.jit.is_tracing():
+            raise not_traced()
         gate: Any = self.gates[gate_index]
         if not self.is_gshard_loss and not gate.gate_noise > 0:
             raise ConfigError("the load-and-importance loss (is_gshard_loss=False) needs a gate with gate_noise > 0")
