@@ -9,7 +9,8 @@ graphs over a group that `name_for_graphs` was told of.
 
 For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
 `Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights
-that lie in parts. `low_rank_experts` and `low_rank_linear` compute with adapters beside frozen matrices.
+that lie in parts. `low_rank_experts` and `low_rank_linear` compute with adapters beside frozen matrices. `count_flops`
+has PyTorch's `FlopCounterMode` count all of these, as the first layer does.
 
 What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
 or sent: ConfigError, or RankError where other ranks wait.
@@ -37,7 +38,7 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
-from fusedmoe.kernels.derivatives import Function, Move, graph_takes_sizes, linear, numbers_only
+from fusedmoe.kernels.derivatives import Function, Move, count_flops, graph_takes_sizes, linear, numbers_only
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.low_rank import Adapters, LowRank, Matrices, StoredWeights
@@ -58,4 +59,4 @@ __all__ += [
     "through_experts",
 ]
 __all__ += ["gather_rows", "join_rows", "name_for_graphs", "reduce_scatter_rows", "split_counts", "split_rows"]
-__all__ += ["Function", "Move", "graph_takes_sizes", "linear", "numbers_only", "require_values"]
+__all__ += ["Function", "Move", "count_flops", "graph_takes_sizes", "linear", "numbers_only", "require_values"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
@@ -89,6 +90,16 @@ def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_
     return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((Layout.of(layout).rows, *w1.shape[1:-1]))
 
 
+def row_flops(*shapes: Sequence[int] | None) -> int:
+    """FLOPs of one row's products with matrices of its expert, of which these are the stacks' shapes."""
+    return sum(2 * prod(shape[1:]) for shape in shapes if shape is not None)
+
+
+@register_flops(experts_operator)
+def _(x_SM: Any, weight_N: Any, w1: Any, w2: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return int(out_shape[1][0] * row_flops(w1, w2))
+
+
 @operator("experts_backward")
 def experts_backward(
     dy_SM: Tensor,
@@ -129,6 +140,19 @@ def _(dy_SM: Tensor, h_NH: Any, x_SM: Any, *others: Any) -> tuple[Tensor, ...]:
         tensor.new_empty(tensor.shape) if asked and tensor is not None else dy_SM.new_empty(0)
         for tensor, asked in pairs
     )
+
+
+@register_flops(experts_backward)
+def _(dy_SM: Any, h_NH: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others: Any, **__: Any) -> int:
+    *_, layout, _, wanted = others
+    return int(layout[3][0] * backward_flops(Wanted(*wanted), w1, w2))
+
+
+def backward_flops(wanted: Wanted, w1: Any, w2: Any) -> int:
+    """FLOPs of one row in the backward of experts with matrices of these shapes."""
+    needs_da = wanted.x_SM or wanted.weight_N or wanted.w1 or wanted.b1
+    products = ((needs_da, w2), (wanted.x_SM, w1), (wanted.w1, w1), (wanted.w2, w2))
+    return row_flops(*(shape for asked, shape in products if asked))
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

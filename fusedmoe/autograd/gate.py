@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
-from fusedmoe.kernels.derivatives import first_order, operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import first_order, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels, summands_shape
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
@@ -270,6 +270,22 @@ def router_dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -
 @register_fake(router_dw)
 def _(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
     return x_SM.new_empty((experts, x_SM.shape[1]), dtype=dtype)
+
+
+@register_flops(gate_operator)
+@register_flops(router_product)
+def _(x_SM: Any, weight_EM: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(x_SM[0] * weight_EM[0] * weight_EM[1])
+
+
+@register_flops(router_dx)
+def _(dlogits: Any, weight_EM: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * int(out_shape[0] * out_shape[1] * weight_EM[0])
+
+
+@register_flops(router_dw)
+def _(dlogits: Any, x_SM: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * int(x_SM[0] * out_shape[0] * out_shape[1])
 
 
 def _keep_operands(ctx: Any, inputs: Any, output: Tensor) -> None:

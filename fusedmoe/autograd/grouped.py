@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
 from fusedmoe.kernels import activation
-from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 
@@ -65,6 +65,11 @@ def _(rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool,
     return rows_NK.new_empty((rows_NK.shape[0], weight.shape[1 if transposed else 2]))
 
 
+@register_flops(grouped_linear_operator)
+def _(rows_NK: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(rows_NK[0] * weight[1] * weight[2])
+
+
 @operator("grouped_linear_backward")
 def grouped_linear_backward(
     dout_NO: Tensor,
@@ -104,6 +109,13 @@ def _(
         dweight = (experts, outputs, width) if transposed else (experts, width, outputs)
     dbias: Any = (experts, outputs) if biased else 0
     return dout_NO.new_empty(drows), dout_NO.new_empty(dweight), dout_NO.new_empty(dbias)
+
+
+@register_flops(grouped_linear_backward)
+def _(dout_NO: Any, rows_NK: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    drows, dweight, _ = out_shape
+    columns = (0 if weight is None else drows[1]) + (0 if rows_NK is None else dweight[1] * dweight[2] // dout_NO[1])
+    return 2 * int(dout_NO[0] * dout_NO[1] * columns)
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Tensor) -> None:

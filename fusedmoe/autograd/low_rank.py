@@ -19,8 +19,9 @@ from fusedmoe.autograd.checks import (
     check_weights,
     refuse,
 )
+from fusedmoe.autograd.experts import row_flops
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.kernels.low_rank import (
@@ -186,6 +187,11 @@ def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, *others: Any) -> tupl
     return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), hidden_NL
 
 
+@register_flops(low_rank_experts_operator)
+def _(x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others: Any, out_shape: Any, **_: Any) -> int:
+    return int(out_shape[1][0] * row_flops(w1, w2, *others[3:7]))
+
+
 @operator("low_rank_experts_backward")
 def low_rank_experts_backward(
     dy_SM: Tensor,
@@ -225,6 +231,17 @@ def _(dy_SM: Tensor, hidden_NL: Any, x_SM: Tensor, weight_N: Any, *others: Any) 
     trained, wants_x = others[-2:]
     given = [x_SM if wants_x else None, weight_N, *(factor if trained else None for factor in others[5:9])]
     return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
+
+
+@register_flops(low_rank_experts_backward)
+def _(dy_SM: Any, hidden_NL: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others: Any, **__: Any) -> int:
+    *_, trained, wants_x = others
+    up, down = others[3:5], others[5:7]
+    # dA' goes through W2 and the lower adapter; dx through W1 and A of the upper one, whose B dA needs, too.
+    flops = row_flops(w2, *down, up[1])
+    if wants_x:
+        flops += row_flops(w1, up[0])
+    return int(hidden_NL[0] * (flops + (row_flops(*up, *down) if trained else 0)))
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -317,6 +334,11 @@ def _(rows_NK: Tensor, weight: Any, bias_EO: Any, a: Tensor, b: Tensor, *_: Any)
     return rows_NK.new_empty((rows_NK.shape[0], b.shape[1])), rows_NK.new_empty((rows_NK.shape[0], a.shape[1]))
 
 
+@register_flops(low_rank_linear_operator)
+def _(rows_NK: Any, weight: Any, bias_EO: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return int(rows_NK[0] * row_flops(weight, a, b))
+
+
 @operator("low_rank_linear_backward")
 def low_rank_linear_backward(
     dout_NO: Tensor,
@@ -342,6 +364,11 @@ def low_rank_linear_backward(
 def _(dout_NO: Tensor, rows_NK: Tensor, low_Nr: Any, weight: Any, a: Tensor, b: Tensor, *others: Any) -> Any:
     da, db = (one.new_empty(one.shape if others[-1] else 0) for one in (a, b))
     return rows_NK.new_empty(rows_NK.shape), da, db
+
+
+@register_flops(low_rank_linear_backward)
+def _(dout_NO: Any, rows_NK: Any, low_Nr: Any, weight: Any, a: Any, b: Any, *others: Any, **_: Any) -> int:
+    return int(dout_NO[0] * (row_flops(weight, a, b) + (row_flops(a, b) if others[-1] else 0)))
 
 
 def _keep_linear(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
+from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.comm.exchange import Bad
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
@@ -38,8 +39,8 @@ from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, sending
-from fusedmoe.kernels.derivatives import operator, recording, register_fake, register_gradient
-from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.derivatives import operator, recording, register_fake, register_flops, register_gradient
+from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.policies import POLICIES
@@ -269,6 +270,19 @@ def _(
     )
 
 
+@register_flops(scheduled_experts, get_raw=True)
+def _(x_SM: Tensor, weight_N: Any, *others: Any, out_val: Any, **_: Any) -> int:
+    parameters, activation, keep = others[:4], others[5], others[9]
+    # Pairs that come from each rank, and behind them their tokens. Without a backward pass no result has as many rows.
+    rows = out_val[5].shape[0] if keep else int(out_val[8][..., :-1].sum())
+    return int(rows * row_flops(*_stacks(activation, [None if p is None else p.shape for p in parameters])))
+
+
+def _stacks(activation: str, shapes: Sequence[Any]) -> list[Any]:
+    """Returns the shapes of stacks of matrices; by autograd any parameter of three dimensions is taken for one."""
+    return list(shapes[:2] if activation else (shape for shape in shapes if shape is not None and len(shape) > 2))
+
+
 @operator("scheduled_experts_backward")
 def scheduled_experts_backward(
     dy_SM: Tensor,
@@ -341,6 +355,15 @@ def _(dy_SM: Tensor, kept: list[Tensor], rows: int | None, *others: Any) -> tupl
     learns = others[6]
     grads = (torch.empty_like(p) if learn else x_RM.new_empty(0) for p, learn in zip(others, learns, strict=False))
     return x_RM.new_empty((dy_SM.shape[0], x_RM.shape[1])), dweight_N, *grads
+
+
+@register_flops(scheduled_experts_backward)
+def _(dy_SM: Any, kept: Any, rows: Any, *others: Any, **_: Any) -> int:
+    parameters, activation, learns = others[:4], others[5], others[6]
+    if activation:
+        return int(kept[3][0] * backward_flops(Wanted(True, rows is not None, *learns), *parameters[:2]))
+    # Autograd computes the forward again, and two products for each of its own.
+    return int(3 * kept[3][0] * row_flops(*_stacks(activation, parameters)))
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:

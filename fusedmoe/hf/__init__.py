@@ -33,6 +33,7 @@ from fusedmoe.hf.expert_parallel import ExpertParallel
 from fusedmoe.hf.module_experts import NAME, experts_forward
 from fusedmoe.hf.padding import mask_padding
 from fusedmoe.hf.set_experts import apply
+from fusedmoe.ops import count_flops
 from fusedmoe.plans import layer_policies
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "pipeline",
 ]
 
+count_flops()
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)
 for _name in ("auto", *layer_policies()):

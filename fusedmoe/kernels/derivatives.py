@@ -8,6 +8,7 @@ transforms of `torch.func` where gradients would go through them. (Operators und
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,6 +155,36 @@ def keep_out_of_graphs(owner: type, method: str) -> None:
     """Has compiled models call this method of a class as it is. Said with the first object, not with the module: it
     imports the compiler, too."""
     setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
+
+
+# Formulas that PyTorch's counter does not have yet.
+_flops: dict[Any, tuple[Callable[..., int], bool]] = {}
+
+
+def register_flops(overload: Any, get_raw: bool = False) -> Callable[[Callable[..., int]], Any]:
+    """Give PyTorch's `FlopCounterMode` an operator's formula: of shapes in place of tensors, and `out_shape`.
+
+    Args:
+        get_raw: the formula gets tensors, and `out_val`.
+    """
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        _flops[overload.overloadpacket] = formula, get_raw
+        if "torch.utils.flop_counter" in sys.modules:
+            count_flops()
+        return formula
+
+    return register
+
+
+def count_flops() -> None:
+    """Register all formulas. Called with the first layer, because PyTorch's counter imports Triton."""
+    if _flops:
+        from torch.utils.flop_counter import register_flop_formula
+
+        while _flops:
+            operation, (formula, get_raw) = _flops.popitem()
+            register_flop_formula(operation, get_raw)(formula)
 
 
 def register_gradient(overload: Any, backward: Callable[..., tuple[Any, ...]], setup: Callable[..., None]) -> None:

@@ -415,7 +415,8 @@ class _ParameterGradients:
         for (expert, right_e), left_e in zip(block.by_expert(right), columns, strict=True):
             # The first rows of an expert overwrite, for what is there is new memory; the next ones add.
             if self._adds or expert == last:
-                out_E[expert].addmm_(left_e, right_e)
+                # As `addmm_`, which PyTorch's counter of FLOPs does not know.
+                torch.addmm(out_E[expert], left_e, right_e, out=out_E[expert])
             else:
                 torch.mm(left_e, right_e, out=out_E[expert])
             last = expert

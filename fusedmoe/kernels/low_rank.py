@@ -250,7 +250,7 @@ class _Transposed:
         """Puts an expert's rows times A into `low_e`, and adds that times B to `out_e`."""
         if self._adapter is not None:
             torch.mm(x_e, self._a_E[expert], out=low_e)
-            out_e.addmm_(low_e, self._b_E[expert], alpha=self._adapter.scale)
+            torch.addmm(out_e, low_e, self._b_E[expert], alpha=self._adapter.scale, out=out_e)
 
 
 class _Sums:
@@ -286,7 +286,7 @@ class _Sums:
             return
         torch.mm(dh_e, self._b_E[expert], out=t_e)
         if dx_e is not None:
-            dx_e.addmm_(t_e, self._a_E[expert], alpha=self._adapter.scale)
+            torch.addmm(dx_e, t_e, self._a_E[expert], alpha=self._adapter.scale, out=dx_e)
 
     def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
         """Adds the factors' gradients of a block's rows; those of `inner` are this block's."""
@@ -297,8 +297,8 @@ class _Sums:
         t, low = self._t[: block.rows].mul_(factor), low * factor
         columns = zip(t.t().split(block.sizes, 1), dh.t().split(block.sizes, 1), strict=True)
         for (expert, x_e, low_e), (t_e, dh_e) in zip(block.by_expert(x, low), columns, strict=True):
-            self._da_E[expert].addmm_(t_e, x_e)
-            self._db_E[expert].addmm_(dh_e, low_e)
+            torch.addmm(self._da_E[expert], t_e, x_e, out=self._da_E[expert])
+            torch.addmm(self._db_E[expert], dh_e, low_e, out=self._db_E[expert])
 
 
 def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:

@@ -19,7 +19,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.backend import require_floats
-from fusedmoe.kernels.derivatives import graph_takes_sizes, keep_out_of_graphs
+from fusedmoe.kernels.derivatives import count_flops, graph_takes_sizes, keep_out_of_graphs
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
@@ -125,6 +125,7 @@ class MoELayer(nn.Module):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         keep_out_of_graphs(MoELayer, "_guarded")
+        count_flops()
         return super().__new__(cls)
 
     def __init__(

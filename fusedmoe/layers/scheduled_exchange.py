@@ -21,6 +21,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
 from fusedmoe.layers.gates import Random
@@ -147,6 +148,7 @@ class ScheduledExchange:
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
+        count_flops()
         if topology.size > 1:
             watch_utilities()
         self.set_schedule(schedule)

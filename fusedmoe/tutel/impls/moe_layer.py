@@ -19,7 +19,7 @@ from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import NAMED, UNKNOWN, NotScripted, WrapperCheck, not_traced, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
-from fusedmoe.ops import without_a_graph
+from fusedmoe.ops import count_flops, without_a_graph
 from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls import described, losses
 from fusedmoe.tutel.impls.communicate import get_world_rank, get_world_size, size_of, skips_all_to_all, topology_of
@@ -73,6 +73,7 @@ class MOELayer(nn.Module):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         _keep_out_of_graphs()
+        count_flops()
         return super().__new__(cls)
 
     def __init__(
