@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
 
 #: A layout as one argument of an operator; `source_N` may be None.
@@ -79,6 +80,12 @@ class Layout:
 
     def exact(self) -> Layout:
         """This layout without padding (on CUDA this waits for the device once)."""
+        if torch.compiler.is_exporting():
+            raise ConfigError(
+                "torch.export: experts of your own (Custom) and the order Einsum read how many rows each expert has, "
+                "which an exported graph does not know. Export experts FeedForward or SwiGLU with an order Sparse or "
+                "Dropless"
+            )
         return self.cut(self.kept)
 
     def cut(self, kept: int) -> Layout:

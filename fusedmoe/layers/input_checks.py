@@ -343,7 +343,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
         ConfigError: parts of another kind, shape or device; numbers of experts that do not exist. On CUDA, where nobody
             waits to see them, the latter fail an assertion on the device.
     """
-    gate, experts, tokens = f"{type(by).__name__} gate", by.experts, len(x_SM)
+    gate, experts, tokens = f"{type(by).__name__} gate", by.experts, x_SM.shape[0]
     if isinstance(routing, SoftRouting):
         shape = (tokens, experts * routing.slots)
         for name, matrix_SN in (("dispatch_SN", routing.dispatch_SN), ("combine_SN", routing.combine_SN)):
@@ -374,7 +374,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
 
 def no_routing(x_SM: Tensor) -> Routing:
     """Makes the routing of tokens without experts."""
-    nothing = x_SM.new_zeros(len(x_SM), 1)
+    nothing = x_SM.new_zeros(x_SM.shape[0], 1)
     return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
 
 

@@ -276,7 +276,7 @@ class MoELayer(nn.Module):
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
             self.shared.recorder = recorder
-            every = contiguous_layout(torch.full((1,), len(x_SM), device=x_SM.device), len(x_SM))
+            every = contiguous_layout(torch.full((1,), x_SM.shape[0], device=x_SM.device), x_SM.shape[0])
             shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)
             y_SM = y_SM + shared_SM

@@ -79,7 +79,7 @@ class Order:
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
             counts_E = torch.full((experts,), routing.slots, device=x_SM.device)
-            layout = contiguous_layout(counts_E, len(rows_NM))
+            layout = contiguous_layout(counts_E, rows_NM.shape[0])
             return Ordered(rows_NM, layout, None, counts_E, routing.combine_SN)
         return self._order(x_SM, routing, experts)
 
@@ -137,7 +137,7 @@ class Einsum(Order):
         combine_SN = blank_SN.index_put(index, weight_N)
         counts_E = torch.full_like(layout.counts_E, capacity)
         rows_NM = dispatch_SN.t() @ x_SM
-        return Ordered(rows_NM, contiguous_layout(counts_E, len(rows_NM)), None, layout.counts_E, combine_SN)
+        return Ordered(rows_NM, contiguous_layout(counts_E, rows_NM.shape[0]), None, layout.counts_E, combine_SN)
 
 
 ORDERS: dict[str, type[Order]] = {"sparse": Sparse, "dropless": Dropless, "einsum": Einsum}

@@ -260,7 +260,7 @@ class Gate(nn.Module):
         """
         aux_loss = self.weigh(weight_SK, terms or {})
         logits_SE = None if logits_SE is None else logits_SE.detach()
-        return Routing(expert_SK, weight_SK, self.row_capacity(len(expert_SK)), None, aux_loss, logits_SE, bad)
+        return Routing(expert_SK, weight_SK, self.row_capacity(expert_SK.shape[0]), None, aux_loss, logits_SE, bad)
 
     def row_capacity(self, tokens: int) -> int | None:
         """Rows that one expert accepts from `tokens` tokens of a rank: ceil(k·f·tokens/E); None: no limit.

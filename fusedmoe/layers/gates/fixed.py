@@ -89,7 +89,7 @@ class Random(Gate):
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         # The k highest of E uniform numbers are a uniform subset, without a loop over tokens.
-        return (torch.rand(len(x_SM), self.experts, dtype=torch.float32, device=x_SM.device),)
+        return (torch.rand(x_SM.shape[0], self.experts, dtype=torch.float32, device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         return top_experts(drawn[0], self.k), constant_weights(self, x_SM)
@@ -101,7 +101,7 @@ class Random(Gate):
 
 def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
     """1/k for every slot."""
-    return torch.full((len(x_SM), gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
+    return torch.full((x_SM.shape[0], gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class TopK(RouterGate):
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         if not (self.noise > 0 and self.training):
             return ()
-        return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
+        return (torch.randn(x_SM.shape[0], self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         """Logits without noise; where noise was drawn, also those with it."""
@@ -229,7 +229,7 @@ class GShard(RouterGate):
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         if not self.training:
             return ()
-        return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
+        return (torch.randn(x_SM.shape[0], self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         """Noisy logits; where they are used, also those without noise and its standard deviation."""
