@@ -66,8 +66,8 @@ def test_it_is_never_dearer_than_a_plain_balance(seeds: range) -> None:
 
 
 def test_replicas_inside_a_node_where_the_network_is_slow() -> None:
-    """Expert 0 is hot. A replica on its owner's node takes 2 ms, one on the other node 2 s. Rank 1, on the owner's node,
-    computes more rows than ranks 2 and 3, and has to take enough to even out its node."""
+    """Expert 0 is hot. A replica on its owner's node takes 2 ms, one on the other node 2 s. Rank 1, on the owner's
+    node, computes more rows than ranks 2 and 3, and has to take enough to even out its node."""
     before, nodes = Placement.parse("0: 0\n1: 1\n2: 2\n3: 3"), Nodes(4, 2)
     tokens_WE = np.array([[300, 30, 10, 10], [300, 30, 10, 10], [0, 0, 10, 10], [0, 0, 10, 10]])
     costs = PlacementCosts(1e-3, 1, 10**6, 0, 1e6, 1e9)
