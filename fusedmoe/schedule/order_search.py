@@ -156,29 +156,29 @@ class _OrderSearch:
             place = ready.pop()
             done.append(place)
             end = heads[place] + seconds[place]
-            for one in followers[place]:
-                if heads[one] < end:
-                    heads[one] = end
-                waits[one] -= 1
-                if not waits[one]:
-                    ready.append(one)
-            one = behind[place]
-            if one >= 0:
-                if heads[one] < end:
-                    heads[one] = end
-                waits[one] -= 1
-                if not waits[one]:
-                    ready.append(one)
+            for later in followers[place]:
+                if heads[later] < end:
+                    heads[later] = end
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
+            later = behind[place]
+            if later >= 0:
+                if heads[later] < end:
+                    heads[later] = end
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
         if len(done) < len(heads):
             return None
         makespan = 0.0
         for place in reversed(done):
             # A tail is the way from the task's end to the end of all.
-            tail, one = 0.0, behind[place]
-            if one >= 0:
-                tail = tails[one] + seconds[one]
-            for one in followers[place]:
-                way = tails[one] + seconds[one]
+            tail, later = 0.0, behind[place]
+            if later >= 0:
+                tail = tails[later] + seconds[later]
+            for later in followers[place]:
+                way = tails[later] + seconds[later]
                 if way > tail:
                     tail = way
             tails[place] = tail
@@ -236,16 +236,16 @@ class _OrderSearch:
 
     def _choose(self, forbidden: dict[tuple[int, int], int], iteration: int, best_s: float) -> _Move | None:
         """Return the move with the least estimate of those that are not forbidden, or that seem the best so far."""
-        chosen, least, every = None, 0.0, []
+        chosen, least, moves = None, 0.0, []
         for move in self._moves():
-            every.append(move)
+            moves.append(move)
             estimate = self._estimate(move)
             if (chosen is None or estimate < least) and (
                 estimate < best_s * (1 - ROUNDING)
                 or not any(forbidden.get(pair, -1) >= iteration for pair in self._pairs(move))
             ):
                 chosen, least = move, estimate
-        return self._random.choice(every) if chosen is None and every else chosen
+        return self._random.choice(moves) if chosen is None and moves else chosen
 
     def _estimate(self, move: _Move) -> float:
         """Return about the longest way through the tasks that a move puts in another order."""
@@ -260,8 +260,8 @@ class _OrderSearch:
         ends = []
         new_end: dict[int, float] = {}
         for place in section:
-            for one in self._before[place]:
-                done = new_end.get(one, heads[one] + seconds[one])
+            for waited in self._before[place]:
+                done = new_end.get(waited, heads[waited] + seconds[waited])
                 if done > end:
                     end = done
             end += seconds[place]
@@ -271,8 +271,8 @@ class _OrderSearch:
         longest = 0.0
         new_way: dict[int, float] = {}
         for place, end in zip(reversed(section), reversed(ends), strict=True):
-            for one in self._followers[place]:
-                way = new_way.get(one, tails[one] + seconds[one])
+            for later in self._followers[place]:
+                way = new_way.get(later, tails[later] + seconds[later])
                 if way > tail:
                     tail = way
             longest = max(longest, end + tail)
