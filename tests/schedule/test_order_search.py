@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import mean
 
@@ -47,7 +48,10 @@ def small_stack(rng: random.Random) -> StepCosts:
 
 
 def least_s(plan: Plan, costs: StepCosts) -> float:
-    """The shortest step that an exact solver finds for the tasks of a plan; gradients keep their order."""
+    """The shortest step that an exact solver finds for the tasks of a plan; gradients keep their order.
+
+    Infinity where the solver finds no order within its limit: of two of 200 stacks.
+    """
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     seconds, tick_s = costs.seconds(plan), makespan(plan, costs) / 100_000
     ticks = {task: int(seconds[task] / tick_s) for task in plan}  # rounded down: never too long
@@ -66,8 +70,8 @@ def least_s(plan: Plan, costs: StepCosts) -> float:
     model.minimize(end)
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time, solver.parameters.num_workers = 4.0, 1
-    assert solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return float(solver.objective_value * tick_s)
+    solved = solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return float(solver.objective_value * tick_s) if solved else math.inf
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_joint_is_close_to_the_best_order_of_its_tasks(seeds: range) -> None:
         seconds = makespan(plan, costs)
         over_best.append(seconds / min(seconds, least_s(plan, costs)) - 1)
     print(f"over the best order: {mean(over_best):.3%} in the mean, {max(over_best):.3%} at most")
-    assert mean(over_best) <= 0.01 and max(over_best) <= 0.03
+    assert mean(over_best) <= 0.003 and max(over_best) <= 0.02
 
 
 def test_the_processor_waits_for_the_next_chunk() -> None:
