@@ -1,13 +1,14 @@
 """Tokens by collectives: all-to-alls between nodes, all-gathers and reduce-scatters of expert shards, both passes.
 
 A token goes once to each rank that has experts for it, and one sum comes back (`kernels/deduplicate.py`). A batch
-crosses in one of two ways, which give the same numbers:
+crosses in one of two ways, whose results agree to rounding:
 
 - One thing after the other, by operators (`autograd/exchange_operators.py`): permute → dispatch → experts → combine →
   unpermute. Autograd orders the backward, as often as it is asked to, and compilers and selective checkpoints see all.
 - By a plan, in chunks that overlap (`engine/run.py`): `_ByPlan` below. The backward is written out, from what the
   forward stored: received tokens and pre-activations of each chunk. A chunk has its share of the tokens for every rank
-  (`engine/chunks.py`), with all that a rank does for a token, so sums are made in the same order whatever the plan.
+  (`engine/chunks.py`), with all that a rank does for a token, so the order of a token's sums is the same for every
+  plan. Matrix products of other numbers of rows may round differently.
 """
 
 from __future__ import annotations

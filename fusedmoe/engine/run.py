@@ -331,7 +331,7 @@ class BackwardPass(Pass):
 
     def weight_gradient(self, task: Task) -> None:
         chunks = self.chunks[task.layer]
-        # In the order of their numbers, whatever the plan: sums are made in one order.
+        # In the order of their numbers, whatever the plan: the sums have one order.
         for number in sorted(chunks) if task.chunk is None else (task.chunk,):
             chunk = chunks[number]
             rest, chunk.rest = chunk.rest, None

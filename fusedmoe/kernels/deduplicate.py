@@ -136,7 +136,7 @@ class Received(NamedTuple):
             The pairs in the order in which they are then, and those of each chunk.
         """
         place_P = inverse(order_R)[self.token_P]
-        # Stable, so that a token's pairs keep their order: sums over them are the same in any number of chunks.
+        # Stable, so that a token's pairs keep their order: sums over them have the same order in any number of chunks.
         place_P, pair_P = place_P.sort(stable=True)
         first = list(accumulate(rows, initial=0))
         # How many pairs the tokens of a chunk have is known here alone: on CUDA the host waits for it once.

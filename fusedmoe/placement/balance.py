@@ -22,14 +22,11 @@ compute 10, so 4 rows of expert 0 go to a copy on rank 1: 4 of rank 1's own 5, w
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,6 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.replica_search import nearer
+from fusedmoe.placement.row_sharing import RowSharing, nearest_rows
 from fusedmoe.placement.traffic import (
     EXCHANGES,
     PlacementCosts,
@@ -50,12 +48,15 @@ from fusedmoe.placement.traffic import (
 )
 
 #: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
-#: More rows stay near where the levels are higher.
+#: More rows stay near where the levels are higher. Every balance passes the levels above its own on its way down.
 LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
 # Of the mean: copies that compute fewer rows may give their places to others.
 _USELESS = 1 / 4
 # Copies that come after the gate, and a look for them, must save this share of the layer's time.
 _WORTH = 0.02
+# Levels for which replicas are also searched inside nodes and with less room: at least 2, and 2048 over the entries of
+# [W, E] counts, so that planning for many ranks takes little longer.
+_TRIES, _SMALL = 2, 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,8 @@ class Balance:
         for an expert go to which copy, so that a token has its experts on few ranks, is left to the rank.
         """
         ways, first = self._ways, self.nodes.of(rank) * self.nodes.per_node
-        sent_EV = _row_of(rank, ways.far_sent_EW, ways.far_received_EW)
+        far_sent_EW, far_received_EW = ways.sent_EW - ways.near_sent_EW, ways.received_EW - ways.near_received_EW
+        sent_EV = _row_of(rank, far_sent_EW, far_received_EW)
         inside = slice(first, first + self.nodes.per_node)
         sent_EV[:, inside] += _row_of(rank - first, ways.near_sent_EW[:, inside], ways.near_received_EW[:, inside])
         sent_EV[:, rank] += ways.kept_EW[:, rank]
@@ -94,20 +96,20 @@ class Balance:
     @cached_property
     def load(self) -> PlacementLoad:
         """The rows of ranks and links in one all-to-all."""
-        ways = self._ways
-        near, far = (
-            [int(ways_EW.sum(axis=0).max()) for ways_EW in both]
-            for both in ((ways.near_sent_EW, ways.near_received_EW), (ways.far_sent_EW, ways.far_received_EW))
+        sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._ways[1:])
+        far_sent_W, far_received_W = sent_W - near_sent_W, received_W - near_received_W
+        inter, intra = (
+            int(max(one_W.max(), other_W.max()))
+            for one_W, other_W in ((far_sent_W, far_received_W), (near_sent_W, near_received_W))
         )
-        return PlacementLoad(self.computed_EV.sum(axis=0), ways.far_received_EW.sum(axis=0), max(far), max(near))
+        return PlacementLoad(self.computed_EV.sum(axis=0), far_received_W, inter, intra)
 
     def mean_load(self) -> PlacementLoad:
         """Counts what ranks and links would have if all of them had the mean."""
-        ways, ranks = self._ways, self.nodes.ranks
-        work_W, ingress_W = (
-            np.full(ranks, -(-int(of.sum()) // ranks)) for of in (self.computed_EV, ways.far_received_EW)
-        )
-        return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-int(ways.near_received_EW.sum()) // ranks))
+        ranks = self.nodes.ranks
+        near, far = int(self._ways.near_received_EW.sum()), int(self.load.ingress_W.sum())
+        work_W, ingress_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
+        return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-near // ranks))
 
     @cached_property
     def _ways(self) -> _Ways:
@@ -118,24 +120,25 @@ class Balance:
             for counts_EW in (wanted_EW, self.computed_EV)
         )
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
+        # Few nodes of an expert both send and receive its rows.
+        both = inside_EN.nonzero()
+        near_sent_ENR, near_received_ENR = np.zeros_like(sent_ENR), np.zeros_like(sent_ENR)
         # Of a node's rows for an expert each rank has an even share on each kind of link: no link is the busiest for
         # its place in the node.
-        near_sent_EW, near_received_EW = (
-            _share(counts, inside_EN).reshape(kept_EW.shape) for counts in (sent_ENR, received_ENR)
-        )
-        far_sent_EW, far_received_EW = wanted_EW - kept_EW - near_sent_EW, self.computed_EV - kept_EW - near_received_EW
-        return _Ways(kept_EW, near_sent_EW, near_received_EW, far_sent_EW, far_received_EW)
+        near_sent_ENR[both] = _share(sent_ENR[both], inside_EN[both])
+        near_received_ENR[both] = _share(received_ENR[both], inside_EN[both])
+        four = (sent_ENR, received_ENR, near_sent_ENR, near_received_ENR)
+        return _Ways(kept_EW, *(counts_ENR.reshape(kept_EW.shape) for counts_ENR in four))
 
 
-@dataclass(frozen=True, eq=False)
-class _Ways:
-    """Rows of each expert, [E, W], that a rank keeps, and sends and receives inside its node and beyond it."""
+class _Ways(NamedTuple):
+    """Rows of each expert, [E, W], that a rank keeps, sends and receives, and of these inside its node."""
 
     kept_EW: NDArray[np.int64]
+    sent_EW: NDArray[np.int64]
+    received_EW: NDArray[np.int64]
     near_sent_EW: NDArray[np.int64]
     near_received_EW: NDArray[np.int64]
-    far_sent_EW: NDArray[np.int64]
-    far_received_EW: NDArray[np.int64]
 
 
 def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, level: float = 1.0) -> Balance:
@@ -150,21 +153,33 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
         ConfigError: sizes that do not fit together, rows that are no counts or are 2³¹ or more in all, m below 0, a
             level below 1.
     """
-    return _balances(placement, tokens_WE, nodes, m, (level,))[0]
+    tokens_WE = _checked(placement, tokens_WE, nodes, m)
+    if not 1 <= level < np.inf:
+        raise ConfigError(f"balance: level = {level} must be 1 or more, and finite")
+    sharing = RowSharing(tokens_WE, placement, nodes, m)
+    for above in sorted((one for one in LEVELS if one > level), reverse=True):
+        most = _most(above, tokens_WE)
+        sharing.spread(most)
+        sharing.settle(most)
+    most = _most(level, tokens_WE)
+    if not sharing.spread(most):
+        sharing.replicate(most)
+    return _balance_of(sharing, tokens_WE, nodes)
 
 
 def cheapest_balance(
     placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
 ) -> Balance:
-    """Returns the balance with which the layer takes the least time: several levels are tried, without new copies and
-    with them.
+    """Return the balance with which the layer takes the least time (`layer_s` and `exposed_s`).
 
-    New copies' ways count where nothing hides them (`exposed_s`); these may take the places of copies that compute next
-    to nothing, as in `auto_balance`, whose arguments these are.
+    The search compares balances of several levels: without new replicas, with new replicas anywhere, inside nodes
+    alone, with room for fewer replicas, and on the ranks of nodes that lack an expert. So the result is never dearer
+    than `balance` with any of `LEVELS`, with m = 0 or with this m. New replicas may replace underused ones, as in
+    `auto_balance`, which has the same arguments.
     """
-    tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
-    tried += _with_copies(placement, _useful(tried[-1]), tried[-1], m, costs)
-    return _cheapest(placement, costs, tried, hidden_s)[1]
+    walk = _Walk(placement, _checked(placement, tokens_WE, nodes, m), nodes, m)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
+    return _with_copies(placement, walk, m, costs, hidden_s, as_it_is_s) or as_it_is
 
 
 def auto_balance(
@@ -193,19 +208,14 @@ def auto_balance(
             layer's rows and those of the layer before.
         tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
     """
-    nearest = _balances(placement, tokens_WE, nodes, 0, (nodes.ranks,))[0]
+    tokens_WE = _checked(placement, tokens_WE, nodes, m)
+    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, nodes), nodes)
     now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
         return nearest
-    tried = _balances(placement, tokens_WE, nodes, 0, (*LEVELS, nodes.ranks))
-    as_it_is_s, as_it_is = _cheapest(placement, costs, tried, hidden_s)
-    exact = tried[-1]
-    copied = _with_copies(placement, _useful(exact), exact, m, costs) if m else []
-    if copied:
-        cheapest_s, cheapest = _cheapest(placement, costs, copied, hidden_s)
-        if cheapest_s < as_it_is_s - _WORTH * now_s:
-            return cheapest
-    return as_it_is
+    walk = _Walk(placement, tokens_WE, nodes, m)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
+    return _with_copies(placement, walk, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
 
 
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
@@ -222,8 +232,8 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     if after.is_within(before):
         return 0.0
     new_EV = after.holds_EW & ~before.holds_EW
-    more = gather(before.both(after), after, nodes)
-    there_s, late = transfers_s(more, nodes, costs, costs.expert_bytes), outlasts_rows(costs, more, balanced)
+    there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    late = there_s > exchange_s(balanced.load, costs) / EXCHANGES
     # Forward is a third of what a row takes.
     here_W = np.where(new_EV, 0, balanced.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
     if hidden_s:
@@ -254,28 +264,99 @@ def _cheapest(
     return best_s, best
 
 
+class _Walk:
+    """Balances over the replicas of one placement, from the highest level to the lowest.
+
+    Attributes:
+        balances: rows on the nearest replicas, then a balance without new replicas for each level that changes it.
+        stuck: the shares of rows where a level needs new replicas, by the rows that its busiest rank may compute.
+    """
+
+    def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
+        self.start, self.tokens_WE, self.nodes = start, tokens_WE, nodes
+        sharing = RowSharing(tokens_WE, start, nodes, m)
+        self.balances, self.stuck = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
+        for level in reversed(LEVELS):
+            most = _most(level, tokens_WE)
+            if sharing.work_V.max() > most:
+                if not sharing.spread(most):
+                    if sharing.free_V.any():
+                        self.stuck[most] = sharing.copied()
+                    sharing.settle(most)
+                self.balances.append(_balance_of(sharing, tokens_WE, nodes))
+
+    @cached_property
+    def _crossing_NE(self) -> NDArray[np.int64]:
+        """Each node's rows for experts that it lacks, in ascending order."""
+        by_node = (self.start.experts, self.nodes.count, self.nodes.per_node)
+        from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
+        return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
+
+    def least_crossing(self, room: int) -> float:
+        """Return the rows that the busiest rank sends to other nodes at least, with `room` replicas on each rank."""
+        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.nodes.count, -1).sum(axis=1)
+        left_N = (rows_E[: max(0, len(rows_E) - n)].sum() for rows_E, n in zip(self._crossing_NE, room_N, strict=True))
+        return float(max(left_N)) / self.nodes.per_node
+
+
 def _with_copies(
-    before: Placement, placement: Placement, exact: Balance, m: int, costs: PlacementCosts
-) -> list[Balance]:
-    """Returns balances with new copies beside those of `placement`, by level: with copies for ranks that compute more
-    than the mean alone, and with copies that keep rows on their node before those. Places of `before` that they leave
-    free keep their copies. `exact`: the balance over the copies of `before`."""
-    rows, tokens_WE, nodes = int(exact.tokens_WE.sum()), exact.tokens_WE, exact.nodes
-    if not (placement.extra_W() < m).any():
-        return []
-    starts = [placement] if exact.busiest * nodes.ranks >= rows + nodes.ranks else []
-    near = nearer(placement, tokens_WE, nodes, m, costs)
-    starts += [near] if near != placement else []
-    balances = []
-    for start in starts:
-        sharing = _Sharing(_nearest(start, tokens_WE, nodes), start, m)
-        uneven = int(sharing.work_V.max()) * nodes.ranks / rows
-        # Each from the beginning: the small copies that a lower level adds to a higher one's take the room of others.
-        for level in (*(level for level in LEVELS if level < uneven), nodes.ranks):
-            balances += _levelled(sharing.copied(), tokens_WE, nodes, (level,))
-    if placement == before:
-        return balances
-    return [replace(one, placement=_filled(one.placement, before, m)) for one in balances]
+    before: Placement, walk: _Walk, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
+) -> Balance | None:
+    """Return the cheapest balance with other replicas that takes less than `below_s`, or None.
+
+    `walk`: over the replicas of `before`. The search compares `balance(before, tokens_WE, nodes, m, level)` of all
+    `LEVELS`, except where a lower bound excludes it.
+    """
+    tokens_WE, nodes, best = walk.tokens_WE, walk.nodes, None
+    copies_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
+
+    def offer(start: Placement, offered: Balance) -> float:
+        nonlocal below_s, best
+        if start != before:
+            offered = replace(offered, placement=_filled(offered.placement, before, m))
+        offered_s = layer_s(offered.load, costs) + exposed_s(before, offered, costs, hidden_s)
+        if offered_s < below_s:
+            below_s, best = offered_s, offered
+        return offered_s
+
+    def may_win(each: _Walk, most: int, room: int) -> bool:
+        """Return whether a balance with a new replica and a rank with `most` rows may be the cheapest."""
+        work_s = most * costs.token_s
+        rows_s = EXCHANGES * each.least_crossing(room) * costs.token_bytes / costs.inter_bytes_s
+        return work_s + rows_s + max(0.0, copies_s - work_s / 3) + max(0.0, copies_s - hidden_s) < below_s
+
+    def replicated(each: _Walk, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
+        """Offer the balance with new replicas; return its seconds, and the replicas of the fullest rank."""
+        sharing = each.stuck[most].copied(room)
+        sharing.replicate(most, inside=inside)
+        return offer(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.fullest
+
+    tries = max(_TRIES, _SMALL // tokens_WE.size)
+    useful = _useful(walk.balances[-1])
+    near = nearer(useful, tokens_WE, nodes, m, costs)
+    starts = [near] if near != useful else []
+    if useful != before and (tries > _TRIES or walk.balances[-1].busiest > _most(1.0, tokens_WE)):
+        starts.append(useful)
+    walks = [walk, *(_Walk(start, tokens_WE, nodes, m) for start in starts)]
+    for each in walks[1:]:
+        for balanced in each.balances:
+            offer(each.start, balanced)
+    runs: list[tuple[float, int, _Walk, int, int]] = []
+    for each in walks:
+        # From the lowest level, whose busiest rank computes the fewest rows.
+        for most in reversed(each.stuck):
+            if may_win(each, most, m):
+                run_s, room = replicated(each, most, m)
+                runs.append((run_s, len(runs), each, most, room))
+    for _, _, each, most, room in sorted(runs)[:tries]:
+        # Replicas inside nodes change neither a node's rows nor the rows that cross.
+        if may_win(each, max(most, each.stuck[most].busiest_node), 0):
+            replicated(each, most, m, inside=True)
+        # Room for fewer replicas than the fullest rank has got leads to other replicas.
+        while (room := room - 1) > 0:
+            if may_win(each, most, room):
+                _, room = replicated(each, most, room)
+    return best
 
 
 def _useful(exact: Balance) -> Placement:
@@ -301,186 +382,31 @@ def _filled(placement: Placement, before: Placement, m: int) -> Placement:
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _balances(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, levels: Sequence[float]
-) -> list[Balance]:
-    """Returns a balance for each level, from the highest to the lowest; each goes on where the one before ended. Levels
-    that change nothing are left out."""
+def _checked(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> NDArray[np.int64]:
     tokens_WE = counted("balance", tokens_WE, placement, nodes)
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
-    if m < 0 or not 1 <= min(levels) <= max(levels) < np.inf:
-        raise ConfigError(f"balance: m = {m} must be 0 or more, and levels {levels} 1 or more, and finite")
-    tokens_WE = tokens_WE.astype(np.int64)
-    return _levelled(_Sharing(_nearest(placement, tokens_WE, nodes), placement, m), tokens_WE, nodes, levels)
+    if m < 0:
+        raise ConfigError(f"balance: m = {m} must be 0 or more")
+    return tokens_WE.astype(np.int64)
 
 
-def _levelled(sharing: _Sharing, tokens_WE: NDArray[np.int64], nodes: Nodes, levels: Sequence[float]) -> list[Balance]:
-    rows, inside = int(tokens_WE.sum()), np.arange(nodes.ranks) // nodes.per_node
-    balances: list[Balance] = []
-    for level in sorted(levels, reverse=True):
-        most = max(-(-rows // nodes.ranks), int(level * rows / nodes.ranks))
-        if balances and sharing.work_V.max() <= most:
-            continue
-        # Inside nodes first: what moves there crosses no slow link.
-        sharing.even_out(most, inside[:, None] == inside)
-        if sharing.even_out(most) > most:
-            sharing.copy(most)
-            while (least := sharing.even_out(most)) > most:
-                if not sharing.bridge(most):
-                    most = least
-        balances.append(Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes))
-    return balances
+def _most(level: float, tokens_WE: NDArray[np.int64]) -> int:
+    """Returns the rows of the busiest rank at a level."""
+    rows, ranks = int(tokens_WE.sum()), len(tokens_WE)
+    return max(-(-rows // ranks), int(level * rows / ranks))
 
 
-def _nearest(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
-    """Returns [E, V]: rows on their own rank, else evenly over the copies on their node, else over all."""
-    holds_EW = placement.holds_EW
-    computed_EW = np.where(holds_EW, tokens_WE.T, 0)
-    left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
-    holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
-    copies_EN = holds_ENR.sum(axis=2)
-    each_EN, rest_EN = np.divmod(left_EN, np.maximum(copies_EN, 1))
-    more_ENR = holds_ENR.cumsum(axis=2) <= rest_EN[:, :, None]
-    computed_EW += (holds_ENR * (each_EN[:, :, None] + more_ENR)).reshape(computed_EW.shape)
-    each_E, rest_E = np.divmod(np.where(copies_EN > 0, 0, left_EN).sum(axis=1), copies_EN.sum(axis=1))
-    return computed_EW + holds_EW * (each_E[:, None] + (holds_EW.cumsum(axis=1) <= rest_E[:, None]))
+def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], nodes: Nodes) -> Balance:
+    return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes)
 
 
-class _Sharing:
-    """Rows of experts that ranks compute, [V, E], and which ranks hold which experts, changed step by step."""
-
-    def __init__(self, computed_EV: NDArray[np.int64], before: Placement, m: int) -> None:
-        self.before, self.computed_VE, self.holds_VE = before, computed_EV.T.copy(), before.holds_EW.T.copy()
-        self.work_V = self.computed_VE.sum(axis=1)
-        self.free_V = np.maximum(m - before.extra_W(), 0)
-        # [V, V]: a rank can give rows to another, which holds an expert of which it has some.
-        held_EV = self.holds_VE.T.astype(np.float32)
-        self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
-
-    def copied(self) -> _Sharing:
-        """Returns one that is changed by itself."""
-        made = copy(self)
-        for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
-            setattr(made, name, getattr(self, name).copy())
-        return made
-
-    def placement(self) -> Placement:
-        """Returns who holds what now."""
-        if (self.holds_VE == self.before.holds_EW.T).all():
-            return self.before
-        return Placement.holding(self.before.owners, self.holds_VE.T)
-
-    def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
-        """Moves rows between copies, of which it adds none, until no rank computes more than `most`.
-
-        `among_VV`: from which rank to which they may move. Returns `most`; or, where that cannot be, what the busiest
-        rank has at least however rows are shared.
-        """
-        work_V = self.work_V
-        if work_V.max() <= most:
-            return most
-        gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
-        # `count_nonzero` and the product of booleans: of few ranks `any` takes several times as long.
-        while np.count_nonzero(over_V := work_V > most):
-            # Ranks in the order of their distance from those that have too much, until one has room.
-            layers, seen_V, room_V = [over_V], over_V.copy(), work_V < most
-            while np.count_nonzero(layers[-1]) and not np.count_nonzero(layers[-1] & room_V):
-                layers.append(layers[-1] @ gives_VV & ~seen_V)
-                seen_V |= layers[-1]
-            if not np.count_nonzero(layers[-1]):
-                # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
-                return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
-            chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
-            for before_V in layers[-2::-1]:
-                ranks = (before_V & gives_VV[:, chain[0]]).nonzero()[0]
-                movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
-                chain.insert(0, int(ranks[movable.argmax()]))
-            self._move(chain, most)
-            for rank in chain:
-                self.gives_VV[rank] = self.holds_VE[:, self.computed_VE[rank] > 0].any(axis=1)
-                if among_VV is not None:
-                    gives_VV[rank] = self.gives_VV[rank] & among_VV[rank]
-        return most
-
-    def _move(self, chain: list[int], most: int) -> None:
-        """Moves as many rows as can be along a chain of ranks, each of which gives the next one others than it gets."""
-        hops = [(giver, taker, self.computed_VE[giver] * self.holds_VE[taker]) for giver, taker in pairwise(chain)]
-        first, last = chain[0], chain[-1]
-        rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
-        for giver, taker, movable_E in hops:
-            # The largest first: so few experts change.
-            order = (-movable_E).argsort(kind="stable")
-            sorted_E = movable_E[order]
-            before_E = sorted_E.cumsum() - sorted_E
-            part_E = np.zeros_like(movable_E)
-            part_E[order] = np.minimum(np.maximum(rows - before_E, 0), sorted_E)
-            self.computed_VE[giver] -= part_E
-            self.computed_VE[taker] += part_E
-        self.work_V[first] -= rows
-        self.work_V[last] += rows
-
-    def _add(self, expert: int, rank: int) -> None:
-        """Adds a copy, if the rank has none."""
-        self.free_V[rank] -= not self.holds_VE[rank, expert]
-        self.holds_VE[rank, expert] = True
-        self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
-
-    def copy(self, most: int) -> None:
-        """Moves what ranks have above `most` to new copies, as far as ranks have room for rows and copies."""
-        work_V = self.work_V
-        open_V = (work_V < most) & (self.free_V > 0)
-        room = sorted((most - int(work_V[rank]), rank) for rank in np.flatnonzero(open_V).tolist())
-        # By rank: the experts that it computes, by their rows.
-        rows_of = {}
-        for rank in np.flatnonzero(work_V > most).tolist():
-            experts_R = np.flatnonzero(self.computed_VE[rank])
-            rows_of[rank] = sorted(zip(self.computed_VE[rank, experts_R].tolist(), experts_R.tolist(), strict=True))
-        pieces = [(-min(int(work_V[rank]) - most, of[-1][0]), rank) for rank, of in rows_of.items()]
-        heapq.heapify(pieces)  # the largest first
-        while pieces and room:
-            negative, source = heapq.heappop(pieces)
-            # The rank that the piece just fills, or leaves least room on; else the one that takes most of it.
-            space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
-            moved = min(-negative, space)
-            # The expert with the fewest rows that are enough: larger ones may fill another rank alone.
-            rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
-            insort(rows_of[source], (rows - moved, expert))
-            self.computed_VE[source, expert] -= moved
-            self.computed_VE[target, expert] += moved
-            work_V[source] -= moved
-            work_V[target] += moved
-            self._add(expert, target)
-            self.gives_VV[target] |= self.holds_VE[:, expert]
-            if work_V[source] > most:
-                heapq.heappush(pieces, (-min(int(work_V[source]) - most, rows_of[source][-1][0]), source))
-            if space > moved and self.free_V[target] > 0:
-                insort(room, (space - moved, target))
-
-    def bridge(self, most: int) -> bool:
-        """Adds a copy on a full rank that can pass rows on to one with room; returns False where no rank can."""
-        passes_V = self.work_V < most
-        while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
-            passes_V |= more_V
-        # What a rank can pass on: rows of experts that another one of these holds as well, and what it has room for.
-        shared_E = self.holds_VE[passes_V].sum(axis=0) > 1
-        takes_V = self.computed_VE @ shared_E + np.maximum(most - self.work_V, 0)
-        takes_V *= passes_V & (self.free_V > 0)
-        target = int(takes_V.argmax())
-        if takes_V[target] == 0:
-            return False
-        pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - most, 0)[:, None])
-        self._add(int(pieces_VE.max(axis=0).argmax()), target)
-        return True
-
-
-def _share(counts_ENR: NDArray[np.int64], part_EN: NDArray[np.int64]) -> NDArray[np.int64]:
+def _share(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:
     """Splits a part of each node's rows over its ranks in proportion to their counts, in integers."""
-    before_ENR = counts_ENR.cumsum(axis=2)
-    all_EN = np.maximum(before_ENR[:, :, -1], 1)
-    before_ENR = before_ENR * part_EN[:, :, None] // all_EN[:, :, None]
-    before_ENR[:, :, 1:] -= before_ENR[:, :, :-1].copy()
-    return before_ENR
+    before_XR = counts_XR.cumsum(axis=1)
+    before_XR = before_XR * part_X[:, None] // before_XR[:, -1:]
+    before_XR[:, 1:] -= before_XR[:, :-1].copy()
+    return before_XR
 
 
 def _row_of(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -105,10 +105,15 @@ class Placement:
         """Makes the placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
         owners = tuple(owners)
         replicas: list[list[int]] = [[] for _ in owners]
-        for expert, rank in np.argwhere(holds_EW).tolist():
+        for expert, rank in zip(*(numbers.tolist() for numbers in holds_EW.nonzero()), strict=True):
             if rank != owners[expert]:
                 replicas[expert].append(rank)
-        return cls(holds_EW.shape[1], owners, tuple(map(tuple, replicas)))
+        placement = cls(holds_EW.shape[1], owners, tuple(map(tuple, replicas)))
+        held_EW = np.array(holds_EW, dtype=np.bool_)
+        held_EW[np.arange(len(owners)), owners] = True
+        held_EW.flags.writeable = False
+        vars(placement)["holds_EW"] = held_EW  # a balance makes dozens of placements, and reads this of all of them
+        return placement
 
     @property
     def experts(self) -> int:
@@ -140,7 +145,7 @@ class Placement:
 
     def both(self, other: Placement) -> Placement:
         """Returns the placement of the copies that both this placement and `other`, with the same owners, have."""
-        return Placement.holding(self.owners, self.holds_EW & other.holds_EW)
+        return self if self.is_within(other) else Placement.holding(self.owners, self.holds_EW & other.holds_EW)
 
     def is_within(self, other: Placement) -> bool:
         """Returns whether `other` has the same owners, and at least all copies of this placement."""

@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.flowmoe_plans import (
@@ -248,7 +249,8 @@ class PlanSearch:
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
             plans |= {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.by_layer}
-            plans["joint"] = joint_split(self._tuned, self._costs, self._degrees, self._step)
+            split = joint_split(self._tuned, self._costs, self._degrees, self._step)
+            plans["joint"] = improved_order(split, self._costs)
         return plans
 
     @cached_property
@@ -273,9 +275,12 @@ class PlanSearch:
         plans = list(self.families.values())
         if self._costs.can_split:
             plans += self.ablation.values()
+        best = best_of(plans, self._costs)
+        if self._costs.can_split and best != self.families["joint"]:
+            best = improved_order(best, self._costs)
         self._done = self._total
         self._step()
-        return best_of(plans, self._costs)
+        return best
 
     def _step(self) -> None:
         self._done += 1

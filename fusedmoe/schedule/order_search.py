@@ -1,0 +1,281 @@
+"""Tabu search over the orders of a plan's tasks, for orders that list scheduling cannot find.
+
+    plan = improved_order(plan, costs)
+
+A list schedule starts a task whenever its resource is free. The processor never waits 0.1 ms for the next chunk: it
+starts a long weight gradient instead, which delays the chunk and all that depends on it. This search changes the orders
+themselves, so a resource may be idle wherever that makes the step shorter.
+
+Only tasks on critical paths matter. A block is a run of such tasks on one resource without a gap. A move puts a task of
+a block behind a later one or before an earlier one; the longest way through the tasks between estimates its effect
+(Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling", 1998). The search
+applies the move with the least estimate, even if the step gets longer, and forbids its reversal for some iterations
+(Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem", 1996).
+
+The number of iterations depends on the number of tasks alone, and random choices have a fixed seed: all ranks compute
+the same plan.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from fusedmoe.schedule.cost import Costs
+from fusedmoe.schedule.events import followers_of
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import ROUNDING, best_of
+from fusedmoe.schedule.task import FUSED, RESOURCES, TaskKind, resources_of, standard_dependencies
+
+# Iterations, and tasks times iterations: of 1,300 tasks (24 layers) 76, well below a second.
+_ITERATIONS, _WORK = 800, 100_000
+# Iterations without a shorter step before the search returns to the best orders.
+_PATIENCE = 150
+# Iterations for which a move's reversal is forbidden: the least and the most, the next pair after each return.
+_TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
+# Random moves after each return.
+_SHAKES = 4
+# Moves of a block reach over so many tasks.
+_REACH = 12
+
+
+def improved_order(plan: Plan, costs: Costs) -> Plan:
+    """Return a plan of the same tasks that takes no longer in simulation.
+
+    Gradient all-reduces keep their order. The search ignores contention; with contention `plan` is returned unless
+    the orders that were found are shorter with it, too. A plan with fused operations is returned as it is.
+    """
+    if any(task.kind in FUSED for task in plan):
+        return plan
+    search = _OrderSearch(plan, costs)
+    search.run()
+    return best_of([plan, search.plan()], costs)
+
+
+class _Move(NamedTuple):
+    """A task of one resource moves from one place of the order to another."""
+
+    resource: int
+    source: int  # place in the order of the resource
+    target: int
+
+
+class _OrderSearch:
+    """The orders of three resources, changed one move at a time."""
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self._tasks = list(plan.sequence)
+        seconds = costs.seconds(plan)
+        self._seconds = [seconds[task] for task in self._tasks]
+        number = {task: place for place, task in enumerate(self._tasks)}
+        needed = standard_dependencies(self._tasks)
+        self._before = [[number[one] for one in needed[task]] for task in self._tasks]
+        buckets = [number[task] for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
+        for earlier, bucket in pairwise(buckets):
+            self._before[bucket].append(earlier)
+        self._followers = followers_of(self._before)
+        self._on = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
+        self._orders: list[list[int]] = [[] for _ in RESOURCES]
+        for place, resource in enumerate(self._on):  # `sequence` has each resource's tasks in order
+            self._orders[resource].append(place)
+        self._heads, self._tails = [0.0] * len(self._tasks), [0.0] * len(self._tasks)
+        self._random = random.Random(0)
+
+    def plan(self) -> Plan:
+        """Return the plan of the orders as they are."""
+        orders = ([self._tasks[place] for place in order] for order in self._orders)
+        return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
+
+    def run(self) -> None:
+        """Search, and leave the best orders behind."""
+        now_s = self._evaluate()
+        assert now_s is not None
+        best_s, best, stale, returns = now_s, [list(order) for order in self._orders], 0, 0
+        least_s = self._bound_s() * (1 + ROUNDING)
+        forbidden: dict[tuple[int, int], int] = {}
+        for iteration in range(min(_ITERATIONS, _WORK // max(1, len(self._tasks)))):
+            if best_s <= least_s:
+                break
+            if stale > _PATIENCE:
+                self._orders, stale, returns = [list(order) for order in best], 0, returns + 1
+                forbidden.clear()
+                self._evaluate()
+                for _ in range(_SHAKES):
+                    moves = list(self._moves())
+                    if moves:
+                        self._try(self._random.choice(moves))
+            move = self._choose(forbidden, iteration, best_s)
+            if move is None:
+                break
+            until = iteration + self._random.randint(*_TENURES[returns % len(_TENURES)])
+            forbidden.update({(later, earlier): until for earlier, later in self._pairs(move)})
+            after_s = self._try(move)
+            if after_s < best_s * (1 - ROUNDING):
+                best_s, best, stale = after_s, [list(order) for order in self._orders], 0
+            else:
+                stale += 1
+        self._orders = best
+
+    def _try(self, move: _Move) -> float:
+        """Apply a move and return the makespan; undo a move that makes a cycle."""
+        self._apply(move)
+        after_s = self._evaluate()
+        if after_s is None:
+            self._apply(_Move(move.resource, move.target, move.source))
+            after_s = self._evaluate()
+            assert after_s is not None
+        return after_s
+
+    def _apply(self, move: _Move) -> None:
+        order = self._orders[move.resource]
+        order.insert(move.target, order.pop(move.source))
+
+    def _pairs(self, move: _Move) -> list[tuple[int, int]]:
+        """Return the pairs of tasks, the earlier one first, whose order a move makes."""
+        order, moved = self._orders[move.resource], self._orders[move.resource][move.source]
+        if move.source < move.target:
+            return [(passed, moved) for passed in order[move.source + 1 : move.target + 1]]
+        return [(moved, passed) for passed in order[move.target : move.source]]
+
+    def _evaluate(self) -> float | None:
+        """Compute earliest starts and the longest ways to the end. Return the makespan, or None for a cycle."""
+        seconds, followers, heads, tails = self._seconds, self._followers, self._heads, self._tails
+        waits = list(map(len, self._before))
+        behind = [-1] * len(waits)
+        for order in self._orders:
+            for earlier, later in pairwise(order):
+                behind[earlier] = later
+                waits[later] += 1
+        ready = [place for place, count in enumerate(waits) if not count]
+        for place in range(len(heads)):
+            heads[place] = 0.0
+        done: list[int] = []
+        while ready:
+            place = ready.pop()
+            done.append(place)
+            end = heads[place] + seconds[place]
+            for later in followers[place]:
+                if heads[later] < end:
+                    heads[later] = end
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
+            later = behind[place]
+            if later >= 0:
+                if heads[later] < end:
+                    heads[later] = end
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
+        if len(done) < len(heads):
+            return None
+        makespan = 0.0
+        for place in reversed(done):
+            # A tail is the way from the task's end to the end of all.
+            tail, later = 0.0, behind[place]
+            if later >= 0:
+                tail = tails[later] + seconds[later]
+            for later in followers[place]:
+                way = tails[later] + seconds[later]
+                if way > tail:
+                    tail = way
+            tails[place] = tail
+            if heads[place] + seconds[place] + tail > makespan:
+                makespan = heads[place] + seconds[place] + tail
+        self._makespan = makespan
+        return makespan
+
+    def _bound_s(self) -> float:
+        """Return the seconds that no order beats: the longest way, and each resource's work between its ends."""
+        orders, self._orders = self._orders, [[] for _ in RESOURCES]
+        least_s = self._evaluate() or 0.0
+        self._orders = orders
+        for order in orders:
+            if order:
+                head, tail = min(self._heads[place] for place in order), min(self._tails[place] for place in order)
+                least_s = max(least_s, head + sum(self._seconds[place] for place in order) + tail)
+        self._evaluate()
+        return least_s
+
+    def _blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the blocks of one critical path: resource, first and last place."""
+        heads, tails, seconds = self._heads, self._tails, self._seconds
+        least = self._makespan * (1 - ROUNDING)
+        critical = [heads[place] + seconds[place] + tails[place] >= least for place in range(len(heads))]
+        for resource, order in enumerate(self._orders):
+            start = 0
+            while start < len(order):
+                stop = start + 1
+                if critical[order[start]]:
+                    while stop < len(order) and critical[order[stop]] and self._adjoins(order[stop - 1], order[stop]):
+                        stop += 1
+                    if stop - start > 1:
+                        yield resource, start, stop - 1
+                start = stop
+
+    def _adjoins(self, earlier: int, later: int) -> bool:
+        end = self._heads[earlier] + self._seconds[earlier]
+        return self._heads[later] - end <= self._makespan * ROUNDING
+
+    def _moves(self) -> Iterator[_Move]:
+        """Yield moves of each task of a block towards its ends: past one task, and as far as it can go."""
+        for resource, first, last in self._blocks():
+            order = self._orders[resource]
+            for source in range(first, last + 1):
+                moved, right, left = order[source], source, source
+                while right < min(last, source + _REACH) and order[right + 1] not in self._followers[moved]:
+                    right += 1
+                while left > max(first, source - _REACH) and order[left - 1] not in self._before[moved]:
+                    left -= 1
+                for target in sorted({source + 1, right}) if right > source else ():
+                    yield _Move(resource, source, target)
+                if left < source - 1:  # neighbours were swapped above
+                    yield _Move(resource, source, left)
+
+    def _choose(self, forbidden: dict[tuple[int, int], int], iteration: int, best_s: float) -> _Move | None:
+        """Return the move with the least estimate of those that are not forbidden, or that seem the best so far."""
+        chosen, least, moves = None, 0.0, []
+        for move in self._moves():
+            moves.append(move)
+            estimate = self._estimate(move)
+            if (chosen is None or estimate < least) and (
+                estimate < best_s * (1 - ROUNDING)
+                or not any(forbidden.get(pair, -1) >= iteration for pair in self._pairs(move))
+            ):
+                chosen, least = move, estimate
+        return self._random.choice(moves) if chosen is None and moves else chosen
+
+    def _estimate(self, move: _Move) -> float:
+        """Return about the longest way through the tasks that a move puts in another order."""
+        order, seconds, heads, tails = self._orders[move.resource], self._seconds, self._heads, self._tails
+        low, high = min(move.source, move.target), max(move.source, move.target)
+        section = order[low : high + 1]
+        if move.source < move.target:
+            section.append(section.pop(0))
+        else:
+            section.insert(0, section.pop())
+        end = heads[order[low - 1]] + seconds[order[low - 1]] if low else 0.0
+        ends = []
+        new_end: dict[int, float] = {}
+        for place in section:
+            for waited in self._before[place]:
+                done = new_end.get(waited, heads[waited] + seconds[waited])
+                if done > end:
+                    end = done
+            end += seconds[place]
+            new_end[place] = end
+            ends.append(end)
+        tail = tails[order[high + 1]] + seconds[order[high + 1]] if high + 1 < len(order) else 0.0
+        longest = 0.0
+        new_way: dict[int, float] = {}
+        for place, end in zip(reversed(section), reversed(ends), strict=True):
+            for later in self._followers[place]:
+                way = new_way.get(later, tails[later] + seconds[later])
+                if way > tail:
+                    tail = way
+            longest = max(longest, end + tail)
+            tail += seconds[place]
+            new_way[place] = tail
+        return longest
