@@ -361,7 +361,8 @@ class BlocksForward(BlockPass, ForwardPass):
             routing = block.choose(tuple(scores), given)
         layer, aux = block.layer, routing.aux_loss
         kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
-        layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
+        with torch.set_grad_enabled(self.keep):  # the load of a forward without gradients is not counted
+            layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
         exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
         layer.load.sent(
             (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))

@@ -18,7 +18,7 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedmoe.engine.dispatcher import selects
+from fusedmoe.engine.dispatcher import recomputing, selects
 
 Value = TypeVar("Value")
 
@@ -61,6 +61,17 @@ def enclosing_checkpoints() -> Checkpoints:
                 forward.append(ctx)
         frame = frame.f_back
     return Checkpoints(forward, None)
+
+
+def trains_tokens() -> bool:
+    """Return whether this forward counts its tokens: gradients are enabled, and no other forward counts them.
+
+    A non-reentrant checkpoint enables gradients twice, so its recomputation does not count. A reentrant checkpoint
+    (torch's, Megatron's) enables them in its recomputation alone, which counts.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return not recomputing() or isinstance(enclosing_checkpoints().again, torch.autograd.function.BackwardCFunction)
 
 
 def unselected() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from fusedmoe import MoELayer, Topology
-from fusedmoe.dispatchers import expert_load, recomputing
+from fusedmoe.dispatchers import expert_load, trains_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
 from fusedmoe.training import StepTuning
@@ -115,11 +115,11 @@ class RouterMetrics(Collector):
             hook.remove()
 
     def _keep(self, place: int, router: nn.Module, _: Any, outputs: Any) -> None:
-        if router.training and not recomputing() and isinstance(outputs, tuple):
+        if router.training and trains_tokens() and isinstance(outputs, tuple):
             self._logits = outputs[place].detach()
 
     def _count(self, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
-        if not experts.training or recomputing():
+        if not (experts.training and trains_tokens()):
             return
         number_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         # A router runs just before its experts, whatever wraps either of them (LoRA, activation checkpoints, hooks).

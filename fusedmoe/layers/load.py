@@ -15,6 +15,7 @@ from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.engine.recomputation import trains_tokens
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.losses import balance_loss_of_sums, logsumexp_of_rows
 
@@ -48,7 +49,7 @@ class Load:
         return self.__dict__ | {"counters": None}  # nothing is collected of copies and pickles
 
     def count(self, routing: Routing | SoftRouting, kept_E: Tensor, gate: Gate, training: bool, all_kept: bool) -> None:
-        """Counts another forward. In training its load is part of what `tell` tells.
+        """Count a forward. A training forward with gradients adds its load to the sum that `tell` hands to the gate.
 
         Args:
             kept_E: rows that each expert got.   all_kept: no slot with an expert was dropped, so that these are all.
@@ -61,13 +62,13 @@ class Load:
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = kept_E if all_kept else expert_load(routing.expert_SK, experts)
-        # A recomputation counts nothing: the first forward of these tokens did.
-        self._counts = self.counters is not None and training and not recomputing()
+        wanted = training and (self.counters is not None or gate.balances) and trains_tokens()
+        self._counts = self.counters is not None and wanted
         if self._counts:
             assert self.counters is not None
             self.counters.choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
             self.counters.rows(kept_E)
-        if training and gate.balances and not recomputing():
+        if wanted and gate.balances:
             # Always a tensor, or compiled layers would need a graph for the first step and one for all others.
             self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be compiled anew for each number
