@@ -2,7 +2,7 @@
 
 from fusedmoe.layers.gates import *  # noqa: F403
 from fusedmoe.layers.gates import __all__ as _GATES
-from fusedmoe.layers.gates.base import outside_autocast, router_logits
+from fusedmoe.layers.gates.base import outside_autocast, router_logits, unit_vectors
 from fusedmoe.layers.gates.topk import top_experts
 
-__all__ = [*_GATES, "outside_autocast", "router_logits", "top_experts"]  # noqa: PLE0604
+__all__ = [*_GATES, "outside_autocast", "router_logits", "top_experts", "unit_vectors"]  # noqa: PLE0604

@@ -21,6 +21,8 @@ SCORES = ("softmax", "sigmoid", "none")
 # What the Triton kernels take, and are compiled for.
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
+# A smaller sum of scores counts as one where it divides: the gradient of 1/sum would overflow.
+LEAST_SUM = 1e-20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,7 +33,7 @@ class GateRule:
     The score of an expert is softmax(logits)_e, σ(logit_e), or the logit itself ("none": non-negative scores given as
     they are). The k experts with the highest logits are chosen, or with a bias those with the highest score + bias;
     NaN comes first, and between equals the lower expert. Weight: `scale` times the score of the chosen, with
-    `normalize` divided by the sum of the scores chosen.
+    `normalize` divided by the sum of the scores chosen (`share_of_sum`).
 
     Attributes:
         k: experts of a token, at least 1.
@@ -129,13 +131,13 @@ def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = Non
     else:
         weight_SK = score_SE.gather(1, expert_SK)
         if rule.normalize:
-            weight_SK = _share_of_sum(weight_SK)
+            weight_SK = share_of_sum(weight_SK)
     score_BE = count_BE = None
     if rule.statistics:
         S, E = logits_SE.shape
         B = rule.sequences(S)
         # Shares of a token sum to one, as the balance loss wants them: sigmoids do not by themselves.
-        share_SE = _share_of_sum(score_SE) if rule.score == "sigmoid" else score_SE
+        share_SE = share_of_sum(score_SE) if rule.score == "sigmoid" else score_SE
         score_BE = share_SE.view(B, S // B, E).sum(1)
         count_BE = torch.zeros_like(score_SE).scatter(1, expert_SK, 1).view(B, S // B, E).sum(1)
     return GateChoice(
@@ -156,5 +158,10 @@ def count_bad(logits_SE: Tensor) -> Tensor:
     return (~logits_SE.amax(1).isfinite()).sum()
 
 
-def _share_of_sum(score: Tensor) -> Tensor:
-    return score / score.sum(1, keepdim=True).clamp(min=torch.finfo(score.dtype).tiny)
+def share_of_sum(score_SN: Tensor) -> Tensor:
+    """Divide non-negative scores [S, N] by the sum of their row; a sum below `LEAST_SUM` counts as one.
+
+    All sigmoids of a token may underflow. Its shares are zero then, and gradients of scores are those of the shares.
+    """
+    total_S1 = score_SN.sum(1, keepdim=True)
+    return score_SN / torch.where(total_S1 < LEAST_SUM, 1.0, total_S1)

@@ -323,6 +323,22 @@ def fill_normal(parameter: Tensor, std: float) -> None:
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)
 
 
+#: A shorter vector counts as one of length one where it is normalised: the gradient of its direction, which grows with
+#: 1/length, would drown the gradients of all others.
+LEAST_LENGTH = 1e-4
+
+
+def unit_vectors(x: Tensor, dim: int) -> Tensor:
+    """Divide vectors along `dim` by their length; vectors shorter than `LEAST_LENGTH` stay as they are.
+
+    A zero vector stays zero and receives the gradient of its result unchanged, as a vector of length one nearly does.
+    """
+    is_short = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < LEAST_LENGTH
+    # The second derivative of a length is NaN at zero, even where the length is not used.
+    length = torch.linalg.vector_norm(x.masked_fill(is_short, 1.0), dim=dim, keepdim=True)
+    return x / length.masked_fill(is_short, 1.0)
+
+
 def router_dtype(x: Tensor) -> torch.dtype:
     """The dtype of router maths: float32, or float64 for float64 input."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
+from fusedmoe.kernels.gate import share_of_sum
 from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
 from fusedmoe.layers.gates.topk import pick, top_experts
 from fusedmoe.losses import balance_loss, z_loss
@@ -45,10 +46,11 @@ class DeepSeekV3(RouterGate):
 
     s = σ(x·Wᵀ). Chosen by s + bias: first the `groups_kept` groups of E/groups neighbouring experts with the highest
     sum of their two best, then the k best experts inside them; the lower index wins between equals. The weight comes
-    from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times `route_scale`.
+    from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times `route_scale`. A sum below 1e-20
+    counts as one: where all chosen scores underflow, weights and gradients are zero.
 
     After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load): experts with too many tokens
-    become less likely. No gradient reaches the bias, and it stays float32 when the module is cast.
+    become less likely. No gradient reaches the bias. It stays float32, whatever a module is cast to or loads.
 
     Random: nothing. Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict.
     Losses: "balance" on s divided by its sum over all experts, share of all k choices (the paper's eq. 17–20 when
@@ -168,6 +170,7 @@ class DeepSeekV3(RouterGate):
         self.require(load_E.shape == (self.experts,), f"load must be [{self.experts}], got {list(load_E.shape)}")
         # In float64: a mean of counts must not round an even load to a step.
         with torch.no_grad():
+            self._widen()  # `bias_E.data` and the attribute can be assigned in any dtype
             load_E = load_E.to(device=self.bias_E.device, dtype=torch.float64)
             self.bias_E += self.bias_rate * (load_E.mean() - load_E).sign()
 
@@ -175,13 +178,15 @@ class DeepSeekV3(RouterGate):
         # A cast of the module must not reach the bias: near 1, bfloat16 cannot hold a step of 0.001.
         before = self._buffers.get("bias_E")
         module = super()._apply(fn, recurse)
-        if before is not None and self.bias_E.dtype != before.dtype:
-            self.bias_E = before.to(self.bias_E.device)
+        if before is not None and self.bias_E.dtype != torch.float32:
+            self.bias_E = before.to(self.bias_E.device, torch.float32)
         return module
 
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self._widen()  # `assign=True` takes the state's own tensors
 
-def share_of_sum(score_SN: Tensor) -> Tensor:
-    """Non-negative scores [S, N], each row divided by its sum; a row of zeros stays zero."""
-    # All sigmoids of a token may underflow to zero: then its shares are zero, not NaN.
-    tiny = torch.finfo(score_SN.dtype).tiny
-    return score_SN / score_SN.sum(1, keepdim=True).clamp(min=tiny)
+    def _widen(self) -> None:
+        """Convert the bias to float32; there is none before `setup`."""
+        if "bias_E" in self._buffers and self.bias_E.dtype != torch.float32:
+            self.bias_E = self.bias_E.float()

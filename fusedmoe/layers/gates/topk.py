@@ -21,6 +21,7 @@ from fusedmoe.layers.gates.base import (
     fill_normal,
     router_dtype,
     router_logits,
+    unit_vectors,
 )
 from fusedmoe.layers.gates.choosing import OF_THREAD, choosing
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
@@ -271,7 +272,8 @@ class GShard(RouterGate):
 class XMoE(TopK):
     """Cosine between a low-dimensional projection and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
 
-    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without noise. The low
+    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without noise. A side
+    shorter than 1e-4, as of an all-zero token, is not divided by its length: its gradient keeps its size. The low
     dimension and the normalisation keep token representations from collapsing towards the experts' embeddings. τ is
     learned as log(1/τ), bounded to 1/τ ≤ 100.
 
@@ -325,8 +327,8 @@ class XMoE(TopK):
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         # Both sides have length one: the product is the cosine, which 1/τ sharpens before the softmax.
-        token_SP = nn.functional.normalize(router_logits(x_SM, self.proj_PM), dim=1)
-        expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
+        token_SP = unit_vectors(router_logits(x_SM, self.proj_PM), dim=1)
+        expert_EP = unit_vectors(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
         return (router_logits(token_SP, expert_EP) * scale,)
 

@@ -21,6 +21,7 @@ from fusedmoe.layers.gates.base import (
     router_dtype,
     router_logits,
     share_of_rows,
+    unit_vectors,
 )
 from fusedmoe.losses import z_loss
 
@@ -84,7 +85,8 @@ class SoftMoE(Gate):
     """Soft dispatch and combine, nothing dropped (Puigcerver et al. 2024, From Sparse to Soft, eq. 1–3 and §2.3).
 
     logits = l2norm(x) · (scale · l2norm(Φ)) [S, N], N = E·slots; dispatch = softmax over tokens (dimension 0), combine
-    = softmax over slots (dimension 1). Without `normalize` the logits are x·Φ. Column n belongs to expert n // slots.
+    = softmax over slots (dimension 1). l2norm leaves vectors shorter than 1e-4, as of an all-zero token, as they are:
+    their gradients keep their size. Without `normalize` the logits are x·Φ. Column n belongs to expert n // slots.
     Each slot mixes all S tokens of the rank, later ones included: not for causal language models.
 
     Random: nothing. Parameters: `weight_NM` [E·slots, M] normal with standard deviation 1/√M; with `normalize`, `scale`
@@ -123,9 +125,9 @@ class SoftMoE(Gate):
     def route(self, x_SM: Tensor) -> SoftRouting:
         if self.normalize:
             x_SM = x_SM.to(router_dtype(x_SM))
-            weight_NM = nn.functional.normalize(self.weight_NM.to(x_SM.dtype), dim=1)
+            weight_NM = unit_vectors(self.weight_NM.to(x_SM.dtype), dim=1)
             # Φ carries the scale, N·M numbers, not the logits, S·N.
-            logits_SN = router_logits(nn.functional.normalize(x_SM, dim=1), weight_NM * self.scale.to(x_SM.dtype))
+            logits_SN = router_logits(unit_vectors(x_SM, dim=1), weight_NM * self.scale.to(x_SM.dtype))
         else:
             logits_SN = router_logits(x_SM, self.weight_NM)
         return SoftRouting(

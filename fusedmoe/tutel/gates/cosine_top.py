@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.gates import unit_vectors
 from fusedmoe.tutel.gates.top import Float32Linear, refuse_unknown
 from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
@@ -16,6 +17,8 @@ _MAX_LOG_SCALE = math.log(100.0)
 
 class CosineTopKGate(nn.Module):
     """logits = cos(P·x + b, s_e) · exp(min(temperature, ln 100)).
+
+    Tutel divides by a length of at least 1e-12; here sides shorter than 1e-4 stay as they are (`unit_vectors`).
 
     Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix`
     [P, E], normal with standard deviation 0.01. With `fp32_gate` logits are float32, and so are the parameters of the
@@ -49,9 +52,9 @@ class CosineTopKGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         project, sim_PE = self.cosine_projector, self.sim_matrix
-        token_SP = nn.functional.normalize(project(x.to(project.weight.dtype)), dim=1)
+        token_SP = unit_vectors(project(x.to(project.weight.dtype)), dim=1)
         # Norms in half precision lose the small angles, so fp32_gate widens the matrix for the product.
-        cosine_SE = token_SP @ nn.functional.normalize(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
+        cosine_SE = token_SP @ unit_vectors(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
         return cosine_SE * self.temperature.clamp(max=_MAX_LOG_SCALE).exp()
 
 

@@ -76,7 +76,8 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
     if normalize and k > 1:
         # Added one by one, as half precision rounds.
         total_S = sum(weight_SK.unbind(1), torch.zeros_like(scores_SE[:, 0]))
-        weight_SK = weight_SK / total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)[:, None]
+        divisor_S = total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)
+        weight_SK = weight_SK / divisor_S.where(total_S != 0, 1.0)[:, None]  # zeros keep gradients of usual size
     # Batch-prioritised routing: the surest tokens get their places first.
     priority_S = scores_SE.detach().amax(1) if prioritised else None
     return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))

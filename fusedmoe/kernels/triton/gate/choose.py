@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.gate import SCORES, GateChoice, GateRule
+from fusedmoe.kernels.gate import LEAST_SUM, SCORES, GateChoice, GateRule
 from fusedmoe.kernels.triton.gate.router import (
     BLACKWELL,
     HOPPER,
@@ -37,8 +37,7 @@ from fusedmoe.kernels.triton.gate.router import (
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
-# What a sum is at least when it divides: float32's least normal number, as in the definition.
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
 _TAKEN = tl.constexpr(-(2**31))
 # Infinity as an integer that sorts (`sortable`); −inf is one below its negative, and NaN above.
 _INFINITY = tl.constexpr(0x7F800000)
@@ -67,9 +66,9 @@ def rows_of_program(length, blocks, tile, tiles, BS: tl.constexpr):
 
 
 @triton.jit
-def at_least_tiny(total):
-    """A sum that divides; NaN stays NaN, which a GPU's maximum would drop."""
-    return tl.maximum(total, _TINY, propagate_nan=tl.PropagateNan.ALL)
+def divisor_of(total):
+    """The sum by which scores are divided, as in `share_of_sum`; NaN stays NaN."""
+    return tl.where(total < _LEAST_SUM, 1.0, total)
 
 
 @triton.jit
@@ -96,10 +95,10 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
     factor = score if SIGMOID else tl.where(inside, 1.0, 0.0)
     if NORMALIZE:
         total = tl.sum(score, 1)
-        divisor = at_least_tiny(total)[:, None]
-        mean = tl.where(total >= _TINY, tl.sum(score / divisor * grad, 1), 0.0)
+        divisor = divisor_of(total)[:, None]
+        mean = tl.where(total >= _LEAST_SUM, tl.sum(score / divisor * grad, 1), 0.0)
         grad = grad - mean[:, None]
-        factor = factor / divisor  # before the gradient: divided by next to nothing, that would be infinite
+        factor = factor / divisor  # before the gradient, which a small divisor would make infinite
     if SIGMOID:
         factor *= 1.0 - score
     return factor * grad
@@ -217,7 +216,7 @@ def choose_kernel(
             weight = tl.sigmoid(picked) if SCORE == 1 else picked
             if NORMALIZE:
                 weight = tl.where(chosen, weight, 0.0)
-                weight = weight / at_least_tiny(tl.sum(weight, 1))[:, None]
+                weight = weight / divisor_of(tl.sum(weight, 1))[:, None]
         pair = row[:, None] * K + k[None, :]
         tl.store(expert_ptr + pair, expert.to(tl.int64), mask=inside[:, None] & chosen)
         tl.store(weight_ptr + pair, weight * scale, mask=inside[:, None] & chosen)
@@ -231,7 +230,7 @@ def choose_kernel(
                 share = power * (1.0 / total)[:, None]
             elif SCORE == 1:
                 share = tl.where(known, tl.sigmoid(logits), 0.0)
-                share = share / at_least_tiny(tl.sum(share, 1))[:, None]
+                share = share / divisor_of(tl.sum(share, 1))[:, None]
             else:
                 share = logits
             # Taken keys are the choices: the counts need no second look at the experts chosen.
