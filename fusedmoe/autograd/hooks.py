@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import wire
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
@@ -35,7 +36,7 @@ class HookContext:
     memory: dict[Any, Any] = field(default_factory=dict)
 
 
-class Hooks:
+class Hooks(Constructed):
     """Override what you need. Each hook gets a tensor and returns another, or None to leave it as it is.
 
     In forward the order is before_moe_start, before_dispatch, after_dispatch, before_combine, after_combine,
@@ -49,6 +50,9 @@ class Hooks:
       router weights travel beside. They stand for lossless or nearly lossless transport (compression): autograd takes
       before_ and after_ together for the identity. A before_ hook may change dtype and width, if the after_ hook undoes
       it, and if all ranks do the same.
+
+    Ranks compare the arguments that hooks were made with when a layer is made, and the attributes of these names. Those
+    that may differ by rank, as the path of a log, are named in the class attribute `rank_specific`.
     """
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:

@@ -335,21 +335,24 @@ class Topology:
         if kind is None:
             self.close()
 
-    def agree(self, facts: dict[str, Any], subject: str) -> None:
-        """Checks that all ranks hold the same facts about a subject. Collective over all ranks.
+    def agree(self, facts: dict[str, Any], subject: str, more: str = "") -> None:
+        """Check that all ranks hold the same facts about a subject. Collective over all ranks.
 
+        Args:
+            more: a sentence for the end of the error.
         Raises:
             RankError: they do not; the message, the same everywhere, names a fact and who holds which value.
         """
         facts_of_ranks = all_gather_object(self.world, facts, f"comparing {subject}")
-        for name in facts:
+        # Names of all ranks, in one order: a part of another class has other arguments.
+        for name in dict.fromkeys(name for its_facts in facts_of_ranks for name in its_facts):
             holders: dict[str, list[int]] = {}
             for rank, its_facts in zip(self.world.ranks, facts_of_ranks, strict=True):
-                holders.setdefault(repr(its_facts.get(name)), []).append(rank)
+                holders.setdefault(repr(its_facts[name]) if name in its_facts else "missing", []).append(rank)
             if len(holders) > 1:
                 values = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
                 text = f"{subject}: {name} is {values}. Build {subject} from the same configuration on every rank."
-                raise RankError(text)
+                raise RankError(f"{text} {more}".rstrip())
 
     def check(self) -> None:
         """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.puts`).

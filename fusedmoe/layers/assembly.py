@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedmoe.autograd.hooks import Hooks, WireCast, WireFp8
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
+from fusedmoe.construction import facts_of_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Local
 from fusedmoe.errors import ConfigError
@@ -62,28 +63,21 @@ def _require_kind(name: str, part: object, kind: type, example: str) -> None:
 
 
 def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype) -> None:
-    """Checks that all ranks make the same layer. Collective.
+    """Check that all ranks make the same layer, of parts that were constructed alike. Collective.
 
     Raises:
         RankError: they do not.
     """
-    gate, shared = layer.gate, layer.shared
-    # Texts, for the ranks' own are compared and shown: two gates of a class differ where their settings do.
-    parts = {
-        "model_dim": layer.model_dim,
-        "gate": f"{type(gate).__name__}({gate.extra_repr()})",
-        "experts": layer.experts.describe(),
-        "shared": None if shared is None else shared.describe(),
-        "order": str(layer.order),
-        # By other dtypes on the wire rows would be read wrong. A user's own hooks may print as they like.
-        "hooks": [str(of) if isinstance(of, WireCast | WireFp8) else type(of).__name__ for of in layer.hooks],
-        "dispatch": layer.dispatch,
-        "mp_input": layer.mp_input,
-        "schedule": schedule,
-        "placement": placement,
-        "dtype": str(dtype),
-    }
-    layer.topology.agree(parts, "MoELayer")
+    if layer.topology.size == 1:
+        return
+    facts: dict[str, Any] = {"model_dim": layer.model_dim}
+    parts = {"gate": layer.gate, "experts": layer.experts, "shared": layer.shared, "order": layer.order}
+    for each in facts_of_all(parts, layer.hooks):
+        facts |= each
+    facts |= {"dispatch": layer.dispatch, "mp_input": layer.mp_input, "schedule": schedule}
+    facts |= {"placement": placement, "dtype": str(dtype)}
+    own = "An argument or attribute that may differ by rank goes into the attribute rank_specific of the part's class."
+    layer.topology.agree(facts, "MoELayer", own)
 
 
 def require_shardings(experts: Experts) -> None:

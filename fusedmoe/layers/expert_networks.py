@@ -21,6 +21,7 @@ from fusedmoe.autograd.experts import experts as grouped_experts
 from fusedmoe.autograd.low_rank import low_rank_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
+from fusedmoe.construction import Constructed
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
@@ -112,7 +113,7 @@ class RanksOwn(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load(weights_only=True) knows no other class
 
 
-class Experts(nn.Module):
+class Experts(Constructed, nn.Module):
     """Base of all experts. They are made without dimensions; the layer calls `setup` once.
 
     Attributes:
@@ -225,7 +226,7 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Says what must be the same on all ranks of a layer."""
+        """Return what tells these experts from others of their class, for measurements that are kept."""
         return type(self).__name__
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
+from fusedmoe.construction import Constructed
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, said_beside
 
@@ -39,7 +40,7 @@ class Ordered:
     all_kept: bool = False
 
 
-class Order:
+class Order(Constructed):
     """Base of the orders. `restore` is the exact inverse way: a token gets the weighted sum of its rows' results.
 
     A gate that mixes tokens (SoftMoE) brings its own matrices; every order then multiplies by them.

@@ -161,7 +161,13 @@ class ScheduledExchange:
         parts = LayerParts(self.topology, gate, Dropless(), self.experts)
         plans = make_plans(schedule, parts, moves=False, hooked=False)
         if self.topology.size > 1:
-            self.topology.agree({"schedule": schedule if isinstance(schedule, str) else repr(schedule)}, self._name)
+            own = self.experts
+            facts: dict[str, Any] = {
+                "schedule": schedule if isinstance(schedule, str) else repr(schedule),
+                "experts": own.describe(),
+            }
+            facts |= {"number of experts": own.num_experts, "model_dim and hidden": own.widths, "gated": own.gated}
+            self.topology.agree(facts, self._name)
         self.plans = TriedPlans(plans)
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if isinstance(self.dispatcher, Collectives):

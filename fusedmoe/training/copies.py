@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import NAMED
 from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
 from fusedmoe.training.repeated_sync import restore_summand
@@ -188,7 +187,8 @@ def reduce_gradients(
         model: whose copies are compared before, the first two times; None: they are known to be equal.
     Raises:
         ConfigError: a sparse gradient (on every rank), or one that was reduced before and then written in place.
-        RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ.
+        RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ; a
+            parameter that is frozen on some ranks only.
     """
     times = 0 if model is None else _compared.get(model, 0)
     present, compares = _present(copies, topology, None if model is None else times < len(_CURES))
@@ -258,6 +258,9 @@ def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tu
     One collective serves all parameters of a kind, and the host waits once for all of them.
     """
     states = [_state(replica) for replica in copies] + [int(bool(note))]
+    # Of a parameter that learns on some ranks and is frozen on others, the largest of both flags over ranks is 1.
+    learns = [replica.parameter.requires_grad for replica in copies] + [False]
+    frozen = [not each for each in learns[:-1]] + [False]
     world = topology.world
     kinds: dict[tuple[int, ...], tuple[Group, list[int]]] = {} if note is None else {world.ranks: (world, [])}
     for i, replica in enumerate(copies):
@@ -269,12 +272,15 @@ def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tu
     reduced = []
     # In one order on all ranks, whichever names each of them has: they share several of the groups.
     for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
-        flags = torch.tensor([states[i] for i in members], dtype=torch.uint8, device=device_of(group))
+        own_N3 = [[states[i], learns[i], frozen[i]] for i in members]
+        flags = torch.tensor(own_N3, dtype=torch.uint8, device=device_of(group))
         reduced.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
     if reduced:
-        places = chain.from_iterable(members for _, (_, members) in in_order)
-        for i, state in zip(places, torch.cat(reduced).tolist(), strict=True):
+        places = [(group, i) for _, (group, members) in in_order for i in members]
+        for (group, i), (state, some_learn, some_frozen) in zip(places, torch.cat(reduced).tolist(), strict=True):
             states[i] = state
+            if some_learn and some_frozen:
+                _refuse_frozen(copies[i], group, topology)
     *of_copies, noted = states
     for replica, state in zip(copies, of_copies, strict=True):
         if state in _REFUSALS:  # on some rank: all of them raise, since "max" has told them all
@@ -282,6 +288,18 @@ def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tu
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
     return [state != _NONE for state in of_copies], bool(noted)
+
+
+def _refuse_frozen(replica: Replica, group: Group, topology: Topology) -> None:
+    """Raise `RankError` for a parameter that some ranks of the group have frozen. Collective over the group."""
+    learns = all_gather_object(group, replica.parameter.requires_grad, "finding who has frozen a parameter")
+    frozen = [rank for rank, learning in zip(group.ranks, learns, strict=True) if not learning]
+    refusal = (
+        f"{replica.name} is frozen on ranks {frozen} (requires_grad=False) and learns on the others of the {group}: "
+        "their share of its gradient would be lost. Freeze a parameter, and thaw it, on all of these ranks"
+    )
+    topology.fail("gradient all-reduce", refusal)
+    raise RankError(f"rank {topology.rank}: gradient all-reduce: {refusal}", agreed=True)
 
 
 def _state(replica: Replica) -> int:

@@ -82,7 +82,8 @@ def sync_gradients(
     Raises:
         ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel; a gradient that was
             synchronised, and then written in place where no backward pass followed, unless it is zero.
-        RankError: another rank failed or did not come; in the first two calls, copies that differ between ranks.
+        RankError: another rank failed or did not come; a parameter that some ranks have frozen; in the first two calls,
+            copies that differ between ranks.
     """
     if isinstance(model, DataParallel):
         return
@@ -164,6 +165,9 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
         check_first_step(model, copies)
+        learns = {replica.name: replica.parameter.requires_grad for replica in copies if not replica.named}
+        # PyTorch would tell how many parameters ranks have, and none of the names.
+        topology.agree(learns, "requires_grad of a model's parameters")
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
         hidden = [name for name, axes in splits.items() if axes]

@@ -335,13 +335,16 @@ def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | N
 @pytest.mark.parametrize(
     "function, match",
     [
-        (gate_larger_on_one, r"gate is .*experts=4.* on ranks \[0, 1, 2\] and .*experts=8.* on ranks \[3\]"),
+        (gate_larger_on_one, r"gate argument experts is 4 on ranks \[0, 1, 2\] and 8 on ranks \[3\]"),
         *slowly(
             (dims_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]. Build MoELayer from the same"),
             (replicas_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]"),
-            (hidden_differs, r"experts is .*hidden=8.* on ranks \[0, 2, 3\] and .*hidden=12.* on ranks \[1\]"),
-            (top_k_differs, r"gate is .* k=1.* on ranks \[0, 2, 3\] and .* k=2.* on ranks \[1\]"),
-            (wire_differs, r"hooks is .*bfloat16.* on ranks \[0, 2, 3\] and .*torch.float16.* on ranks \[1\]"),
+            (hidden_differs, r"experts argument hidden is 8 on ranks \[0, 2, 3\] and 12 on ranks \[1\]"),
+            (top_k_differs, r"gate argument k is 1 on ranks \[0, 2, 3\] and 2 on ranks \[1\]"),
+            (
+                wire_differs,
+                r"hooks\[0\] argument dtype is .*bfloat16 on ranks \[0, 2, 3\] and torch.float16 on ranks \[1\]",
+            ),
         ),
         (dtype_differs, r"dtype is 'torch.float32' on ranks \[0, 2, 3\] and 'torch.float64' on ranks \[1\]"),
         (dtype_differs_later, "float32 on rank 0, .*float32 on rank 2, torch.bfloat16 on rank 3"),

@@ -613,6 +613,37 @@ def gates_apart(rank: int, world: int) -> None:
     make(experts={"num_experts_per_device": 2}, seeds=(1, rank, 1))(tokens())
 
 
+def layers_that_differ(rank: int, world: int) -> list[str]:
+    found = []
+    for options in (
+        {"gate_type": {"type": "top", "k": 1 + rank}},
+        {"normalize_gate": rank == 0},
+        {"experts": {"type": "ffn", "hidden_size_per_expert": 8, "activation_fn": torch.relu if rank else torch.tanh}},
+    ):
+        given = {
+            "gate_type": {"type": "top", "k": 2},
+            "experts": {"type": "ffn", "hidden_size_per_expert": 8},
+        } | options
+        layer = moe.moe_layer(model_dim=4, seeds=(1, rank + 1, 1), **given)
+        with pytest.raises(RankError) as error:
+            layer(torch.randn(3, 4))
+        found.append(str(error.value))
+    layer = moe.moe_layer({"type": "top", "k": 2}, 4, {"type": "ffn", "hidden_size_per_expert": 8})
+    layer.gates[0].top_k = 1 + rank
+    with pytest.raises(RankError) as error:
+        layer(torch.randn(3, 4))
+    return [*found, str(error.value)]
+
+
+def test_layers_of_ranks_that_differ(cluster: Cluster) -> None:
+    of_ranks = cluster.run(2, layers_that_differ)
+    assert of_ranks[0] == of_ranks[1]
+    for name, text in zip(("gate_type", "normalize_gate"), of_ranks[0], strict=False):
+        assert text.startswith(f"moe_layer: layer argument {name} is "), text
+    for name, text in zip(("experts", "gates"), of_ranks[0][2:], strict=True):
+        assert text.startswith(f"moe_layer: layer.{name} is "), text
+
+
 def test_gates_of_ranks_that_were_seeded_differently(cluster: Cluster) -> None:
     cluster.run(2, gates_apart)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
+from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import require_floats, uses_triton
 from fusedmoe.kernels.derivatives import Function
@@ -81,7 +82,7 @@ def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:
     return True
 
 
-class Gate(nn.Module):
+class Gate(Constructed, nn.Module):
     """Base of all gates: names its parameters, fills them and routes tokens.
 
     A gate of your own is a subclass that says `parameter_shapes` and then one of two things. Either it defines `route`,
@@ -104,6 +105,9 @@ class Gate(nn.Module):
             def choose(self, logits_SE):
                 expert_SK = top_experts(logits_SE, self.k)
                 return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
+
+    Ranks compare the arguments that a gate was made with and its attributes without tensors when a layer is made;
+    `rank_specific` names those that may differ.
 
     A gate is made without the model dimension; `MoELayer` calls `setup` once. Weights are drawn on the CPU in float32
     from torch's default generator and then copied, so that a seed gives the same gate on every device, in every dtype
@@ -128,6 +132,7 @@ class Gate(nn.Module):
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
+    rank_specific: ClassVar[Collection[str]] = ("tap",)
     tap: RouterTap | None = None  # while choices are recorded or replayed, see `fusedmoe.routing`
 
     def __init_subclass__(cls, **options: Any) -> None:

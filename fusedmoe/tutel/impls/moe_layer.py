@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
+from fusedmoe.construction import Constructed, facts_of
 from fusedmoe.dispatchers import unselected
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
@@ -28,7 +29,7 @@ from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExpert
 from fusedmoe.tutel.impls.fast_dispatch import Choice, agreed_capacity, alignment_of, choose
 
 
-class MOELayer(nn.Module):
+class MOELayer(Constructed, nn.Module):
     """Tutel's layer: y = Σ over a token's experts of gate · expert(x).
 
     Args:
@@ -71,10 +72,16 @@ class MOELayer(nn.Module):
 
     __jit_ignored_attributes__ = NotScripted()
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
+    # Clients seed experts by rank, and make modules for it. Experts of this package are compared as modules.
+    rank_specific: ClassVar[Collection[str]] = (
+        *("seeds", "experts", "group", "_group", "_marks", "_dispatchers", "_require_wrapper"),
+        *("l_aux", "dispatch_count", "protected_shape", "megablocks_size"),
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _keep_out_of_graphs()
         count_flops()
-        return super().__new__(cls)
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,
@@ -342,12 +349,14 @@ class MOELayer(nn.Module):
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
-        """Checks that widths agree, and that gates begin alike: clients sum their gradients themselves, so they would
-        stay different."""
+        """Check that ranks made the same layer, and that gates begin alike: clients sum their gradients themselves."""
         topology = topology_of(self.group)
         # Rows of results have this width; nobody else could refuse another one before it is sent.
         widths = {"model_dim": self.model_dim, "output_dim": getattr(self.experts, "output_dim", None)}
-        topology.agree(widths | {"experts": type(self.experts).__name__}, "moe_layer")
+        facts = widths | {"experts": type(self.experts).__name__} | facts_of(self, "layer")
+        if not type(self.experts).__module__.startswith("fusedmoe."):
+            del facts["layer.experts"]
+        topology.agree(facts, "moe_layer")
         gates = [
             (f"moe_layer: gates.{name}", topology.world, parameter)
             for name, parameter in self.gates.named_parameters()

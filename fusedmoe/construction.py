@@ -1,0 +1,221 @@
+"""Descriptions of parts that a user constructed, for ranks to compare: arguments, and attributes that follow from them.
+
+A description is a text without addresses, indices of devices and hash order, so that ranks that construct alike have
+equal texts. A function is described by its code, its defaults and its closure. A tensor is described by its bits. An
+object of the standard library or of torch without a value of its own (a lock, a generator, a process group) is
+described by its class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Errors show this many characters of a value. A digest tells longer values apart.
+_SHOWN = 160
+_DEEPEST = 12
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_arguments"}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_OPAQUE = sys.stdlib_module_names | {"torch", "fusedmoe", "numpy"}
+_BY_CODE = types.FunctionType, types.CodeType, types.MethodType, functools.partial
+
+
+class Description(str):
+    """A description that errors show without quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Constructed:
+    """Base of parts whose constructor arguments ranks compare, subclasses' included.
+
+    Attributes:
+        rank_specific: names of arguments and attributes that may differ between ranks, as the path of a log. Those of
+            base classes hold, too.
+    """
+
+    rank_specific: ClassVar[Collection[str]] = ()
+    _arguments: dict[str, Description]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Here, and not in `__init__`: a subclass cannot forget it, and sees its arguments before it changes them.
+        made = super().__new__(cls)
+        object.__setattr__(made, "_arguments", describe_arguments(cls, args, kwargs))
+        return made
+
+
+def describe_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Description]:
+    """Describe the arguments of a constructor by name, defaults included."""
+    try:
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+    except (TypeError, ValueError):
+        return {}  # the constructor raises; or a copy is made, which has what its original had
+    bound.apply_defaults()
+    return {name: describe(value) for name, value in list(bound.arguments.items())[1:]}
+
+
+def facts_of(part: Constructed, name: str, *, only_arguments: bool = False) -> dict[str, Description]:
+    """Describe a part for ranks to compare: its class, constructor arguments, and attributes that are no tensors.
+
+    Args:
+        only_arguments: of the attributes those named like a constructor's argument, for parts that also keep a state.
+    """
+    hidden = {own for base in type(part).__mro__ for own in vars(base).get("rank_specific", ())}
+    arguments = {key: value for key, value in part._arguments.items() if key not in hidden}
+    attributes = {key: value for key, value in vars(part).items() if key not in hidden | _OF_MODULES}
+    if only_arguments:
+        named = {own for base in type(part).__mro__ if "__init__" in vars(base) for own in _parameters(base)}
+        attributes = {key: value for key, value in attributes.items() if key in named}
+    facts = {name: Description(_name_of(type(part)))}
+    facts |= {f"{name} argument {key}": value for key, value in arguments.items()}
+    facts |= {f"{name}.{key}": describe(value) for key, value in attributes.items() if not isinstance(value, Tensor)}
+    if isinstance(part, nn.Module):
+        facts |= {f"{name}.{key}": describe(module) for key, module in part.named_children()}
+    return facts
+
+
+def describe(value: object) -> Description:
+    """Describe a value; see the module's docstring."""
+    text = _text(value, ())
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}… (digest {_digest(text.encode())})"
+    return Description(text)
+
+
+def _parameters(cls: type) -> Collection[str]:
+    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+
+
+def _text(value: Any, around: tuple[int, ...]) -> str:
+    plain = _plain(value)
+    if plain is not None:
+        return plain
+    if id(value) in around or len(around) > _DEEPEST:
+        return f"{_name_of(type(value))} again"
+    around = (*around, id(value))
+
+    def inner(part: Any) -> str:
+        return _text(part, around)
+
+    def mapping(items: Mapping[Any, Any]) -> str:
+        return f"{{{', '.join(sorted(f'{inner(key)}: {inner(item)}' for key, item in items.items()))}}}"
+
+    if isinstance(value, Mapping):
+        return mapping(value)
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, _BY_CODE):
+        return _function(value, inner)
+    if isinstance(value, Constructed):
+        return mapping(facts_of(value, "part", only_arguments=True))
+    if isinstance(value, nn.Module):
+        own = {
+            key: part for key, part in vars(value).items() if key not in _OF_MODULES and not isinstance(part, Tensor)
+        }
+        tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
+        shapes = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors}
+        return f"{_name_of(type(value))}({mapping(own | shapes | dict(value.named_children()))})"
+    return _object(value, mapping)
+
+
+def _plain(value: Any) -> str | None:
+    """Describe a value that holds no others; None: it may hold others."""
+    if isinstance(value, enum.Enum):
+        return str(value)
+    # By the base class: a subclass may print an address, and NumPy's float prints its class.
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind.__repr__(value)
+    if isinstance(value, np.generic):
+        return _plain(value.item()) or repr(value)
+    if isinstance(value, torch.device):
+        return value.type  # each rank has a device of its own
+    if value is None or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        return f"array of {value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
+    if isinstance(value, Tensor):
+        return f"tensor of {value.dtype} {list(value.shape)}{_bits(value)}"
+    if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+        return _name_of(value)
+    return None
+
+
+def _function(value: Any, inner: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        owner = value.__self__  # of an owner that is no part, as a trainer, the state is no configuration
+        described = inner(owner) if isinstance(owner, (Constructed, nn.Module, type)) else _name_of(type(owner))
+        return f"{inner(value.__func__)} of {described}"
+    if isinstance(value, types.CodeType):  # without lines and paths of files
+        return f"{value.co_name}{inner(value.co_consts)}{value.co_names}{value.co_freevars}{value.co_code.hex()}"
+    closure = {}
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            closure[name] = cell.cell_contents
+        except ValueError:  # not yet assigned
+            closure[name] = "unassigned"
+    given = [inner(each) for each in (closure, value.__defaults__, value.__kwdefaults__) if each]
+    return f"{_name_of(value)}({', '.join(given)}) {_digest(inner(value.__code__).encode())}"
+
+
+def _object(value: Any, mapping: Any) -> str:
+    cls = type(value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return f"{_name_of(cls)}({mapping(fields)})"
+    root = cls.__module__.partition(".")[0]
+    if root not in _OPAQUE:
+        return f"{_name_of(cls)}({mapping(getattr(value, '__dict__', {}))})"
+    # Values of the standard library, as paths and dates, compare by value.
+    if root in sys.stdlib_module_names and cls.__eq__ is not object.__eq__:
+        own = getattr(value, "__dict__", None)
+        return f"{_name_of(cls)}({mapping(own)})" if own else _ADDRESS.sub("", repr(value))
+    return _name_of(cls)
+
+
+def _name_of(value: Any) -> str:
+    # Processes that were spawned call the main module by another name.
+    module = str(getattr(value, "__module__", "builtins")).replace("__mp_main__", "__main__")
+    name = str(getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__))
+    return name if module in ("builtins", "None") else f"{module}.{name}"
+
+
+@torch.no_grad()
+def _bits(tensor: Tensor) -> str:
+    # Of a DTensor or a fake tensor a rank has not all bits.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
+        return ""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return f" {_digest(flat.view(torch.uint8).numpy().tobytes())}" if flat.numel() else ""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def facts_of_all(parts: Mapping[str, Constructed | None], hooks: Sequence[Constructed]) -> Iterator[Mapping[str, str]]:
+    """Yield the facts of a layer's parts, and of its hooks."""
+    for name, part in parts.items():
+        yield {name: Description(None)} if part is None else facts_of(part, name)
+    yield {"hooks": Description([_name_of(type(hook)) for hook in hooks])}
+    for number, hook in enumerate(hooks):
+        yield facts_of(hook, f"hooks[{number}]", only_arguments=True)
