@@ -292,10 +292,10 @@ def _places(tp_ep: Any, ep: Any, expt_tp: Any) -> Tensor:
     ranks, across, parts = (dist.get_process_group_ranks(group) for group in (tp_ep, ep, expt_tp))
     # The order of Megatron's axes says whether the shards of an expert are on neighbouring ranks.
     for places in (
-        torch.arange(len(ranks)).view(len(across), len(parts)),
-        torch.arange(len(ranks)).view(len(parts), len(across)).t(),
+        torch.arange(len(ranks), device="cpu").view(len(across), len(parts)),
+        torch.arange(len(ranks), device="cpu").view(len(parts), len(across)).t(),
     ):
-        grid = torch.tensor(ranks)[places]
+        grid = torch.tensor(ranks, device="cpu")[places]
         row, column = (int(at) for at in (grid == dist.get_rank()).nonzero()[0])
         if grid[row].tolist() == parts and grid[:, column].tolist() == across:
             return places

@@ -99,7 +99,7 @@ class Collector:
         now_s = time.perf_counter()
         # Time is summed over ranks like the rest, with a count of those that know what was exposed.
         own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
-        sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype).to(device)])
+        sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype, device="cpu").to(device)])
         every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
         self._since_s = now_s
         # Counting goes on in the same memory, which graphs may hold.

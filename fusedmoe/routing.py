@@ -185,7 +185,7 @@ def read_sglang(
 
 
 def _join(number: int, parts: Any) -> Tensor:
-    prompt, generated = (torch.as_tensor(part) for part in parts)
+    prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
     if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
         raise ConfigError(
             f"routing: of sequence {number} prompt and generated tokens must be [P, L, K] and [G, L, K], got "

@@ -2,7 +2,8 @@
 
 Outside `fusedmoe/tutel`, whose modules have Tutel's names, every file name and every class name occurs once; no file
 has more than 500 lines; a module's docstring begins with a sentence; what has a Triton form has a contract of the same
-name in `fusedmoe/kernels`. Docstrings begin with a verb or a noun; names that say nothing live for a few lines only.
+name in `fusedmoe/kernels`; who makes a tensor names its device. Docstrings begin with a verb or a noun; names that say
+nothing live for a few lines only.
 
     python -m tests.house tests/chaos    # what the rules on words find in another folder
 """
@@ -97,6 +98,22 @@ def kernels_without_contract() -> Iterator[str]:
                 yield f"kernels/{form}/{path.name} has no contract kernels/{name}.py"
 
 
+# What these make lies on the default device unless they name one: host-side tensors would move with a user's setting.
+MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+MAKERS |= {"scalar_tensor", "tensor", "zeros"}
+
+
+def tensors_without_device() -> Iterator[str]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in MAKERS}:
+                continue
+            named = {keyword.arg for keyword in node.keywords}
+            if named.isdisjoint({"device", None}):
+                call = ast.unparse(node)
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {call[:60]} names no device (None: the default device)"
+
+
 def plain(rooms: Iterable[Path]) -> Iterator[str]:
     """Says where words are not plain: docstrings that begin with a fragment, empty names that live long."""
     files = [path for room in rooms for path in ([room] if room.is_file() else sorted(room.rglob("*.py")))]
@@ -125,7 +142,7 @@ def long_lives(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tup
 
 
 def broken_rules() -> list[str]:
-    rules = (files_twice, classes_twice, long_files, docstrings, kernels_without_contract)
+    rules = (files_twice, classes_twice, long_files, docstrings, kernels_without_contract, tensors_without_device)
     return [text for rule in rules for text in rule()] + list(plain([PACKAGE]))
 
 

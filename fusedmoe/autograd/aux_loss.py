@@ -34,7 +34,7 @@ def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool =
     """
     # An eager layer knows whether it runs in a checkpoint, and then any tensor with a gradient will do.
     if not torch.compiler.is_compiling():
-        like = torch.empty(0, requires_grad=True) if in_function() else None
+        like = torch.empty(0, requires_grad=True, device="cpu") if in_function() else None
     if like is None or not like.requires_grad:
         return aux
     # In the checkpoint's forward no graph is made; the refusal is one, of a single node.

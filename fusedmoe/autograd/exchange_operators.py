@@ -247,7 +247,7 @@ def meet(
         refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
         form = RowForm(dtype, width, k, weights)
         made = Exchange(found.all_to_all, found.topology.esp, counts_E, form, refusal, tokens_W)
-    return torch.tensor(made.sizes.send_PC), torch.tensor(made.sizes.come_QPC)
+    return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.come_QPC, device="cpu")
 
 
 @register_fake(meet)

@@ -334,12 +334,12 @@ class BlocksForward(BlockPass, ForwardPass):
         """Counts the tokens of a micro-batch that each rank of the MP group routes."""
         whole = self._wholes[number]
         if self._numbers is None:
-            self._numbers = torch.arange(self._lead.numel()).view(self._lead)
+            self._numbers = torch.arange(self._lead.numel(), device="cpu").view(self._lead)
         part, masked = self._numbers[ats[place]], None if mask is None else mask[ats[place]]
         if len(whole.rows) == 1:
             return MicroBatch(place, len(ats), part.shape, (part.numel(),), 0, masked, self._x.device)
         # Tokens are numbered along the batch; each rank routes those between two of these ends.
-        ends = torch.tensor([0, *whole.rows]).cumsum(0)
+        ends = torch.tensor([0, *whole.rows], device="cpu").cumsum(0)
         rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
         return MicroBatch(place, len(ats), part.shape, rows.tolist(), whole.rank, masked, self._x.device)
 
@@ -393,7 +393,7 @@ def _rows_of_ranks(tokens: int, mask: Tensor | None, group: Group) -> list[int]:
         return split_counts(tokens, group)
     real_S = mask.flatten().nonzero().squeeze(1)
     # A rank's tokens end with the last that it routes, and all padding after the last of all is the last rank's.
-    routed = torch.tensor(split_counts(len(real_S), group)).cumsum(0)[:-1]
+    routed = torch.tensor(split_counts(len(real_S), group), device="cpu").cumsum(0)[:-1]
     ends = torch.cat([real_S.new_zeros(1), real_S + 1])[routed].tolist()
     return [end - start for start, end in zip([0, *ends], [*ends, tokens], strict=True)]
 

@@ -94,7 +94,7 @@ class MoEBlock:
         self._joins = MpTokens(self.mp, layer.mp_input)
         self._refusal: str | None = None
         # Whether experts are kernels of the library's or modules by autograd does not change afterwards.
-        like = next(layer.experts.parameters(), torch.empty(0))
+        like = next(layer.experts.parameters(), torch.empty(0, device="cpu"))
         self.any_degree = layer.experts.in_chunks(like).any_degree
 
     def require_nothing_between_layers(self) -> None:

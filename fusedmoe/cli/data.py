@@ -61,7 +61,7 @@ def is_held_out(path: str, fraction: float) -> bool:
 
 def random_corpus(size: int) -> Corpus:
     """Makes random bytes, the same on every rank, for steps from which nothing needs to be learned."""
-    text = torch.randint(256, (2, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    text = torch.randint(256, (2, size), generator=torch.Generator().manual_seed(0), device="cpu").to(torch.uint8)
     return Corpus(text[0], text[1], "random bytes", 1, 1, hashlib.blake2b(text.numpy().tobytes()).hexdigest())
 
 
@@ -181,23 +181,23 @@ class Batches:
     def training(self, seed: int, step: int, replica: int) -> ByteBatch:
         """Cuts the batch of a step and a replica: windows at random places."""
         generator = torch.Generator().manual_seed(mix("batch", seed, step, replica))
-        starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator)
+        starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator, device="cpu")
         return self._cut(starts, generator)
 
     def held_out(self, index: int, of: int) -> ByteBatch:
         """Cuts batch `index` of `of`: together they are the same windows every time, spread evenly over the text."""
-        places = torch.arange(index * self._batch, (index + 1) * self._batch)
+        places = torch.arange(index * self._batch, (index + 1) * self._batch, device="cpu")
         last = len(self._text) - self._span
         starts = places * last // max(1, of * self._batch - 1)
         return self._cut(starts, torch.Generator().manual_seed(mix("held out", index, of)))
 
     def _cut(self, starts: Tensor, generator: torch.Generator) -> ByteBatch:
-        windows = self._text[starts[:, None] + torch.arange(self._span)].long()
+        windows = self._text[starts[:, None] + torch.arange(self._span, device="cpu")].long()
         if self._mask is None:
             return ByteBatch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
         # BERT (Devlin et al. 2019, section 3.1): 15% are asked for; of those 80% are hidden, 10% are another byte.
-        chance = torch.rand(windows.shape, generator=generator)
+        chance = torch.rand(windows.shape, generator=generator, device="cpu")
         asked = chance < 0.15
-        other = torch.randint(256, windows.shape, generator=generator)
+        other = torch.randint(256, windows.shape, generator=generator, device="cpu")
         tokens = torch.where(chance < 0.12, self._mask, torch.where(chance < 0.135, other, windows))
         return ByteBatch(tokens, torch.where(asked, windows, IGNORE))

@@ -116,7 +116,7 @@ def why_not_gloo() -> str:
         return "this PyTorch is built without Gloo: install one that has it"
     try:
         alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PROBE_S / 2))
-        alone.allreduce([torch.ones(1)]).wait()
+        alone.allreduce([torch.ones(1, device="cpu")]).wait()
     except RuntimeError as error:
         return f"{error}; GLOO_SOCKET_IFNAME names the network interface to use"
     return ""

@@ -125,7 +125,7 @@ def begin(group: Group, operation: str, details: str = "", data: bytes = b"") ->
     envelope[_HEAD.size : _HEAD.size + len(words)] = words
     envelope[_DATA : _DATA + len(data)] = data
     own = torch.frombuffer(envelope, dtype=torch.uint8)
-    envelopes = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8)
+    envelopes = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8, device="cpu")
     wait(_all_gather_tensor(envelopes, own, group=handle, async_op=True), group, operation)
     received = envelopes.numpy().tobytes()
     words_of_ranks, often_of_ranks, data_of_ranks = [], [], []
@@ -300,7 +300,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def device_of(group: Group) -> torch.device:

@@ -98,7 +98,7 @@ class Topology:
                     f"{name} = {need} does not divide the world of {size} ranks (ep={ep}, esp={esp}, mp={mp}). "
                     f"Start as many ranks as a multiple of both ep·esp and mp{alone}, or choose smaller sizes."
                 )
-        ranks = torch.arange(size)
+        ranks = torch.arange(size, device="cpu")
         return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, met, duplex)
 
     @classmethod
@@ -179,7 +179,7 @@ class Topology:
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
         if handle is None or len(ranks) == 1:
             return cls()
-        places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
+        places = torch.arange(len(ranks), device="cpu").view(-1, 1) if experts is None else experts
         if places.dim() not in (2, 3) or sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
             raise ConfigError(
                 f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once, as [EP, ESP] or "
@@ -190,7 +190,7 @@ class Topology:
         topology = cls.__new__(cls)
         # Other libraries' layers, which it is for, have no argument to ask for a link's second direction with.
         topology._begin(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
-        grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
+        grid = torch.tensor(ranks, device="cpu")[places.view(-1, *places.shape[-2:])]
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
         # The group of `ep` perhaps. The given handle is not kept: its owner may destroy it, which frees it then.

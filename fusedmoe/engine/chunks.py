@@ -107,7 +107,7 @@ class Kept:
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = list(parts)
-        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+        self._ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -125,7 +125,7 @@ class Kept:
         begins = first.nonzero()[:, 0]
         if _SHORT * len(begins) > len(index_R):
             return taken(self._whole, index_R)
-        lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
+        lengths = torch.diff(begins, append=torch.tensor([len(index_R)], device="cpu")).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
             rows = self._parts[part]

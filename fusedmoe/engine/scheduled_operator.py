@@ -228,8 +228,8 @@ def scheduled_experts(
         assert out_TM is not None
         y_SM = kernels.gather_sum(out_TM, chunks.layout)
         zero = x_SM.new_zeros(())
-        sizes = torch.tensor(exchange.sizes.send_PC), torch.tensor(exchange.sizes.come_QPC)
-        known = torch.tensor([degree, exchange.most_pairs, exchange.share], dtype=torch.float64)
+        sizes = torch.tensor(exchange.sizes.send_PC, device="cpu"), torch.tensor(exchange.sizes.come_QPC, device="cpu")
+        known = torch.tensor([degree, exchange.most_pairs, exchange.share], dtype=torch.float64, device="cpu")
         if not keep:
             rows = x_SM.new_empty((0, x_SM.shape[1])), x_SM.new_empty((0, *_kept_shape(w1, activation)))
             received = Received(*(number.new_empty(0, device=x_SM.device) for _ in range(2)))

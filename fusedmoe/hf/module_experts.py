@@ -115,7 +115,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     x_TH, total = hidden_states.to(dtype), torch.promote_types(dtype, torch.float32)
     weight_TK = top_k_weights.to(total)
     if some := len(here) < len(numbers):
-        here_N = torch.tensor(here)
+        here_N = torch.tensor(here, device="cpu")
         number_N, numbers = number_N[here_N], [numbers[row] for row in here]
         pair_N = here_N if pair_N is None else pair_N[here_N]
         weight_N1 = weight_TK.reshape(-1, 1)[pair_N]
@@ -133,7 +133,9 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     # Many experts in one call, in which each costs a fraction of a call, also one without rows.
     if T > 1 and 4 * len(runs) > E:
         size_of = dict(runs)
-        ends_E = torch.tensor([*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32)
+        ends_E = torch.tensor(
+            [*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32, device="cpu"
+        )
     rows_NI = _product(experts, names[0], rows_NH, runs, ends_E, up_NI)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = _product(experts, names[1], rows_NI.to(dtype), runs, ends_E, down_NH)
@@ -292,7 +294,7 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
         return False
     # Beyond the limit on both sides, so that the clamps are seen, in every combination of both halves.
-    side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64)
+    side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64, device="cpu")
     # Eight columns: halves side by side, instead of interleaved, are another function of them.
     tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
     try:

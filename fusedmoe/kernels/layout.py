@@ -222,14 +222,14 @@ def define_layout(
             if e >= 0 and (capacity is None or len(taken[e]) < capacity):
                 taken[e].append((s, k))
     flat = [pair for pairs_of_expert in taken for pair in pairs_of_expert]
-    row_SK = torch.full((tokens, K), -1, dtype=torch.long)
+    row_SK = torch.full((tokens, K), -1, dtype=torch.long, device="cpu")
     for row, (s, k) in enumerate(flat):
         row_SK[s, k] = row
     counts = [len(t) for t in taken]
     return Layout(
-        torch.tensor(counts),
-        torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32),
-        torch.tensor([s for s, _ in flat], dtype=torch.long),
-        torch.tensor([s * K + k for s, k in flat], dtype=torch.long),
+        torch.tensor(counts, device="cpu"),
+        torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32, device="cpu"),
+        torch.tensor([s for s, _ in flat], dtype=torch.long, device="cpu"),
+        torch.tensor([s * K + k for s, k in flat], dtype=torch.long, device="cpu"),
         row_SK,
     )

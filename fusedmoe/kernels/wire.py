@@ -89,7 +89,9 @@ def define_pack_fp8(rows_NM: Tensor) -> Tensor:
     numbers = torch.arange(127, dtype=torch.uint8, device=rows.device).view(torch.float8_e4m3fn).double()
     distance = (scaled.double()[..., None] - numbers).abs()
     nearest = distance.where(finite[..., None], 0).amin(-1, keepdim=True)
-    even_first = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)]).to(rows.device)
+    even_first = torch.cat([torch.arange(0, 127, 2, device="cpu"), torch.arange(1, 127, 2, device="cpu")]).to(
+        rows.device
+    )
     code = even_first[(distance == nearest)[..., even_first].byte().argmax(-1)]
     code = torch.where(finite, code, 127) + 128 * rows.signbit()
     return torch.cat([code.to(torch.uint8), _to_bytes(scale_N1)], 1)

@@ -70,13 +70,13 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         last, axes = w.dim() - 1, experts.shardings.pop(name)
         inner = {axis: dim for axis, dim in axes.items() if dim == last}
         shards, shard = (place.shards, place.shard) if inner else (1, 0)
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         a = w.new_empty((len(w), rank, w.shape[last]))
         # Each expert's whole factor is drawn by its number, and cut then: shards are those of one adapter.
         for at, number in enumerate(place.numbers if w.device.type != "meta" else ()):
             generator = torch.Generator().manual_seed((seed + number) % 2**63)
             whole = w.shape[last] * shards
-            drawn = torch.empty(rank, whole).uniform_(-(whole**-0.5), whole**-0.5, generator=generator)
+            drawn = torch.empty(rank, whole, device="cpu").uniform_(-(whole**-0.5), whole**-0.5, generator=generator)
             a[at] = drawn.chunk(shards, 1)[shard]
         scale = (rank if alpha is None else alpha) / rank
         update = LowRankUpdate(a, w.new_zeros((*w.shape[:-1], rank)), scale)

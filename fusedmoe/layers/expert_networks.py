@@ -29,6 +29,7 @@ from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.adapters import adapted
+from fusedmoe.layers.initialisation import draw_seed, fill_again
 from fusedmoe.layers.wrappers import require_swaps
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.sizes import require_room, require_within
@@ -144,6 +145,7 @@ class Experts(Constructed, nn.Module):
         self._given_numbers: Tensor | None = None
         self.num_experts = 0
         self.moves = False
+        self._dtype: torch.dtype | None = None
 
     def setup(
         self,
@@ -165,9 +167,18 @@ class Experts(Constructed, nn.Module):
         if self.place is not None:
             raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
         self.place, self.model_dim = place, model_dim
-        # One draw, whatever this rank holds: the generator stands at the same place on all ranks afterwards.
-        seed = int(torch.randint(2**62, ()))
-        self.make(model_dim, place, seed, device=device, dtype=dtype)
+        self._dtype = dtype
+        self.make(model_dim, place, draw_seed(), device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, with the values that a construction would draw now; for experts after `to_empty`.
+
+        Raises:
+            ConfigError: before `setup`, parametrised experts, or experts that have changed owners.
+        """
+        if self.place is None or self.moves and self.own_numbers != tuple(self.place.numbers):
+            raise ConfigError(f"{type(self).__name__}.reset_parameters: no experts yet, or experts that have moved")
+        fill_again(self, self._dtype, draw_seed())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         require_swaps(self)
@@ -326,7 +337,8 @@ class Custom(RowExperts):
             number. If it also accepts `shard` and `shards`, experts can be split over ESP: the module then computes
             shard number `shard`, and the layer sums the results of all shards.
 
-    The modules are found under their number in all: `experts.experts["3"]`.
+    The modules are found under their number in all: `experts.experts["3"]`. After `to_empty` call `reset_parameters` of
+    these experts last: a loop over all modules resets the modules inside once more, alike on all ranks.
 
     Example:
         `Custom(lambda model_dim: nn.Sequential(nn.Linear(model_dim, 64), nn.ReLU(), nn.Linear(64, model_dim)))`
@@ -430,7 +442,6 @@ class FeedForward(Experts):
             shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
             split |= {"b1": len(halves), "b2": 0}
         # Each expert is drawn whole, from a generator of its own, and cut then: shards are those of one model.
-        meta = device is not None and torch.device(device).type == "meta"
         generators = [torch.Generator().manual_seed((seed + number) % 2**63) for number in place.numbers]
 
         def own(whole: Tensor, dim: int) -> Tensor:
@@ -444,8 +455,10 @@ class FeedForward(Experts):
             # fan_in of the first product is M, of the second H, over all shards.
             bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
             made = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
-            for at, generator in enumerate([] if meta else generators):
-                made[at] = own(torch.empty(shape).uniform_(-bound, bound, generator=generator), split[name])
+            for at, generator in enumerate([] if made.is_meta else generators):
+                made[at] = own(
+                    torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator), split[name]
+                )
             self.register_parameter(name, nn.Parameter(made))
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
 

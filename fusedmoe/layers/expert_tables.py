@@ -97,8 +97,8 @@ def of_experts(layout: Layout, rows_E: NDArray[np.int64], chosen_E: NDArray[np.b
     chosen_N = torch.from_numpy(np.repeat(chosen_E, rows_E))
     rows_n = chosen_N.nonzero()[:, 0]
     # The last place is of pairs that have no row.
-    to_N = torch.full((len(chosen_N) + 1,), -1)
-    to_N[rows_n] = torch.arange(len(rows_n))
+    to_N = torch.full((len(chosen_N) + 1,), -1, device="cpu")
+    to_N[rows_n] = torch.arange(len(rows_n), device="cpu")
     rows_n, to_N = rows_n.to(device), to_N.to(device)
     counts_E = layout.counts_E * torch.from_numpy(chosen_E).to(device)
     source_n = rows_n if layout.source_N is None else layout.source_N[rows_n]

@@ -55,7 +55,7 @@ class NonFiniteMonitor:
             if not event.query():
                 return 0
             count = int(copy)
-        copy = torch.empty((), dtype=torch.long, pin_memory=True).copy_(self._bad, non_blocking=True)
+        copy = torch.empty((), dtype=torch.long, pin_memory=True, device="cpu").copy_(self._bad, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._arriving = copy, event
@@ -332,7 +332,7 @@ def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
     """Makes [0, M] tokens in place of a refused x, in the dtype and on the device of a parameter of the experts."""
     # Experts without parameters compute in any dtype.
     if like is None:
-        like = x.float() if isinstance(x, Tensor) else torch.empty(0)
+        like = x.float() if isinstance(x, Tensor) else torch.empty(0, device="cpu")
     return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)
 
 

@@ -39,9 +39,9 @@ class Load:
 
     def __init__(self, experts: int) -> None:
         self.counters: RoutingCounters | None = None  # of the object itself, as in copies: graphs look where it is
-        self.chosen_E = torch.zeros(experts, dtype=torch.long)
-        self.kept_E = torch.zeros(experts, dtype=torch.long)
-        self._sum_E = torch.zeros(experts, dtype=torch.long)
+        self.chosen_E = torch.zeros(experts, dtype=torch.long, device="cpu")
+        self.kept_E = torch.zeros(experts, dtype=torch.long, device="cpu")
+        self._sum_E = torch.zeros(experts, dtype=torch.long, device="cpu")
         self._counts = self._in_reentrant_checkpoint = False
         self._untold = 0  # training forwards since `tell`, where a gate waits for it
 

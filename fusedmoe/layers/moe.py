@@ -169,7 +169,7 @@ class MoELayer(nn.Module):
         copies = self.topology.edp.ranks
         self.require_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
         self.load = Load(gate.experts)
-        self.aux_loss = torch.zeros(())
+        self.aux_loss = torch.zeros((), device="cpu")
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

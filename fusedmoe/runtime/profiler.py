@@ -328,7 +328,7 @@ class _Profiler:
     def _copies(self) -> _Work:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
         chance = torch.Generator().manual_seed(0)
-        order = torch.randperm(len(rows), generator=chance).to(self._device)
+        order = torch.randperm(len(rows), generator=chance, device="cpu").to(self._device)
         return _Work(
             _COPY_UNIT,
             _COPY_STEPS,

@@ -153,7 +153,7 @@ class Folder:
             raise ConfigError(f"{damaged_at(self._path, stretch)} ({error})") from error
 
     def _read_tensors(self, targets: dict[str, Any], planner: PlainPlanner) -> None:
-        stretch, whole = None, torch.empty(0)
+        stretch, whole = None, torch.empty(0, device="cpu")
         # Several parts of this rank may lie in one that was written: it is read once.
         for item in sorted(self._plan(targets, planner), key=self._part):
             if stretch != self._part(item):
@@ -169,7 +169,7 @@ class Folder:
     def _empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors to read those of values into."""
         entries: Any = self.metadata.state_dict_metadata
-        return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+        return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype, device="cpu") for key in keys}
 
     def _elements(self, item: ReadItem, stretch: FilePart) -> Tensor:
         entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
@@ -177,7 +177,7 @@ class Folder:
         return self._bytes(stretch).view(entry.properties.dtype).view(sizes)
 
     def _bytes(self, stretch: FilePart) -> Tensor:
-        data = torch.empty(stretch.length, dtype=torch.uint8)
+        data = torch.empty(stretch.length, dtype=torch.uint8, device="cpu")
         with self._opened(stretch.file) as file:
             file.seek(stretch.offset)
             if file.readinto(byte_buffer(data)) != stretch.length:
@@ -233,7 +233,7 @@ class _NumberPlanner(PlainPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         saved: Any = self.metadata
         dtype = saved.state_dict_metadata[read_item.dest_index.fqn].properties.dtype
-        return torch.empty(read_item.lengths, dtype=dtype)
+        return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         key = read_item.dest_index.fqn

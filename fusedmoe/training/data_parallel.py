@@ -133,6 +133,9 @@ def distributed_data_parallel(
     """
     if topology.size == 1:
         return SingleRank(model)
+    # PyTorch would compare how many parameters learn, and name none.
+    learns = {one.name: one.parameter.requires_grad for one in replicas(model, topology) if not one.named}
+    topology.agree(learns, "requires_grad of a model's parameters")
     wrapped = DataParallel(model, topology, mp_loss, **options)
     # With init_sync PyTorch and the wrapper have made copies equal; without it copies were not compared.
     if not options.get("init_sync", True):
@@ -165,9 +168,6 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
         check_first_step(model, copies)
-        learns = {replica.name: replica.parameter.requires_grad for replica in copies if not replica.named}
-        # PyTorch would tell how many parameters ranks have, and none of the names.
-        topology.agree(learns, "requires_grad of a model's parameters")
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
         hidden = [name for name, axes in splits.items() if axes]
@@ -223,7 +223,7 @@ class DataParallel(DistributedDataParallel):
         world = self._topology.world
         # PyTorch waits after this, on a CPU without learning of ranks that failed, and for as long as Gloo waits.
         if device_of(world).type == "cpu":
-            all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")
+            all_reduce(world, torch.zeros(1, device="cpu"), operation="the end of a backward pass of PyTorch's wrapper")
 
 
 def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:

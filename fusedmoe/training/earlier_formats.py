@@ -104,7 +104,9 @@ def _entries(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever unpickling makes of damage
         raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
     entries: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
         for key, entry in metadata.state_dict_metadata.items()
     }
     if ABOUT not in entries:

@@ -166,7 +166,7 @@ def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
     for each in all_gather_object(topology.world, told, "comparing the meshes of a model"):
         for name, ranks, layout, place, some in each:
             # Ranks come in order: the first has the lowest.
-            first, one = firsts.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64)
+            first, one = firsts.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64, device="cpu")
             other = values.setdefault((name, place), one)
             same = layouts.setdefault(name, layout) == layout
             # Copies may have drifted apart a little; other parts have other values altogether.

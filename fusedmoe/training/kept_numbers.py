@@ -50,8 +50,8 @@ def require_convertible(operation: str, key: str, have: torch.dtype, become: tor
     if have == become:
         return
     try:
-        torch.empty(1, dtype=become).copy_(torch.zeros(1, dtype=have)).to(torch.float32)
-        torch.zeros(1, dtype=have).double()
+        torch.empty(1, dtype=become, device="cpu").copy_(torch.zeros(1, dtype=have, device="cpu")).to(torch.float32)
+        torch.zeros(1, dtype=have, device="cpu").double()
     except (RuntimeError, NotImplementedError) as error:
         names = [str(one).removeprefix("torch.") for one in (have, become)]
         raise ConfigError(

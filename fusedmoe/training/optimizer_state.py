@@ -131,7 +131,7 @@ class OptimizerState:
                         "cannot be split over ranks. Load with optimizer=None, and train with an optimizer whose state "
                         "is shaped like the parameters, or with fusedmoe.training.PerMatrix."
                     )
-                targets[entry] = torch.empty(saved.size, dtype=dtype)
+                targets[entry] = torch.empty(saved.size, dtype=dtype, device="cpu")
                 continue
             # An optimizer that has not stepped yet has no memory for its state: it is made here, to be read into.
             shape = parameter.shape

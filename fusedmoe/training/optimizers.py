@@ -63,7 +63,7 @@ class PerMatrix(Optimizer):
     def __init__(self, params: Any, kind: Callable[..., Optimizer], **settings: Any) -> None:
         self._kind, self._settings = kind, settings
         # It tells the settings that are not given, and what is kept for a matrix large enough to be quantised.
-        small = nn.Parameter(torch.zeros(64, 64))
+        small = nn.Parameter(torch.zeros(64, 64, device="cpu"))
         probe = kind([small], **settings)
         small.grad = torch.zeros_like(small)
         with suppress(RuntimeError):  # an optimizer for GPUs alone
@@ -181,7 +181,7 @@ class JoinedOptimizers:
         self.defaults = {key for optimizer in self.each for key in optimizer.defaults}
         self._of: dict[int, Optimizer] = {}
         self._groups = 0
-        self.of(torch.empty(0))
+        self.of(torch.empty(0, device="cpu"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -317,7 +317,9 @@ def _steps_by_part(optimizer: Optimizer, parameter: Tensor, dim: int) -> bool:
 
     random = torch.Generator().manual_seed(0)
     # Halves differ in all that an optimizer may look at: size, gradients, and how these change in the last step.
-    value, *gradients = (torch.randn([4, 6, 8, 10, 12][: parameter.dim()], generator=random) for _ in range(_STEPS + 1))
+    value, *gradients = (
+        torch.randn([4, 6, 8, 10, 12][: parameter.dim()], generator=random, device="cpu") for _ in range(_STEPS + 1)
+    )
     second(value).mul_(0.01)
     for gradient in gradients:
         second(gradient).mul_(0.01)

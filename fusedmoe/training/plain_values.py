@@ -130,7 +130,7 @@ def unpack_value(data: Tensor) -> Any:
 def tensor_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor in row-major order as bytes [n] uint8 on the CPU."""
     if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # one element may have any stride
         flat = flat.clone(memory_format=torch.contiguous_format)

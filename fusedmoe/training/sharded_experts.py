@@ -422,7 +422,7 @@ class ShardedExperts:
     def _measure(self) -> None:
         """Finds t from the time between two layers of experts."""
         # The least of all ranks: where one has less time, experts would keep all of them waiting.
-        idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64).mean()
+        idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64, device="cpu").mean()
         idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
         self._idle_s.append(float(idle_s))
         if len(self._idle_s) == WINDOW:

@@ -263,7 +263,7 @@ class PlannedStep:
         # A choice among other policies is another choice: users' own ones (`register_policy`) are part of its name.
         if policy == AUTO and (own := own_plans(self.layer_costs, self.limit)):
             facts["own"] = own
-        first = next(self._model.parameters(), torch.empty(0))
+        first = next(self._model.parameters(), torch.empty(0, device="cpu"))
         return choice_path(self.topology, first.device, first.dtype, facts)
 
     def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
@@ -294,7 +294,7 @@ def _passes(plan: Plan) -> Plans:
 def _any_degree(layer: MoELayer | ScheduledExchange) -> bool:
     if isinstance(layer, ScheduledExchange):
         return layer.plans.any_degree  # elsewhere than in a forward its parameters need not be whole
-    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0))).any_degree
+    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).any_degree
 
 
 def model_costs(

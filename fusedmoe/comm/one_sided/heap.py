@@ -296,7 +296,7 @@ class Watch:
 
 def _shared(count: int, device: torch.device) -> Tensor:
     """Returns int64 zeros in memory that both the host and the device address."""
-    return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 
 def _settle(device: torch.device) -> bool:

@@ -181,7 +181,7 @@ class Slot:
 
 def _mapped(file: int, size: int, access: int) -> Tensor:
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(file, size, access=access), dtype=torch.uint8)
 
 

@@ -176,7 +176,7 @@ class Snapshots:
             bases[source] = total
             total += _sent_bytes(self._table[source])
         # The older slot: until this one is whole, on all nodes, the other one is the state to go on from.
-        slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8)
+        slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
         def begin() -> None:
             nonlocal memory
@@ -228,7 +228,7 @@ def exchange_bytes(
 
     `longest`: bytes of the longest of all ranks' tensors: all go through as many exchanges.
     """
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     # In chunks, because on a GPU they lie in its memory on the way, which training has filled.
     for start in range(0, longest, CHUNK_BYTES):
         chunk = slice(start, start + CHUNK_BYTES)

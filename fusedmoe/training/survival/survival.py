@@ -382,7 +382,7 @@ class Reader:
             if source == world.index
         }
         incoming = {
-            source: torch.empty(sum(sizes), dtype=torch.uint8)
+            source: torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
             for (source, to), sizes in lengths.items()
             if to == world.index
         }

@@ -67,7 +67,7 @@ def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
         for key in list(state):
             head, found, _ = f".{key}".rpartition(".experts.")
             if found:
-                state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts))
+                state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts, device="cpu"))
     layers = {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if _tells(key)}
     if not layers:
         raise ConfigError(

@@ -82,7 +82,7 @@ class _Watch(TorchFunctionMode):
             raise LookupError("no known activation")
         self.name = name
         # Returned instead of computing: if it is also what the function returns, nothing followed.
-        self.result = torch.empty(0)
+        self.result = torch.empty(0, device="cpu")
         return self.result
 
 
@@ -92,7 +92,7 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
     Nothing is computed: the function's first operation decides.
     """
     # Made outside the mode, which would take it for the first operation.
-    x = torch.empty(0)
+    x = torch.empty(0, device="cpu")
     watch = _Watch(x)
     try:
         with watch:
@@ -162,10 +162,10 @@ class FusedExpertsNetwork(nn.Module):
         plain = activation_fn or nn.functional.relu
         self.activation_fn: Activation = plain if with_self is None else lambda x: with_self(x, self)
         e, H = num_experts_per_device, self.hidden_size
-        self.batched_fc1_w = nn.Parameter(torch.empty(e, H, model_dim))
-        self.batched_fc2_w = nn.Parameter(torch.empty(e, H, self.output_dim))
-        b1 = nn.Parameter(torch.empty(e, H)) if has_fc1_bias else None
-        b2 = nn.Parameter(torch.empty(e, -(-self.output_dim // sharded_count))) if has_fc2_bias else None
+        self.batched_fc1_w = nn.Parameter(torch.empty(e, H, model_dim, device=None))
+        self.batched_fc2_w = nn.Parameter(torch.empty(e, H, self.output_dim, device=None))
+        b1 = nn.Parameter(torch.empty(e, H, device=None)) if has_fc1_bias else None
+        b2 = nn.Parameter(torch.empty(e, -(-self.output_dim // sharded_count), device=None)) if has_fc2_bias else None
         self.register_parameter("batched_fc1_bias", b1)
         self.register_parameter("batched_fc2_bias", b2)
         self.shardings = {name: {"ep": 0, "esp": 1} for name, _ in self.named_parameters()}

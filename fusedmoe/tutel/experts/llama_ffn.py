@@ -50,7 +50,7 @@ class LlamaFFNNetwork(nn.Module):
         self.sharded_count, self.activation_fn = sharded_count, activation_fn
         self._up, self._down = torch.Size((e, D, H)), torch.Size((e, H, D))
         for name in ("W_fc1", "W_fc2", "W_fc3"):
-            self.register_parameter(name, nn.Parameter(torch.empty(-(-e * D * H // sharded_count))))
+            self.register_parameter(name, nn.Parameter(torch.empty(-(-e * D * H // sharded_count), device=None)))
         self.shardings = {name: {"ep": 0, "esp": 0} for name, _ in self.named_parameters()}
         self.reset_parameters()
 

@@ -45,9 +45,15 @@ class CosineTopKGate(nn.Module):
         self.top_k = experts_of_a_token(k, num_global_experts)
         self.fp32_gate = fp32_gate
         made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.init_t = init_t
         self.temperature = nn.Parameter(torch.full((1,), -math.log(init_t), **made))
         self.cosine_projector = (Float32Linear if fp32_gate else nn.Linear)(model_dim, proj_dim, **made)
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts, **made))
+        nn.init.normal_(self.sim_matrix, 0, 0.01)
+
+    def reset_parameters(self) -> None:
+        """Draw this module's own parameters, as after `to_empty`; the projector has a method of its own."""
+        nn.init.constant_(self.temperature, -math.log(self.init_t))
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:

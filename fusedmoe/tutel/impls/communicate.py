@@ -91,7 +91,12 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
         (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node),
     )
     if key not in made:
-        experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
+        experts = (
+            torch.arange(W, device="cpu")
+            .view(W // shards, degree, shards // degree)
+            .transpose(1, 2)
+            .reshape(-1, degree)
+        )
         timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
         made[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
     return made[key]

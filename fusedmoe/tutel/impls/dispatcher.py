@@ -130,7 +130,7 @@ class LayerDispatcher:
         # On CUDA, where the host would have to wait to know, a later call tells.
         if self._beside is not None and not x_SM.is_cuda:
             # No rows travel that would tell: an exchange of none carries the refusal, and ends all ranks alike.
-            nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
+            nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long, device="cpu")
             form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
             self._beside.exchange(nothing_E, form, refusal)
         return refusal

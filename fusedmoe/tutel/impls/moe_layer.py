@@ -68,6 +68,7 @@ class MOELayer(Constructed, nn.Module):
 
     # By names of expert parameters; none in layers pickled by versions that did not keep them.
     _marks: dict[str, dict[str, Any]] = {}
+    _num_global_experts: Tensor
     _require_wrapper: WrapperCheck | None = None  # of layers pickled by versions that made it in the first call
 
     __jit_ignored_attributes__ = NotScripted()
@@ -117,7 +118,7 @@ class MOELayer(Constructed, nn.Module):
         self.skip_moe = integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.wanted_experts(experts), group)
-        self.register_buffer("_num_global_experts", torch.tensor(E))
+        self.register_buffer("_num_global_experts", torch.tensor(E, device=None))
         # On the host beside the buffer, since to read that waits for the GPU.
         self.num_global_experts = E
         # Fewer experts than ranks: s consecutive ranks hold shards of the same one.
@@ -157,6 +158,10 @@ class MOELayer(Constructed, nn.Module):
             # Ranks outside the group may be replicas; which, the client knows.
             replicas = set(range(get_world_size())).difference(own)
             self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
+
+    def reset_parameters(self) -> None:
+        """Fill the buffer, as after `to_empty`; experts and gates fill their own parameters."""
+        self._num_global_experts.fill_(self.num_global_experts)
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
