@@ -12,7 +12,7 @@ on one rank and on forty-eight, on every device and in every dtype, and the rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,23 @@ def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
     return whole.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
 
 
+@torch.no_grad()
+def fill_parameters(module: Any, std_of: Mapping[str, float]) -> None:
+    """Draw a module's own parameters anew, as `normal_parameter` does; parameters without std become zeros."""
+    for name, parameter in module.named_parameters(recurse=False):
+        shape, dim, group = list(parameter.shape), 0, None
+        if (axes := getattr(module, "shardings", {}).get(name)) is not None:
+            dim, group = axes["mp"], module.topology.mp
+            shape[dim] *= group.size  # they divide
+        value = torch.zeros_like(parameter, device="cpu")
+        if name in std_of:
+            value = normal_parameter(
+                *shape, std=std_of[name], group=group, dim=dim, device="cpu", dtype=parameter.dtype
+            )
+        if not parameter.is_meta:
+            parameter.copy_(value)
+
+
 def rotary_angles(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles, both [length, head_dim / 2], computed in float64."""
     turn = _BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
@@ -153,8 +170,12 @@ class Attention(nn.Module):
         self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **make) if config.bias else None)
         # Two residual branches a block: together they keep the variance of the stream (GPT-2).
         std = dim**-0.5 * (2 * config.layers) ** -0.5
+        self._std_of = {"qkv_weight": dim**-0.5, "out_weight": std}
         self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **make)
         self.register_parameter("out_bias", zero_parameter(dim, **make) if config.bias else None)
+
+    def reset_parameters(self) -> None:
+        fill_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""
@@ -229,8 +250,12 @@ class DenseFeedForward(nn.Module):
         up_bias = zero_parameter(*halves, hidden, group=mp, dim=split, **make) if config.bias else None
         self.register_parameter("up_bias", up_bias)
         std = hidden**-0.5 * (2 * config.layers) ** -0.5
+        self._std_of = {"up_weight": dim**-0.5, "down_weight": std}
         self.down_weight = normal_parameter(dim, hidden, std=std, group=mp, dim=1, **make)
         self.register_parameter("down_bias", zero_parameter(dim, **make) if config.bias else None)
+
+    def reset_parameters(self) -> None:
+        fill_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""

@@ -23,7 +23,7 @@ from fusedmoe.gates import GATES, Gate, Hash, SoftMoE
 from fusedmoe.hooks import Hooks
 from fusedmoe.measuring import Recorder, recorded
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
+from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, fill_parameters, normal_parameter
 from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.plans import Workload, uniform_share
@@ -272,6 +272,10 @@ class Transformer(nn.Module):
         self.norm = make_norm(config, **make)
         self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
         self.register_load_state_dict_pre_hook(require_own_experts)
+
+    def reset_parameters(self) -> None:
+        """Draw embeddings and head anew, as after `to_empty`; a construction draws the head after the blocks."""
+        fill_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
         """Returns the loss of a batch; collective over all ranks.

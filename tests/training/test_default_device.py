@@ -18,6 +18,8 @@ import fusedmoe
 from fusedmoe import experts, gates
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.metrics import Metrics
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
 from fusedmoe.training import (
     ShardedExperts,
     broadcast_parameters,
@@ -159,6 +161,27 @@ def test_tutels_layer(kind: str, gate: str) -> None:
     y = layer(torch.randn(9, M))
     assert y.isfinite().all()
     (y.square().sum() + layer.l_aux).backward()
+
+
+@pytest.mark.parametrize("moe_every", [1, 2])
+def test_models(moe_every: int) -> None:
+    config = ModelConfig(
+        layers=2, model_dim=16, heads=2, seq_len=8, batch=2, hidden=12, experts=4, positions="learned", bias=True,
+        moe_every=moe_every,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    right = Transformer(config)
+    model = made_on_meta(lambda: Transformer(config), 3, lambda: torch.device("meta"))
+    # The head is drawn with the embeddings, and all that follows in the order of the construction.
+    first = ("symbol_weight", "position_weight")
+    for name, value in right.state_dict().items():
+        mine = model.state_dict()[name]
+        assert mine.isfinite().all() and (name not in first or torch.equal(mine, value)), name
+        if value.is_floating_point() and value.std() > 0:
+            assert 0.7 < mine.std() / value.std() < 1.4, name
+    tokens = torch.randint(256, (2, 9))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    (loss.nats + loss.aux).backward()
 
 
 class Dense(nn.Module):
