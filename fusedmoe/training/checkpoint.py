@@ -8,10 +8,11 @@ bytes that it is about to read before it changes the model. Nothing in a checkpo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,22 @@ EXTRA, ABOUT = "extra", "fusedmoe"
 _ATTEMPTS = 3
 
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _on_host(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Run a function with the host as default device, on which torch's DTensor makes tensors that it reads."""
+
+    @wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_on_host
 @torch.no_grad()
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -79,6 +96,7 @@ def save_checkpoint(
     write_folder(path, entries, topology, operation)
 
 
+@_on_host
 @torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, topology: Topology
