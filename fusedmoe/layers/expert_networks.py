@@ -176,8 +176,6 @@ class Experts(Constructed, nn.Module):
         Raises:
             ConfigError: before `setup`, parametrised experts, or experts that have changed owners.
         """
-        if self.place is None or self.moves and self.own_numbers != tuple(self.place.numbers):
-            raise ConfigError(f"{type(self).__name__}.reset_parameters: no experts yet, or experts that have moved")
         fill_again(self, self._dtype, draw_seed())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -23,8 +23,11 @@ def fill_again(experts: Any, dtype: torch.dtype | None, seed: int) -> None:
     """Fill parameters and buffers of experts by their own `make`, from this seed.
 
     Raises:
-        ConfigError: experts with parametrisations, whose parameters have other names than those that `make` gives.
+        ConfigError: before `setup`, experts that have changed owners, and experts with parametrisations, whose
+            parameters have other names than those that `make` gives.
     """
+    if experts.place is None or experts.moves and experts.own_numbers != tuple(experts.place.numbers):
+        raise ConfigError(f"{type(experts).__name__}.reset_parameters: no experts yet, or experts that have moved")
     if any(map(is_parametrized, experts.modules())):
         raise ConfigError(
             f"{type(experts).__name__}.reset_parameters: the experts are parametrised (LoRA, weight norm); initialise "
