@@ -166,16 +166,11 @@ class Experts(Constructed, nn.Module):
         require_floats(type(self).__name__, dtype)
         if self.place is not None:
             raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
-        self.place, self.model_dim = place, model_dim
-        self._dtype = dtype
+        self.place, self.model_dim, self._dtype = place, model_dim, dtype
         self.make(model_dim, place, draw_seed(), device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, with the values that a construction would draw now; for experts after `to_empty`.
-
-        Raises:
-            ConfigError: before `setup`, parametrised experts, or experts that have changed owners.
-        """
+        """Draw the parameters anew, as a construction would now, for experts after `to_empty` (`fill_again`)."""
         fill_again(self, self._dtype, draw_seed())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -454,9 +449,8 @@ class FeedForward(Experts):
             bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
             made = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
             for at, generator in enumerate([] if made.is_meta else generators):
-                made[at] = own(
-                    torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator), split[name]
-                )
+                whole = torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+                made[at] = own(whole, split[name])
             self.register_parameter(name, nn.Parameter(made))
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
 

@@ -28,6 +28,12 @@ _OLD_OPTIONS = {
     "nn.Dropout(p), and for results apply nn.Dropout(p) to what the layer returns",
     "fused_custom_fn": "write such experts as a module and give {'type': 'custom', 'module': …}",
 }
+# Of a layer, what ranks do not compare. Clients seed experts by rank, and make modules for it; experts of this package
+# are compared as modules.
+RANK_SPECIFIC = (
+    *("seeds", "experts", "group", "_group", "_marks", "_dispatchers", "_require_wrapper"),
+    *("l_aux", "dispatch_count", "protected_shape", "megablocks_size"),
+)
 # By folder: its modules, the name of their class, and the word in errors.
 _KINDS = {
     "gates": (("top", "cosine_top"), "Gate", "gate"),

@@ -73,11 +73,7 @@ class MOELayer(Constructed, nn.Module):
 
     __jit_ignored_attributes__ = NotScripted()
 
-    # Clients seed experts by rank, and make modules for it. Experts of this package are compared as modules.
-    rank_specific: ClassVar[Collection[str]] = (
-        *("seeds", "experts", "group", "_group", "_marks", "_dispatchers", "_require_wrapper"),
-        *("l_aux", "dispatch_count", "protected_shape", "megablocks_size"),
-    )
+    rank_specific: ClassVar[Collection[str]] = described.RANK_SPECIFIC
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _keep_out_of_graphs()
@@ -160,7 +156,7 @@ class MOELayer(Constructed, nn.Module):
             self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
 
     def reset_parameters(self) -> None:
-        """Fill the buffer, as after `to_empty`; experts and gates fill their own parameters."""
+        # Of this module's own, as after `to_empty`.
         self._num_global_experts.fill_(self.num_global_experts)
 
     @staticmethod
@@ -356,7 +352,7 @@ class MOELayer(Constructed, nn.Module):
     def _compare_gates(self) -> None:
         """Check that ranks made the same layer, and that gates begin alike: clients sum their gradients themselves."""
         topology = topology_of(self.group)
-        # Rows of results have this width; nobody else could refuse another one before it is sent.
+        # Rows of results have the second width; nobody else could refuse another one before it is sent.
         widths = {"model_dim": self.model_dim, "output_dim": getattr(self.experts, "output_dim", None)}
         facts = widths | {"experts": type(self.experts).__name__} | facts_of(self, "layer")
         if not type(self.experts).__module__.startswith("fusedmoe."):
