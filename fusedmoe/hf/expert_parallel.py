@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 from transformers.distributed.expert_parallel import EPImplementation
 
 from fusedmoe import ops
@@ -27,11 +29,10 @@ from fusedmoe.hf.module_experts import (
     fused_activation,
     fused_weights,
     matrix_names,
-    product_biases,
-    product_matrix,
+    read_parameters,
     row_dtype,
 )
-from fusedmoe.hf.peft_adapters import factors_in_use, require_shared, stored
+from fusedmoe.hf.peft_adapters import factors_in_use, refuse_split_merges, require_shared, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
 
 
@@ -44,7 +45,7 @@ class _LocalExperts(ExternalExperts):
         super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
 
     def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-        return compute(self.module, x_SM, layout, weight_N)
+        return compute(self.module, read_parameters(self.module), x_SM, layout, weight_N)
 
     def in_graphs(self) -> nn.Module:
         return _Computed(self.module)
@@ -54,8 +55,7 @@ class _LocalExperts(ExternalExperts):
         quantised = any(isinstance(stored(experts, name), QuantisedMatrices) for name in matrix_names(experts))
         if activation is None or factors or quantised:
             return AutogradExperts(self, [*experts.parameters(), *factors], experts)
-        (up, _), (down, _) = (product_matrix(experts, name, x_SM.dtype) for name in matrix_names(experts))
-        up_bias, down_bias = product_biases(experts, x_SM.dtype)
+        up, _, up_bias, down, _, down_bias = read_parameters(experts).to(x_SM.dtype)
         return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
 
 
@@ -67,7 +67,7 @@ class _Computed(nn.Module):
         self._experts = experts
 
     def forward(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-        return compute(self._experts, x_SM, layout, weight_N)
+        return compute(self._experts, read_parameters(self._experts), x_SM, layout, weight_N)
 
 
 class ExpertParallel(EPImplementation):
@@ -90,13 +90,17 @@ class ExpertParallel(EPImplementation):
     """
 
     schedule = "off"
-    # Layers that no pass with gradients has gone through: the first one asks whether adapters are shared, for all.
+    # Layers through which no pass with gradients has gone since peft made an adapter: the first pass checks, for all
+    # layers, whether adapters are shared.
     _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
+    _layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._unasked.add(self)
+        self._layers.add(self)
         check_experts(experts)
+        refuse_split_merges()
         self._experts: Any = experts
         self._topology = shared_topology(ep_mesh.get_group())
         self._sharing = shared_topology(tp_mesh.get_group()).world
@@ -104,6 +108,11 @@ class ExpertParallel(EPImplementation):
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
         setattr(experts, EXCHANGE, self._exchange)
+
+    @classmethod
+    def check_adapters_again(cls) -> None:
+        """Have the next pass with gradients check whether adapters are shared."""
+        cls._unasked.update(cls._layers)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
@@ -117,24 +126,30 @@ class ExpertParallel(EPImplementation):
         given = (hidden_states, top_k_index, top_k_weights)
         x_TH, number_TK, weight_TK = (ops.split_rows(value, sharing, counts) for value in given)
         bad = exchange.checks.of_given(x_TH, weight_TK)
-        x_TH = x_TH.to(row_dtype(self._experts, hidden_states))
+        x_TH = x_TH.to(row_dtype(stored(self._experts, "down_proj"), hidden_states))
         layout = ops.order(number_TK, self.num_local_experts * self._topology.ep.size)
         y_TH = exchange.in_graph(Routed(x_TH, layout, weight_TK), bad)
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        experts, topology, sharing = self._experts, self._topology, self._sharing
+        experts = self._experts
         if self in self._unasked and torch.is_grad_enabled():
             require_shared(experts)
             self._unasked.clear()
+        # A parametrisation is evaluated once in a forward, whatever the number of chunks.
+        with parametrize.cached() if parametrize.is_parametrized(experts) else nullcontext():
+            return self._exchanged(hidden_states, top_k_index, top_k_weights)
+
+    def _exchanged(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts, topology, sharing = self._experts, self._topology, self._sharing
         self._exchange.checks.tell_logits()
         counts = ops.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
         x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
         refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
-        x_TH = x_TH.to(row_dtype(experts, hidden_states))
+        x_TH = x_TH.to(row_dtype(stored(experts, "down_proj"), hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
         return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)

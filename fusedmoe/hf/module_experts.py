@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate, groupby
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import InputChecks, not_finite
+from fusedmoe.dispatchers import InputChecks, not_finite, unselected
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.peft_adapters import folded, matrix, replace_activation, stored
+from fusedmoe.hf.peft_adapters import folded, is_evaluated, matrix, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
 
 #: The name in transformers' registries.
@@ -55,18 +55,50 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         ConfigError: a module that is none of these, named; shapes that do not fit; tokens or weights that are NaN or
             infinite (on CUDA from a later call).
     """
-    check_experts(self)
-    if _is_few(self, hidden_states, top_k_index):
-        return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+    parameters = read_parameters(self)
+    if _is_few(parameters.down, hidden_states, top_k_index):
+        return few_tokens(self, parameters, hidden_states, top_k_index, top_k_weights)
     refuse_bad_numbers(self, hidden_states, top_k_weights)
     # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
     number_TK = (
         top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
     )
     layout = ops.order(number_TK, self.num_experts)
-    x_TH = hidden_states.to(row_dtype(self, hidden_states))
-    y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
+    x_TH = hidden_states.to(row_dtype(parameters.down, hidden_states))
+    y_TH = compute(self, parameters, x_TH, layout, ops.take_pairs(top_k_weights, layout))
     return y_TH.to(hidden_states.dtype)
+
+
+class Parameters(NamedTuple):
+    """The parameters of a module of experts for one forward, and the low-rank adapters of its matrices."""
+
+    up: Any
+    up_adapter: ops.LowRank | None
+    up_bias: Tensor | None
+    down: Any
+    down_adapter: ops.LowRank | None
+    down_bias: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Parameters:
+        return Parameters(*(None if each is None else each.to(dtype) for each in self))
+
+
+def read_parameters(experts: Any) -> Parameters:
+    """Read a module's parameters, each of them once: a parametrisation may change its state when it is evaluated.
+
+    Raises:
+        ConfigError: as `check_experts`.
+    """
+    check_experts(experts)
+    read: list[Any] = []
+    for name in matrix_names(experts):
+        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        read += [*matrix(experts, name), bias]
+    if parametrize.is_parametrized(experts):
+        for name, tensor in zip(parameter_names(experts), (read[0], read[3], read[2], read[5]), strict=False):
+            if is_evaluated(experts, name):
+                _check_parameter(experts, name, tensor)
+    return Parameters(*read)
 
 
 def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
@@ -82,18 +114,20 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
     checks.of_given(*tensors)
 
 
-def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
+def _is_few(down: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     """Returns whether calls cost more than rows do, as where a model decodes on a CPU."""
     # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
         return False
-    given = (hidden_states, top_k_index, stored(experts, "down_proj"))
-    if isinstance(given[2], QuantisedMatrices):
+    if isinstance(down, QuantisedMatrices):
         return False
+    given = (hidden_states, top_k_index, down)
     return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
 
 
-def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def few_tokens(
+    experts: Any, parameters: Parameters, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """`experts_forward` for some tokens on a CPU, without gradients: a product for each expert that was chosen.
 
     A product reads more than a cache holds, and after it a call takes several times as long as otherwise. So there are
@@ -102,7 +136,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     # A finite sum is of finite numbers only; where it is not, all are looked at.
     if not (isfinite(hidden_states.sum()) and isfinite(sum(top_k_weights.flatten().tolist()))):
         refuse_bad_numbers(experts, hidden_states, top_k_weights)
-    dtype, (T, K), E = row_dtype(experts, hidden_states), top_k_index.shape, experts.num_experts
+    dtype, (T, K), E = row_dtype(parameters.down, hidden_states), top_k_index.shape, experts.num_experts
     number_P = top_k_index.flatten()
     # By expert, so that each matrix is read once; one token has one row for each.
     number_N, pair_N = (number_P, None) if T == 1 else number_P.sort(stable=True)
@@ -124,11 +158,11 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     else:
         token_N = pair_N.div(K, rounding_mode="floor")
         rows_NH = x_TH.index_select(0, token_N)
-    names = matrix_names(experts)
+    up, up_adapter, up_bias, down, down_adapter, down_bias = parameters
     up_NI, down_NH = (
-        getattr(experts, f"{name}_bias").index_select(0, number_N).to(dtype) if experts.has_bias else None
-        for name in names
+        None if bias is None else bias.index_select(0, number_N).to(dtype) for bias in (up_bias, down_bias)
     )
+    transposed = experts.is_transposed
     runs, ends_E = [(number, len([*run])) for number, run in groupby(numbers)], None
     # Many experts in one call, in which each costs a fraction of a call, also one without rows.
     if T > 1 and 4 * len(runs) > E:
@@ -136,9 +170,9 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         ends_E = torch.tensor(
             [*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32, device="cpu"
         )
-    rows_NI = _product(experts, names[0], rows_NH, runs, ends_E, up_NI)
+    rows_NI = _product(up, up_adapter, transposed, rows_NH, runs, ends_E, up_NI)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = _product(experts, names[1], rows_NI.to(dtype), runs, ends_E, down_NH)
+    rows_NH = _product(down, down_adapter, transposed, rows_NI.to(dtype), runs, ends_E, down_NH)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
     # Weights and sums in float32 at least, as in the library's own kernels.
@@ -154,7 +188,13 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _product(
-    experts: Any, name: str, rows_NI: Tensor, runs: list[tuple[int, int]], ends_E: Tensor | None, bias_NO: Tensor | None
+    weight: Tensor,
+    adapter: ops.LowRank | None,
+    transposed: bool,
+    rows_NI: Tensor,
+    runs: list[tuple[int, int]],
+    ends_E: Tensor | None,
+    bias_NO: Tensor | None,
 ) -> Tensor:
     """Returns [N, O]: the rows of each of some experts times its matrix, plus their biases.
 
@@ -163,7 +203,7 @@ def _product(
         ends_E: int32; where each expert's rows end, to multiply in one call if that serves.
         bias_NO: of each row; written over.
     """
-    (weight, adapter), transposed, dtype = matrix(experts, name), experts.is_transposed, rows_NI.dtype
+    dtype = rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
     converts = weight.dtype != dtype
@@ -194,18 +234,15 @@ def _takes_groups(rows_NI: Tensor, weight: Tensor) -> bool:
     return known and rows_NI.is_contiguous() and weight.data_ptr() % 16 == rows_NI.data_ptr() % 16 == 0
 
 
-def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
-    """Returns the dtype in which rows are computed and sent."""
-    kind = hidden_states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored(experts, "down_proj").dtype
+def row_dtype(down: Any, hidden_states: Tensor) -> torch.dtype:
+    """Returns the dtype in which rows are computed and sent, of experts with this second matrix."""
+    kind, dtype = hidden_states.device.type, down.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
 
 
-def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
-    (up, up_adapter), (down, down_adapter) = (
-        product_matrix(experts, name, x_TH.dtype) for name in matrix_names(experts)
-    )
-    up_bias, down_bias = product_biases(experts, x_TH.dtype)
+    up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TH.dtype)
     adapters = ops.Adapters(up_adapter, down_adapter)
     bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
     if bits and experts._is_expert_parallel:
@@ -247,16 +284,10 @@ def matrix_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def product_matrix(experts: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, ops.LowRank | None]:
-    """Returns a product's matrix and the adapter on it, in a dtype."""
-    weight, adapter = matrix(experts, name)
-    return weight.to(dtype), None if adapter is None else adapter.to(dtype)
-
-
-def product_biases(experts: Any, dtype: torch.dtype) -> list[Tensor | None]:
-    """Returns the biases of both products, in a dtype."""
-    biases = (getattr(experts, f"{name}_bias", None) if experts.has_bias else None for name in matrix_names(experts))
-    return [None if bias is None else bias.to(dtype) for bias in biases]
+def parameter_names(experts: Any) -> list[str]:
+    """Returns the names of the parameters that both products read: the matrices, then the biases."""
+    names = matrix_names(experts)
+    return [*names, *(f"{name}_bias" for name in names)] if experts.has_bias else [*names]
 
 
 def fused_weights(
@@ -283,15 +314,27 @@ def is_clamped_swiglu(experts: Any) -> bool:
 
     A graph that is compiled before any such call has the module's own function.
     """
-    known: bool | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
-    if known is None and not torch.compiler.is_compiling():
-        known = experts._fusedmoe_clamped_swiglu = _computes_clamped_swiglu(experts)
-    return bool(known)
+    gate = vars(experts).get("_apply_gate", type(experts)._apply_gate), *_clamp(experts)
+    known: tuple[Any, bool] | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
+    if known is not None and known[0] == gate:
+        return known[1]
+    if torch.compiler.is_compiling() or None in gate:
+        return False
+    # Outside of a checkpoint's bookkeeping: the recomputation does not try the gate again.
+    with unselected():
+        experts._fusedmoe_clamped_swiglu = gate, _computes_clamped_swiglu(experts)
+    return bool(experts._fusedmoe_clamped_swiglu[1])
+
+
+def _clamp(experts: Any) -> list[float | None]:
+    """Returns the numbers `alpha` and `limit` of a clamped gate, None for anything else."""
+    given = (getattr(experts, name, None) for name in ("alpha", "limit"))
+    return [value if isinstance(value, (int, float)) else None for value in given]
 
 
 def _computes_clamped_swiglu(experts: Any) -> bool:
-    alpha, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
-    if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
+    alpha, limit = _clamp(experts)
+    if alpha is None or limit is None or limit <= 0:
         return False
     # Beyond the limit on both sides, so that the clamps are seen, in every combination of both halves.
     side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64, device="cpu")
@@ -311,7 +354,8 @@ def fused_activation(experts: Any) -> str | None:
     """Returns the activation of a network that is one operation of ours; None for others."""
     if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
         return None
-    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+    # Somebody may have replaced the gate of one module, or have put hooks on its activation.
+    if experts.has_gate and ("_apply_gate" in vars(experts) or type(experts)._apply_gate is not _default_apply_gate):
         return None
     plain = _activation(experts.act_fn)
     return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
@@ -319,6 +363,8 @@ def fused_activation(experts: Any) -> str | None:
 
 def _activation(act: Any) -> str:
     """Returns our name of an activation of theirs; "" for one that we do not have."""
+    if is_changed(act):
+        return ""
     # By class, not by isinstance: a subclass may compute something else.
     kind = type(act)
     if kind in (SiLUActivation, nn.SiLU):
@@ -328,12 +374,20 @@ def _activation(act: Any) -> str:
     return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
 
 
+def is_changed(module: Any) -> bool:
+    """Returns whether a module's call does more than its class says: hooks, or another forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    held = getattr(module, "__dict__", {})
+    return "forward" in held or any(held.get(name) for name in hooks)
+
+
 def check_experts(experts: Any) -> None:
     """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
-    # A decoder's few products take little longer than to look again at what is known.
-    plain = not (parametrize.is_parametrized(experts) or torch.compiler.is_compiling())
-    seen = plain and (type(experts), *((id(p), p.dtype) for p in experts._parameters.values() if p is not None))
-    if seen and experts.__dict__.get("_fusedmoe_seen") == seen:
+    # A decoder's few products take little longer than to look again at what is known. It is known of plain parameters
+    # alone, by all that the checks depend on, so that it holds whatever becomes of the module.
+    held = () if torch.compiler.is_compiling() else experts._parameters.items()
+    seen = (type(experts), *((name, p.dtype, p.dim()) for name, p in held if type(p) is nn.Parameter))
+    if len(seen) > 1 and experts.__dict__.get("_fusedmoe_seen") == seen:
         return
     who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
     lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
@@ -342,31 +396,33 @@ def check_experts(experts: Any) -> None:
             f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation gives them to modules of "
             "experts. Choose another experts_implementation for this model"
         )
-    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
-    names += [f"{name}_bias" for name in names] if experts.has_bias else []
-    # Found here, at the first forward with adapters, or by `apply`.
-    if parametrize.is_parametrized(experts):
-        replace_activation(computes)
+    names = parameter_names(experts)
     for name in names:
-        tensor = stored(experts, name)
-        dims = 2 if name.endswith("bias") else 3
-        stores = isinstance(tensor, (Tensor, QuantisedMatrices))
-        if not stores or tensor.dim() != dims or tensor.dtype not in _DTYPES:
-            got = f"{tensor.dtype} {list(tensor.shape)}" if stores else type(tensor).__name__
-            raise ConfigError(
-                f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
-                f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
-                "expert, or choose another experts_implementation"
-            )
-        if isinstance(tensor, QuantisedMatrices) and experts._is_expert_parallel:
-            _refuse_split(experts)
-        if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
-            raise ConfigError(
-                f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
-                "the model without quantisation, or choose another experts_implementation"
-            )
-    if seen:
+        # Others are looked at when they have been evaluated.
+        if not is_evaluated(experts, name):
+            _check_parameter(experts, name, stored(experts, name))
+    if not torch.compiler.is_compiling() and {name for name, *_ in seen[1:]} >= set(names):
         experts._fusedmoe_seen = seen
+
+
+def _check_parameter(experts: Any, name: str, tensor: Any) -> None:
+    who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
+    dims = 2 if name.endswith("bias") else 3
+    stores = isinstance(tensor, (Tensor, QuantisedMatrices))
+    if not stores or tensor.dim() != dims or tensor.dtype not in _DTYPES:
+        got = f"{tensor.dtype} {list(tensor.shape)}" if stores else type(tensor).__name__
+        raise ConfigError(
+            f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
+            f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
+            "expert, or choose another experts_implementation"
+        )
+    if isinstance(tensor, QuantisedMatrices) and experts._is_expert_parallel:
+        _refuse_split(experts)
+    if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
+        raise ConfigError(
+            f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or alike are computed with; load "
+            "the model without quantisation, or choose another experts_implementation"
+        )
 
 
 def _refuse_split(experts: Any) -> NoReturn:
@@ -379,7 +435,9 @@ def _refuse_split(experts: Any) -> NoReturn:
 
 def computes(experts: Any) -> bool:
     """Returns whether the forward of a module of experts is this library's."""
-    return getattr(experts.config, "_experts_implementation", None) == NAME and owner(experts) in OWN
+    # Without a config: a module of somebody else's, whose parameter has an adapter of peft.
+    config = getattr(experts, "config", None)
+    return getattr(config, "_experts_implementation", None) == NAME and owner(experts) in OWN
 
 
 def owner(module: Any) -> str:

@@ -6,9 +6,10 @@ factors are read apart, and `fusedmoe.ops.low_rank_experts` computes with them:
 
     matrix(experts, "down_proj")        W, and the adapter that is active on it, without a read of the parameter
 
-Registering alone folds B·A into W once, to compare shapes. So for peft 0.21, whose wrapper is known,
-`ParamWrapper._activate_lora` is replaced when the first such parametrisation is seen, or by `fusedmoe.hf.apply`: for
-experts that this library computes it leaves the factors beside the module, and for all others it does what it did.
+Registering alone folds B·A into W once, to compare shapes. So for peft 0.21, whose wrapper is known, importing
+`fusedmoe.hf` replaces `ParamWrapper._activate_lora`: for experts that this library computes it leaves the factors
+beside the module, and for all others it does what it did. It is replaced at import because a forward and the
+recomputation of an activation checkpoint must run the same code.
 
 Over ranks peft makes plain parameters of whole adapters, also beside experts that are split. `share_adapters` has them
 begin equal and get one gradient; a step with adapters that it has not seen is refused.
@@ -17,7 +18,6 @@ begin equal and get one gradient; a step with adapters that it has not seen is r
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,13 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from fusedmoe.compat.peft import CHECKED, is_factors_proxy, is_full_proxy, lora_module
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.quantised import quantised
 from fusedmoe.ops import LowRank
 from fusedmoe.ranks import Group, all_reduce
 
-#: Versions of peft whose wrapper is known, as far as they are compared.
-_KNOWN = ("0.21.",)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _HELD, _SHARED = "_fusedmoe_adapters", "_fusedmoe_shared"
@@ -57,10 +56,10 @@ def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
         return getattr(experts, name, None), held
     parametrisations = experts.parametrizations[name]
     proxy = parametrisations[0]
-    plain = len(parametrisations) == 1 and type(proxy).__name__ == "_LoraFactorsProxy"
-    original = parametrisations.original
+    plain = len(parametrisations) == 1 and is_factors_proxy(proxy)
+    original = getattr(parametrisations, "original", None)
     if not plain or not isinstance(original, Tensor) or original.dim() != 3 or original.requires_grad:
-        if type(proxy).__name__ in ("_LoraFactorsProxy", "_LoraParameterProxy"):
+        if is_factors_proxy(proxy) or is_full_proxy(proxy):
             _warn_once(experts, name, "the parameter is trained, too" if plain else "it is given as a full matrix")
         return getattr(experts, name), None
     # What lhs @ rhs makes has the parameter's shape: [E, in, out] if transposed, and then B is on the right.
@@ -77,31 +76,43 @@ def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
 
 
 def stored(experts: Any, name: str) -> Any:
-    """Returns a parameter without what is added to it: for its shape, dtype and device."""
+    """Returns a parameter without what adapters add to it: for its shape, dtype and device."""
     parameter = experts._parameters.get(name)
     if type(parameter) is nn.Parameter:
         return parameter
     if (bits := quantised(experts, name)) is not None:
         return bits
-    if parametrize.is_parametrized(experts, name):
+    if parametrize.is_parametrized(experts, name) and not is_evaluated(experts, name):
         return getattr(experts.parametrizations[name], "original", None)
     return getattr(experts, name, None)
 
 
+def is_evaluated(experts: Any, name: str) -> bool:
+    """Returns whether only a read of a parameter says what it is: a parametrisation that is not peft's made it."""
+    if not parametrize.is_parametrized(experts, name) or quantised(experts, name) is not None:
+        return False
+    return not all(is_factors_proxy(each) or is_full_proxy(each) for each in experts.parametrizations[name])
+
+
 def replace_activation(computes: Callable[[Any], bool]) -> None:
-    """Has peft's wrapper, if its version is known, leave an adapter's factors beside experts.
+    """Have peft's wrapper, if its version is known, leave an adapter's factors beside experts.
 
     Args:
-        computes: tells whether this library computes a module of experts.
+        computes: returns whether this library computes a module of experts.
     """
-    peft = sys.modules.get("peft")
-    if peft is None or torch.compiler.is_compiling() or not str(peft.__version__).startswith(_KNOWN):
+    layer = lora_module()
+    if layer is not None and not hasattr(layer.ParamWrapper._activate_lora, "_fusedmoe"):
+        layer.ParamWrapper._activate_lora = _activation(layer.ParamWrapper._activate_lora, computes)
+
+
+def refuse_split_merges() -> None:
+    """Have peft refuse to merge an adapter into a rank's part of a parameter, for models over ranks."""
+    layer = lora_module()
+    if layer is None:
         return
-    layer: Any = sys.modules["peft.tuners.lora.layer"]
-    wrapper = layer.ParamWrapper
-    if not hasattr(wrapper._activate_lora, "_fusedmoe"):
-        wrapper._activate_lora = _activation(wrapper._activate_lora, computes)
-        wrapper.merge, layer.Linear.merge = _merging(wrapper.merge), _merging(layer.Linear.merge)
+    for wrapper in (layer.ParamWrapper, layer.Linear):
+        if not hasattr(wrapper.merge, "_fusedmoe"):
+            wrapper.merge = _merging(wrapper.merge)
 
 
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
@@ -112,7 +123,7 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
         experts, parameter = self.get_base_layer(), self.parameter_name
-        if not names or not (_serves(self, experts, parameter) and computes(experts)):
+        if not names or not (computes(experts) and _serves(self, experts, parameter)):
             with original(self, active_adapters):
                 yield
             return
@@ -132,10 +143,11 @@ def _merging(original: Callable[..., None]) -> Callable[..., None]:
         name = getattr(self, "parameter_name", "weight")  # of a linear layer
         # Where FSDP has split a linear layer with its adapter, peft adds parts to parts.
         parts = name == "weight" and all(isinstance(each, DTensor) for each in self.lora_A.parameters())
-        if isinstance(stored(self.get_base_layer(), name), DTensor) and not parts:
+        if isinstance(self.get_base_layer()._parameters.get(name), DTensor) and not parts:
             _refuse_split(self.get_base_layer(), name, "merge it in one process, into a model that is not split")
         original(self, *args, **kwargs)
 
+    merge._fusedmoe = True  # type: ignore[attr-defined]
     return merge
 
 
@@ -166,8 +178,7 @@ def _serves(wrapper: Any, experts: Any, name: str) -> bool:
 def _refuse_quantised(experts: Any, name: str) -> NoReturn:
     raise ConfigError(
         f"fusedmoe.hf: {type(experts).__name__}.{name} is quantised, and its adapter is added to all of it; this is "
-        f"known of peft {' and '.join(_KNOWN)}x alone: call fusedmoe.hf.apply(model) after peft has made the adapters, "
-        "or choose another experts_implementation"
+        f"known of peft {CHECKED} alone: install that, or choose another experts_implementation"
     )
 
 

@@ -13,8 +13,8 @@ from fusedmoe import Schedule, Topology
 from fusedmoe.dispatchers import EXCHANGE
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import registered_experts
-from fusedmoe.hf.module_experts import NAME, OWN, check_experts, computes, owner
-from fusedmoe.hf.peft_adapters import replace_activation, share_adapters
+from fusedmoe.hf.module_experts import NAME, OWN, check_experts, owner
+from fusedmoe.hf.peft_adapters import refuse_split_merges, share_adapters
 
 
 def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
@@ -52,7 +52,7 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
                 "that no experts_implementation has an effect; leave that part of it out, and apply this first"
             )
         check_experts(module)
-    replace_activation(computes)
+    refuse_split_merges()
     if any(module._is_expert_parallel for module in modules.values()):
         _share_adapters(model)
     for owner_of_experts in _outermost(model):

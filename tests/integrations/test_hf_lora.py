@@ -160,7 +160,6 @@ def test_unknown_versions_fold_to_compare_shapes_only() -> None:
     folds, fold = [], proxy.forward
     with (
         patch.object(wrapper, "_activate_lora", replaced.original),
-        patch.object(peft_adapters, "_KNOWN", ()),
         patch.object(proxy, "forward", lambda self, w: folds.append(w) or fold(self, w)),
     ):
         wanted = numbers(models[0])

@@ -77,6 +77,13 @@ def refused(rank: int, world: int, folder: str) -> None:
             model(input_ids=tokens)
     fusedmoe.hf.apply(model)
     model(input_ids=tokens, labels=tokens).loss.backward()
+    # Adapters that arrive after a step.
+    model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("late")
+    with pytest.raises(ConfigError, match=r"own gradient of .*lora_A.late.* call fusedmoe.hf.apply\(model\)"):
+        model(input_ids=tokens)
+    fusedmoe.hf.apply(model)
+    model(input_ids=tokens, labels=tokens).loss.backward()
     with pytest.raises(ConfigError, match=r"Linear.weight is split over ranks, .* merge it in one process"):
         model.merge_and_unload()
     del model

@@ -1,0 +1,58 @@
+"""Private names of peft, checked against 0.21."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from fusedmoe.compat import require_names
+
+CHECKED = "0.21"
+
+
+def lora_module() -> Any | None:
+    """Return peft's module of LoRA layers. None if peft is not installed, or is another version than the checked one.
+
+    Raises:
+        ImportError: a checked version lacks a private name.
+    """
+    if find_spec("peft") is None:
+        return None
+    found = version("peft")
+    if not found.startswith(f"{CHECKED}."):
+        return None
+    layer = import_module("peft.tuners.lora.layer")
+    require_names("peft", found, CHECKED, layer.ParamWrapper, "_activate_lora")
+    require_names("peft", found, CHECKED, layer, "_LoraFactorsProxy", "_LoraParameterProxy")
+    return layer
+
+
+def is_factors_proxy(parametrization: Any) -> bool:
+    """Return whether a parametrization is one adapter of peft, which holds the factors `lhs`, `rhs` and `scaling`."""
+    return type(parametrization).__name__ == "_LoraFactorsProxy"
+
+
+def is_full_proxy(parametrization: Any) -> bool:
+    """Return whether a parametrization is the sum of peft's active adapters, as a tensor of the parameter's size."""
+    return type(parametrization).__name__ == "_LoraParameterProxy"
+
+
+def call_after_injection(call: Callable[[], None]) -> None:
+    """Have `call` called whenever peft has put an adapter into a model. No private name, so of any version of peft."""
+    if find_spec("peft") is None:
+        return
+    tuner = import_module("peft.tuners.tuners_utils").BaseTuner
+    inject = tuner.inject_adapter
+
+    @wraps(inject)
+    def inject_adapter(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inject(*args, **kwargs)
+        finally:
+            call()
+
+    tuner.inject_adapter = inject_adapter
