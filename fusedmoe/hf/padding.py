@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import Cache, PreTrainedModel
 
+from fusedmoe import ops
 from fusedmoe.dispatchers import Remembered, enclosing_checkpoints
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import named_input, registered_experts
+
+# What is added to logits of keys that are left out: −10,000 or less, rounded to any dtype.
+_MASKED = -9e3
 
 
 def mask_padding(model: Any) -> Any:
@@ -23,11 +28,12 @@ def mask_padding(model: Any) -> Any:
 
     Args:
         model: with this library's experts (`fusedmoe.hf.apply`, `experts_implementation="fusedmoe"`), bare or in
-            wrappers. Masks are [batch, tokens]; with a cache, the last tokens are those of a call. A call without a
-            mask has no padding.
+            wrappers. Masks are [batch, tokens]; with a cache, the last tokens are those of a call. Of masks
+            [batch, heads, queries, keys], of a `BlockMask` of flex attention, and of a dict of these for each kind of
+            layer, tokens that do not attend to themselves are padding. A call without a mask has no padding.
     Raises:
         ConfigError: a model without experts, or with experts of another implementation, named; from a forward, a mask
-            of another kind, or of other tokens than the experts'.
+            of another kind, of other tokens than the experts', or one that does not say which tokens are padding.
     """
     experts = registered_experts(model)
     # Of models in each other the outermost, which comes first, is the one that is called.
@@ -61,24 +67,110 @@ def _ours(experts: Any) -> bool:
 
 
 class _Padding:
-    """The mask of the call of a model that is under way."""
+    """The tokens [batch, tokens] that are no padding, of the call of a model that is under way. None: all are real."""
 
     mask: Tensor | None = None
 
     def __init__(self, model: nn.Module) -> None:
         # Asked once: compilers do not ask a function for its arguments.
-        arguments = [*inspect.signature(model.forward).parameters]
-        self._position = arguments.index("attention_mask") if "attention_mask" in arguments else len(arguments)
+        self._arguments = [*inspect.signature(model.forward).parameters]
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = args[self._position] if len(args) > self._position else kwargs.get("attention_mask")
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-            got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ConfigError(f"fusedmoe.hf.mask_padding: attention_mask must be [batch, tokens], got {got}")
-        self.mask = mask
+        given = dict(zip(self._arguments, args, strict=False)) | kwargs
+        masks, cache = given.get("attention_mask"), given.get("past_key_values")
+        # Models with layers of several kinds take a mask for each kind, with the same padding; None is of a kind that
+        # needs none. A mask of queries and keys comes first: that of recurrent layers is a matter of their state.
+        by_kind = masks if isinstance(masks, dict) else {None: masks}
+        kinds = sorted((kind for kind, mask in by_kind.items() if mask is not None), key=lambda k: _is_2d(by_kind[k]))
+        if not kinds:
+            self.mask = None
+            return
+        types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
+        layers = [index for index, kind in enumerate(types) if kind == kinds[0]]
+        self.mask = _real_tokens(by_kind[kinds[0]], tokens.shape[1], cache, layers).expand(len(tokens), -1)
 
     def end(self, *_: Any) -> None:
         self.mask = None
+
+
+def _is_2d(mask: Any) -> bool:
+    return len(getattr(mask, "shape", ())) == 2
+
+
+def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tensor:
+    """Find the tokens of a call that are no padding, in a mask as transformers' models take it.
+
+    In a mask of queries and keys a token is padding if it does not attend to itself, for transformers leaves out the
+    keys of padding, and no other mask of its leaves out a token's own key.
+
+    Args:
+        mask: [batch, tokens], also of tokens in the cache; [batch, heads, queries, keys], booleans or what is added to
+            the logits; or a `BlockMask` of flex attention. The batch may be 1 for all.
+        tokens: of a sequence in this call.
+        cache: of the call, or None.
+        layers: those that the mask is for. Empty: unknown.
+    Returns:
+        [batch, tokens], true for real tokens; a longer one ends with the tokens of the call.
+    """
+    shape = tuple(getattr(mask, "shape", ()))
+    if _is_2d(mask) and isinstance(mask, Tensor):
+        # The mask ends with the call's tokens, unless it is as long as a cache of fixed length.
+        if not isinstance(cache, Cache) or shape[1] <= tokens:
+            return mask != 0
+        first = torch.as_tensor(cache.get_query_offset(layers[0] if layers else 0), device=mask.device)
+        return mask.index_select(1, _count(tokens, mask) + first.clamp(max=shape[1] - tokens)) != 0
+    dense = isinstance(mask, Tensor) and len(shape) == 4 and (mask.is_floating_point() or mask.dtype == torch.bool)
+    if not (dense or isinstance(mask, BlockMask)):
+        got = f"{mask.dtype} {list(shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigError(
+            "fusedmoe.hf.mask_padding: attention_mask must be [batch, tokens], or [batch, heads, queries, keys] of "
+            f"booleans or of floats that are added to logits, or a BlockMask of flex attention, got {got}"
+        )
+    first = _first_key(cache, tokens, shape[3], layers)
+    if first is None or shape[2] != tokens:
+        raise ConfigError(
+            f"fusedmoe.hf.mask_padding: attention_mask is {list(shape)} for {tokens} tokens, and neither they nor "
+            "past_key_values explain its number of keys, so that nothing says which key is a token's own; give a mask "
+            "[batch, tokens]"
+        )
+    query_Q = _count(tokens, mask) if dense else torch.arange(tokens, device=mask.kv_num_blocks.device)
+    own_Q = query_Q + first
+    if dense:
+        attends_BQQ = (mask if mask.dtype == torch.bool else mask > _MASKED).any(1).index_select(2, own_Q)
+        real_BQ, seen_BQ = attends_BQQ.diagonal(dim1=1, dim2=2), attends_BQQ.any(1)
+    else:
+        batch_B1, head = torch.arange(shape[0], device=own_Q.device)[:, None], torch.zeros_like(own_Q[:1])
+        # Of the queries that could see a token's key: its own, the next one, and the last.
+        each = (query_Q, (query_Q + 1).clamp(max=tokens - 1), torch.full_like(query_Q, tokens - 1))
+        real_BQ, *others = (mask.mask_mod(batch_B1, head, by_Q, own_Q).expand(shape[0], tokens) for by_Q in each)
+        seen_BQ = others[0] | others[1]
+    ops.require_values(
+        "fusedmoe.hf.mask_padding",
+        (real_BQ | ~seen_BQ).all(),
+        "attention_mask has tokens that do not attend to themselves, and others attend to them, so that nothing says "
+        "which tokens are padding; give a mask [batch, tokens]",
+    )
+    return real_BQ
+
+
+def _first_key(cache: Any, tokens: int, keys: int, layers: list[int]) -> Any:
+    """Find the key of a call's first token in a mask with a number of keys. None: nothing explains that number."""
+    if not isinstance(cache, Cache):
+        return 0 if keys == tokens else None
+    for layer in layers or range(max(1, len(cache.layers))):
+        try:
+            length, offset = cache.get_mask_sizes(tokens, layer)
+            first = cache.get_query_offset(layer)
+        except ValueError:  # a layer without keys
+            continue
+        if length == keys:
+            return first - offset
+    return None
+
+
+def _count(tokens: int, like: Tensor) -> Tensor:
+    return torch.arange(tokens, device=like.device)
 
 
 class _Masked:

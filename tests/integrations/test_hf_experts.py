@@ -103,11 +103,14 @@ def test_only_gpt_oss_s_own_gate_is_taken_for_it(monkeypatch: pytest.MonkeyPatch
     experts, (x_TH, number_TK, weight_TK) = module_of("gpt-oss")
     assert is_clamped_swiglu(experts)
     experts.config._experts_implementation = fusedmoe.hf.NAME
-    monkeypatch.setattr(type(experts), "_apply_gate", lambda *_: pytest.fail("theirs"))
+    rows: list[int] = []
+    gate = type(experts)._apply_gate
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, given: rows.append(len(given)) or gate(self, given))
     x_TH = 20 * x_TH
     before = experts(x_TH, number_TK, weight_TK)
     experts.limit /= 2  # a user's change counts from the next call on
     assert not torch.allclose(experts(x_TH, number_TK, weight_TK), before)
+    assert number_TK.numel() not in rows and len(rows) == 2  # only tried out, for each pair of gate and limit
 
     class SideBySide(GptOssExperts):
         def _apply_gate(self, gate_up: Tensor) -> Tensor:

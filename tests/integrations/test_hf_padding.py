@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import StaticCache
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.callbacks import RouterMetrics
+from fusedmoe.hf.callbacks import RouterMetrics, named_input
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.test_hf_parallel import load
@@ -63,7 +68,7 @@ def rows_of(model: Any, **given: Any) -> list[int]:
     counts: list[int] = []
 
     def count(_: Any, args: Any, kwargs: Any) -> None:
-        counts.append(int((kwargs["top_k_index"] >= 0).sum()))
+        counts.append(int((named_input(*args, **kwargs)["top_k_index"] >= 0).sum()))
 
     hooks = [experts.register_forward_pre_hook(count, with_kwargs=True) for experts in experts_of(model)]
     model(**given)
@@ -118,6 +123,101 @@ def test_with_a_cache() -> None:
     assert torch.equal(found, torch.stack(wanted))
 
 
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("kind", ["bool", "float", "bfloat16", "big", "heads", "flex"])
+def test_masks_of_queries_and_keys(kind: str, left: bool) -> None:
+    """The same tokens are padding as by a mask of tokens."""
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    _, tokens, mask = sequences(6, left)
+    attends = mask.bool()[:, None, None] & torch.ones(9, 9).tril().bool()
+    masks: dict[str, Any] = {"bool": attends, "heads": attends.expand(-1, 4, -1, -1)}
+    for name, dtype, least in (
+        ("float", torch.float32, torch.finfo(torch.float32).min),
+        ("bfloat16", torch.bfloat16, float("-inf")),
+        ("big", torch.bfloat16, -1e4),
+    ):
+        masks[name] = torch.zeros(attends.shape, dtype=dtype).masked_fill(~attends, least)
+    real = mask.bool()
+    masks["flex"] = create_block_mask(lambda b, h, q, k: (q >= k) & real[b, k], 3, None, 9, 9, device="cpu")
+    found = seen_by_experts(model, input_ids=tokens, attention_mask=masks[kind])
+    assert torch.equal(found, real)
+
+
+def test_a_mask_of_one_sequence_for_all() -> None:
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    attends = torch.ones(1, 1, 5, 5).tril().bool()
+    attends[..., :2] = False
+    tokens = torch.randint(0, VOCABULARY, (3, 5))
+    assert seen_by_experts(model, input_ids=tokens, attention_mask=attends).tolist() == [[False] * 2 + [True] * 3] * 3
+
+
+def test_a_dict_without_masks_has_no_padding() -> None:
+    model = fusedmoe.hf.mask_padding(make("gpt-oss", fusedmoe.hf.NAME))
+    masks = {"full_attention": None, "sliding_attention": None}
+    assert rows_of(model, input_ids=torch.randint(0, VOCABULARY, (3, 5)), attention_mask=masks) == [2 * 15] * 2
+
+
+def seen_by_experts(model: Any, **given: Any) -> Tensor:
+    """Which tokens, [batch, tokens], experts compute in a call, where attention does not matter."""
+    rows: list[Tensor] = []
+
+    def first(_: Any, __: Any, kwargs: Any) -> None:
+        rows.append((kwargs["top_k_index"] >= 0).all(1))
+        raise StopIteration
+
+    hook = experts_of(model)[0].register_forward_pre_hook(first, with_kwargs=True)
+    attention = model.model.layers[0].self_attn
+    with patch.object(attention, "forward", lambda hidden_states, **_: (hidden_states, None)), suppress(StopIteration):
+        model(**given)
+    hook.remove()
+    return rows[0].view(given["input_ids"].shape)
+
+
+STATIC = [("mixtral", "sdpa", None), ("gpt-oss", "eager", 4)]
+STATIC_OTHERS = [("mixtral", "eager", 4), ("qwen3", "sdpa", 4), ("olmoe", "sdpa", None), ("deepseek", "eager", None)]
+
+
+@pytest.mark.parametrize("beams", [1, *slowly(2)])
+@pytest.mark.parametrize(("family", "attention", "window"), [*STATIC, *slowly(*STATIC_OTHERS)])
+def test_caches_of_fixed_length(family: str, attention: str, window: int | None, beams: int) -> None:
+    """`generate` prepares masks of queries and keys for them, one for each kind of layer."""
+    torch.manual_seed(7)
+    model = make(family, fusedmoe.hf.NAME)
+    model.set_attn_implementation(attention)
+    if window is not None:
+        model.config.sliding_window = window
+    masked = fusedmoe.hf.mask_padding(copy.deepcopy(model))
+    _, tokens, mask = sequences(8, True)
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    given |= {"attention_mask": mask, "cache_implementation": "static"}
+    wanted = model.generate(tokens, **given)
+    counts: list[int] = []
+    hook = experts_of(masked)[0].register_forward_pre_hook(
+        lambda _, __, kwargs: counts.append(int((kwargs["top_k_index"] >= 0).all(1).sum())), with_kwargs=True
+    )
+    found = masked.generate(tokens, **given)
+    hook.remove()
+    assert torch.equal(found, wanted)
+    assert counts == [15 * beams] + [3 * beams] * 5
+    # A mask of tokens as long as the cache.
+    cache = StaticCache(model.config, max_cache_len=16)
+    assert rows_of(masked, input_ids=tokens, attention_mask=F.pad(mask, (0, 7)), past_key_values=cache) == [
+        2 * 15
+    ] * len(experts_of(masked))
+
+
+@pytest.mark.slow
+def test_compiled_with_a_prepared_mask() -> None:
+    torch.manual_seed(4)
+    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME, torch.float64)).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    _, tokens, mask = sequences(5, False)
+    attends = mask.bool()[:, None, None] & torch.ones(9, 9).tril().bool()
+    found = [call(input_ids=tokens, attention_mask=attends).logits[mask.bool()] for call in (model, compiled)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 def test_compiled() -> None:
     """The whole model is one graph; positions of the arguments do not matter."""
@@ -143,8 +243,18 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="Linear has no experts"):
         fusedmoe.hf.mask_padding(torch.nn.Linear(2, 2))
     model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
-    with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], got \[1, 1, 4, 4\]"):
-        model(input_ids=torch.ones(1, 4).long(), attention_mask=torch.ones(1, 1, 4, 4))
+    tokens, square = torch.ones(1, 4).long(), torch.ones(1, 1, 4, 4)
+    with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], or .*, got torch.int64 \[1, 1, 4, 4\]"):
+        model(input_ids=tokens, attention_mask=square.long())
+    with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], or .*, got torch.float32 \[1, 4, 4\]"):
+        model(input_ids=tokens, attention_mask=square[0])
+    with pytest.raises(ConfigError, match=r"is \[1, 1, 4, 6\] for 4 tokens, .* give a mask \[batch, tokens\]"):
+        model(input_ids=tokens, attention_mask=torch.ones(1, 1, 4, 6).bool())
+    with pytest.raises(ConfigError, match="tokens that do not attend to themselves, and others attend to them"):
+        model(input_ids=tokens, attention_mask=square.tril(-1).bool())
+    block = create_block_mask(lambda b, h, q, k: q > k, 1, None, 4, 4, device="cpu")
+    with pytest.raises(ConfigError, match="tokens that do not attend to themselves, and others attend to them"):
+        model(input_ids=tokens, attention_mask=block)
 
 
 def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
