@@ -18,7 +18,7 @@ from fusedmoe.versions import refused
 if (error := refused("megatron-core", "0.16", "0.17", "fusedmoe.megatron")) is not None:
     raise error
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,6 +174,9 @@ class StagedDispatcher(MoETokenDispatcher):
         """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
+        if self.config.moe_pad_expert_input_to_capacity:
+            # The map then has padding in it, tokens with a weight of 0, up to the capacity: they contribute nothing.
+            routing_map = routing_map & (probs != 0)
         number_TK, self._weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
         self._layout = ops.order(number_TK, routing_map.shape[1])
         if self.in_chunks:
@@ -260,21 +263,16 @@ class StackedExperts(SequentialMLP):
 
 
 def _check(config: Any) -> None:
-    captured = {getattr(scope, "name", str(scope)) for scope in config.cuda_graph_scope or ()}
-    graphs = config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURED)
-    wrong = {
-        "moe_token_dispatcher_type='flex'": config.moe_token_dispatcher_type == "flex",
-        "moe_pad_expert_input_to_capacity": config.moe_pad_expert_input_to_capacity,
-        "moe_router_padding_for_quantization": config.moe_router_padding_for_quantization,
-        "moe_shared_expert_overlap": config.moe_shared_expert_overlap,
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        f"cuda_graph_scope={sorted(captured)}": graphs,
-    }
-    if names := ", ".join(name for name, refused in wrong.items() if refused):
+    if names := ", ".join(name for name, is_set in REFUSED.items() if is_set(config)):
         raise ConfigError(
             f"fusedmoe.megatron: the layer sends rows itself, as many as there are, and cannot do {names}; leave that "
             "out, or fusedmoe.megatron"
         )
+
+
+def _captures_layer(config: Any) -> bool:
+    captured = {getattr(scope, "name", str(scope)) for scope in config.cuda_graph_scope or ()}
+    return config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURED)
 
 
 def chosen(routing_map: Tensor, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -311,25 +309,41 @@ def _split(w1: Tensor, w2: Tensor) -> Sequence[Tensor]:
     return *up.unbind(), *w2.unbind()
 
 
+def _known_activation(config: Any) -> str | None:
+    return _ACTIVATIONS.get(config.activation_func, (None, None))[bool(config.gated_linear_unit)]
+
+
 def _activation(config: Any) -> str:
-    act, gated = config.activation_func, bool(config.gated_linear_unit)
-    known = _ACTIVATIONS.get(act, (None, None))[gated]
-    name = getattr(act, "__name__", repr(act)) + (" with a gate" if gated else "")
-    wrong = {
-        "biases (add_bias_linear)": config.add_bias_linear,
-        "quantised products (fp8, fp4)": config.fp8 or config.fp4,
-        "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
-        "activation_func_clamp_value": config.activation_func_clamp_value is not None,
-        "glu_linear_offset": config.glu_linear_offset != 0,
-        f"the activation {name}": known is None,
-    }
-    names = ", ".join(name for name, refused in wrong.items() if refused)
-    if known is None or names:
+    act, known = config.activation_func, _known_activation(config)
+    name = getattr(act, "__name__", repr(act)) + (" with a gate" if config.gated_linear_unit else "")
+    refused = [option for option, is_set in REFUSED_EXPERTS.items() if is_set(config)]
+    if known is None or refused:
+        names = ", ".join(f"activation_func={name}" if option == "activation_func" else option for option in refused)
         raise ConfigError(
             f"fusedmoe.megatron.routed_experts computes experts with silu, gelu (each with a gate or without) or relu, "
             f"and none with {names}; take fusedmoe.megatron.token_dispatcher, which leaves the experts to Megatron"
         )
     return known
+
+
+#: Settings of Megatron that both functions refuse, and when. The guide's table has the same names.
+REFUSED: dict[str, Callable[[Any], bool]] = {
+    "moe_token_dispatcher_type='flex'": lambda config: config.moe_token_dispatcher_type == "flex",
+    "moe_router_padding_for_quantization": lambda config: config.moe_router_padding_for_quantization,
+    "moe_shared_expert_overlap": lambda config: config.moe_shared_expert_overlap,
+    "overlap_moe_expert_parallel_comm": lambda config: config.overlap_moe_expert_parallel_comm,
+    "cuda_graph_scope": _captures_layer,
+}
+#: Those that only `routed_experts` refuses.
+REFUSED_EXPERTS: dict[str, Callable[[Any], bool]] = {
+    "add_bias_linear": lambda config: config.add_bias_linear,
+    "fp8": lambda config: bool(config.fp8),
+    "fp4": lambda config: bool(config.fp4),
+    "moe_apply_probs_on_input": lambda config: config.moe_apply_probs_on_input,
+    "activation_func_clamp_value": lambda config: config.activation_func_clamp_value is not None,
+    "glu_linear_offset": lambda config: config.glu_linear_offset != 0,
+    "activation_func": lambda config: _known_activation(config) is None,
+}
 
 
 def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:

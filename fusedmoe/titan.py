@@ -6,9 +6,7 @@
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
 what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains; `pipeline(model)` has attention
 of some samples go beside the experts of others, over all blocks. `selective_ac` has selective activation checkpointing
-run each exchange once. No code of torchtitan or of a model changes. Parameters, their names
-and how they are sharded stay as they are: checkpoints, optimizers, FSDP and the adapters for Hugging Face's format see
-no difference.
+run each exchange once. Parameters, their names and how they are sharded stay torchtitan's.
 
 Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden
 width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sorted by expert, R tokens
@@ -22,6 +20,7 @@ from fusedmoe.versions import refused
 if (error := refused("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
     raise error
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -270,6 +269,11 @@ class FusedRoutedExperts(RoutedExperts):
         inner_experts: FusedExperts.Config | FusedGptOssExperts.Config
         token_dispatcher: TokenDispatcher.Config
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if hasattr(self, name):  # after it was made
+                _check_replacement(name, getattr(self, name), value)
+            object.__setattr__(self, name, value)
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         inner = self.inner_experts
@@ -311,6 +315,16 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         return super().get_save_ops() | KEPT_OPERATORS
+
+
+def _check_replacement(name: str, held: Any, value: Any) -> None:
+    """Refuse another override of a part of `routed_experts`. Warn if it claims the part and leaves it."""
+    if name in ("inner_experts", "token_dispatcher") and type(value) is not type(held):
+        text = f"another override, or quantisation, replaces {name} by {_name(value)} after {_NAME}.routed_experts"
+        raise ConfigError(f"{text}; leave one of the two out")
+    if value is held and name == "inner_experts":
+        text = f"another override claims {name} and leaves it as it is, without effect: the experts are {_name(value)}"
+        warnings.warn(f"{_NAME}.routed_experts: {text}. Leave one of the two out", stacklevel=4)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -388,6 +402,9 @@ def routed_experts(
     if isinstance(schedule, str):
         Schedule.named(schedule)  # refused here rather than when the model is built
     inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
+    if isinstance(dispatcher, TokenDispatcher.Config):
+        before = "routed_experts" if isinstance(cfg, FusedRoutedExperts.Config) else "token_dispatcher"
+        raise ConfigError(f"{_NAME}.routed_experts: {_NAME}.{before} was applied before; name one of them, once")
     if type(cfg) is not RoutedExperts.Config or type(inner) not in _EXPERTS:
         raise ConfigError(
             f"fusedmoe.titan.routed_experts computes plain SwiGLU experts and gpt-oss's, and not {_name(inner)} in "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +163,10 @@ def on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
                 definition(rank, ours, each, cfg)
             definition(rank, ours, counts[0], cfg, wanted=(2, 3))
             definition(rank, ours, counts[0], dropping)
+            for capacity, policy in ((0.6, "probs"), (0.6, "position"), (9.0, "probs")):
+                padding = {"moe_pad_expert_input_to_capacity": True, "moe_token_drop_policy": policy}
+                sizes_and_padding = dict(sequence_parallel=tp > 1, moe_expert_capacity_factor=capacity) | padding | told
+                definition(rank, ours, counts[0], config(**sizes_and_padding))
             beside_megatron(rank, ours, 7, cfg)
             bad_numbers(rank, layer_of(cfg, ours))
 
@@ -208,13 +214,12 @@ def refusals() -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("flex", {"moe_token_dispatcher_type": "flex"}),
         ("moe_shared_expert_overlap", {"moe_shared_expert_overlap": True}),
-        ("moe_pad_expert_input_to_capacity", {"moe_pad_expert_input_to_capacity": True}),
         ("overlap_moe_expert_parallel_comm", {"overlap_moe_expert_parallel_comm": True}),
         ("cuda_graph_scope", {"cuda_graph_impl": "local"}),
-        ("biases", {"add_bias_linear": True}),
+        ("add_bias_linear", {"add_bias_linear": True}),
         ("activation_func_clamp_value", {"activation_func_clamp_value": 7.0}),
         ("relu with a gate", {"activation_func": functional.relu}),
-        ("activation tanh", {"activation_func": torch.tanh, "gated_linear_unit": False}),
+        ("activation_func=tanh", {"activation_func": torch.tanh, "gated_linear_unit": False}),
     ]
     for named, setting in cases:
         cfg = config()
@@ -294,3 +299,47 @@ def test_specs() -> None:
         block = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False)
     dense, sparse = OURS[1](block).layer_specs
     assert dense == block.layer_specs[0] and issubclass(sparse.submodules.mlp.module, MoELayer)
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Rows of the guide's table of settings: for each name what `routed_experts` and `token_dispatcher` do with it."""
+    text = (Path(__file__).parents[2] / "docs/guides/megatron.md").read_text().split("## Settings of Megatron")[1]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    found: dict[str, tuple[str, str]] = {}
+    for names, both in ((re.findall(r"`([^`]+)`", row[0]), (row[1], row[2])) for row in rows):
+        assert not found.keys() & set(names)
+        found |= dict.fromkeys(names, both)
+    return found
+
+
+def test_the_guide_s_table_is_what_is_refused() -> None:
+    rows = table()
+    assert {cell for both in rows.values() for cell in both} <= {"supported", "refused", "no effect", "Megatron's"}
+    refused = [{name for name, both in rows.items() if both[column] == "refused"} for column in (0, 1)]
+    assert refused[1] == set(fusedmoe.megatron.REFUSED)
+    assert refused[0] == refused[1] | set(fusedmoe.megatron.REFUSED_EXPERTS)
+    settings = {name.split("=")[0] for name in rows}
+    assert all(hasattr(config(), name) for name in settings)
+
+
+SET: dict[str, Any] = {
+    "cuda_graph_scope": {"cuda_graph_impl": "local"},
+    "fp8": {"fp8": "e4m3"},
+    "fp4": {"fp4": "e2m1"},
+    "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
+    "glu_linear_offset": {"glu_linear_offset": 1.0},
+    "activation_func": {"activation_func": torch.tanh},
+    "moe_token_dispatcher_type='flex'": {"moe_token_dispatcher_type": "flex"},
+}
+
+
+@pytest.mark.parametrize("name", [*fusedmoe.megatron.REFUSED, *fusedmoe.megatron.REFUSED_EXPERTS])
+def test_each_refusal_names_its_setting(name: str) -> None:
+    cfg = config()
+    for setting, value in SET.get(name, {name: True}).items():
+        setattr(cfg, setting, value)
+    check = fusedmoe.megatron._check if name in fusedmoe.megatron.REFUSED else fusedmoe.megatron._activation
+    with pytest.raises(ConfigError, match=name):
+        check(cfg)

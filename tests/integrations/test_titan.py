@@ -296,6 +296,51 @@ def test_a_job_takes_all_by_name() -> None:
     assert policy.get_save_ops() > KEPT_OPERATORS
 
 
+TITANS = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+
+
+def after(*lists: list[str]) -> Any:
+    """The routed experts' configuration after overrides, by a call for each list."""
+    made = config()
+    job = Job.Config(activation_checkpoint=activation_checkpoint.SelectiveAC.Config(), model=made)
+    for names in lists:
+        apply_overrides(OverrideConfig(imports=list(names)), job)
+    return made.layers[0].moe.routed_experts
+
+
+def test_overrides_beside_torchtitan_s_own() -> None:
+    """In one list and in two, in both orders: both have an effect, or one of them, and somebody says so."""
+    dispatcher, routed = OURS
+    for pair in ((routed, TITANS), (TITANS, routed), (routed, dispatcher), (dispatcher, routed)):
+        with pytest.raises(ValueError, match="Nested overrides are order-dependent"):
+            after(list(pair))
+    with pytest.warns(UserWarning, match="claims inner_experts and leaves it .* experts are .*FusedExperts.Config"):
+        found = after([routed], [TITANS])
+    assert type(found.inner_experts) is fusedmoe.titan.FusedExperts.Config
+    with pytest.raises(ConfigError, match="not .*FusedGroupedExperts.Config in .*; take fusedmoe.titan.token_disp"):
+        after([TITANS], [routed])
+    for first in (routed, dispatcher):
+        with pytest.raises(ConfigError, match=f"{first} was applied before; name one of them, once"):
+            after([first], [routed])
+    for lists in ([[dispatcher, TITANS]], [[TITANS, dispatcher]], [[dispatcher], [TITANS]], [[TITANS], [dispatcher]]):
+        found = after(*lists)
+        assert type(found.token_dispatcher) is fusedmoe.titan.TokenDispatcher.Config
+        assert type(found.inner_experts).__qualname__ == "FusedGroupedExperts.Config"
+    dense = TITANS.replace("fused_grouped_experts", "fused_swiglu")
+    for lists in ([[routed, dense]], [[dense, routed]], [[routed], [dense]], [[dense], [routed]]):
+        assert type(after(*lists)) is fusedmoe.titan.FusedRoutedExperts.Config
+
+
+def test_other_parts_in_routed_experts_are_refused() -> None:
+    cfg = fusedmoe.titan.routed_experts(config().layers[0].moe.routed_experts)
+    copied = deepcopy(cfg)
+    copied.inner_experts = derive(cfg.inner_experts, type(cfg.inner_experts))
+    with pytest.raises(ConfigError, match="replaces inner_experts by .*DefinedExperts.Config"):
+        cfg.inner_experts = derive(cfg.inner_experts, DefinedExperts.Config)
+    with pytest.raises(ConfigError, match="replaces token_dispatcher by .*TorchAOTokenDisp"):
+        cfg.token_dispatcher = TorchAOTokenDispatcher.Config(num_experts=EXPERTS, top_k=K, pad_multiple=16)
+
+
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_two_ranks(cluster: Cluster) -> None:
     exact = defined()
