@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites docs dist clean
 
 VENV := .venv
 ARGS ?=
@@ -57,6 +57,8 @@ help:
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
 	@echo '  make reproduce  the tables of the four papers beside ours, ten minutes on two cores, and a page of them'
 	@echo '                     make reproduce ARGS="--only fsmoe-table5"    ARGS=--help'
+	@echo '  make peer-suites  tests of transformers, peft and others with the experts of this library, and what differs without'
+	@echo '                     make peer-suites ARGS="peft --minutes 10"    ARGS=--help'
 	@echo '  make docs     these pages as a site, with the reference, into build/docs'
 	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
@@ -160,6 +162,10 @@ bench-report: $(READY)
 # In simulation, but for two nodes of this machine, which need root; elsewhere that is left out with a word.
 reproduce: $(READY)
 	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m bench.reproduce $(ARGS)
+
+# Against the installed versions; test files come from source distributions or a checkout.
+peer-suites: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m bench.peer_suites $(ARGS)
 
 # What a target needs beyond the environment, from the same pins.
 $(VENV)/.extra-%: $(READY)

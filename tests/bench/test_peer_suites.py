@@ -1,0 +1,92 @@
+"""The runner of other projects' tests, with a suite of four tests of which this library's switch changes two."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.peer_suites.__main__ import notes, table
+from bench.peer_suites.run import Result, read_outcomes, run_suite
+from bench.peer_suites.suites import Suite
+
+TESTS = """
+import os
+import absent_package
+import pytest
+from absent_package import anything
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_switched(number):
+    assert number == 1 or "SWITCHED" not in os.environ
+
+def test_failing():
+    assert False
+
+@pytest.mark.skipif("SWITCHED" in os.environ, reason="switched")
+def test_skipped_with_ours():
+    pass
+
+def test_slow():
+    import time
+    time.sleep(float(os.environ.get("SLOW_S", 0)))
+"""
+SWITCH = "import os\n\ndef pytest_configure(config):\n    os.environ['SWITCHED'] = '1'\n"
+
+
+def project(folder: Path) -> Path:
+    (folder / "tests").mkdir()
+    (folder / "tests/test_fake.py").write_text(TESTS)
+    (folder / "fake_switch.py").write_text(SWITCH)
+    return folder
+
+
+def ran(folder: Path, limit_s: float = 120.0) -> Result:
+    suite = Suite("fake", "pytest", ("tests/test_fake.py",), switch="fake_switch", stand_ins=("absent_package",))
+    return run_suite(suite, folder, limit_s, lambda *_: None, folder / "build")
+
+
+def test_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(project(tmp_path)))
+    result = ran(tmp_path)
+    assert result.version == metadata.version("pytest") and not result.reason
+    assert result.counts() == {"passed": 2, "failed": 2, "skipped": 1}
+    assert sorted(result.without.values()) == ["failed", *["passed"] * 4]
+    name = "tests/test_fake.py::test_s"
+    assert result.differences() == [f"{name}kipped_with_ours: passed -> skipped", f"{name}witched[2]: passed -> failed"]
+    console = Console(width=120, record=True)
+    console.print(table([result]))
+    assert "pytest" in (text := console.export_text()) and " 2 " in text
+    assert notes([result])[0].startswith("pytest fake: tests/test_fake.py")
+
+
+def test_a_suite_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(project(tmp_path)))
+    monkeypatch.setenv("SLOW_S", "600")
+    result = ran(tmp_path, limit_s=0.0)
+    assert "cut short after 0 s" in notes([result])[0]
+
+
+def test_reasons(tmp_path: Path) -> None:
+    nothing = Suite("fake", "no-such-distribution", ("tests",))
+    assert notes([run_suite(nothing, None, 1.0, lambda *_: None, tmp_path)]) == [
+        "no-such-distribution fake: skipped, no-such-distribution is not installed"
+    ]
+    without = Suite("fake", "pytest", ("tests/test_fake.py",))
+    result = run_suite(without, tmp_path, 1.0, lambda *_: None, tmp_path)
+    assert result.reason == "the checkout has no tests/test_fake.py; give a checkout: --source pytest=FOLDER"
+
+
+def test_outcomes_of_a_run_under_way(tmp_path: Path) -> None:
+    """A half-written line is left for later; a test that passed and failed at its end has failed."""
+    lines = [
+        '{"collected": 3}',
+        '{"test": "a", "outcome": "passed"}',
+        '{"test": "a", "outcome": "failed"}',
+        '{"test": "b"',
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    assert read_outcomes(tmp_path / "lines") == ({"a": "failed"}, 3)
+    assert read_outcomes(tmp_path / "none") == ({}, 0)
