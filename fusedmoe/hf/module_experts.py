@@ -80,7 +80,8 @@ class Parameters(NamedTuple):
     down_bias: Tensor | None
 
     def to(self, dtype: torch.dtype) -> Parameters:
-        return Parameters(*(None if each is None else each.to(dtype) for each in self))
+        read: list[Any] = [None if each is None else each.to(dtype) for each in self]
+        return Parameters(*read)
 
 
 def read_parameters(experts: Any) -> Parameters:
@@ -385,9 +386,10 @@ def check_experts(experts: Any) -> None:
     """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
     # A decoder's few products take little longer than to look again at what is known. It is known of plain parameters
     # alone, by all that the checks depend on, so that it holds whatever becomes of the module.
-    held = () if torch.compiler.is_compiling() else experts._parameters.items()
-    seen = (type(experts), *((name, p.dtype, p.dim()) for name, p in held if type(p) is nn.Parameter))
-    if len(seen) > 1 and experts.__dict__.get("_fusedmoe_seen") == seen:
+    held: dict[str, Any] = {} if torch.compiler.is_compiling() else experts._parameters
+    plain = [(name, p.dtype, p.dim()) for name, p in held.items() if type(p) is nn.Parameter]
+    seen = (type(experts), *plain)
+    if plain and experts.__dict__.get("_fusedmoe_seen") == seen:
         return
     who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
     lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
@@ -401,7 +403,7 @@ def check_experts(experts: Any) -> None:
         # Others are looked at when they have been evaluated.
         if not is_evaluated(experts, name):
             _check_parameter(experts, name, stored(experts, name))
-    if not torch.compiler.is_compiling() and {name for name, *_ in seen[1:]} >= set(names):
+    if not torch.compiler.is_compiling() and {name for name, *_ in plain} >= set(names):
         experts._fusedmoe_seen = seen
 
 

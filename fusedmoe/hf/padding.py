@@ -75,7 +75,7 @@ class _Padding:
         # Asked once: compilers do not ask a function for its arguments.
         self._arguments = [*inspect.signature(model.forward).parameters]
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._arguments, args, strict=False)) | kwargs
         masks, cache = given.get("attention_mask"), given.get("past_key_values")
         # Models with layers of several kinds take a mask for each kind, with the same padding; None is of a kind that
