@@ -46,7 +46,7 @@ def step(
     metrics = RouterMetrics(model.train())
 
     def counted(*given: Any) -> Tensor:
-        rows.append(given[2].rows)
+        rows.append(given[3].rows)
         return compute(*given)
 
     with pytest.MonkeyPatch.context() as patch:
