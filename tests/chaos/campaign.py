@@ -50,13 +50,13 @@ HOST = "the store's host"
 _PLAIN = {
     name: layout
     for name, layout in LAYOUTS.items()
-    if not (layout.shape or layout.wraps or layout.moves or layout.captured or layout.door)
+    if not (layout.shape or layout.wraps or layout.moves or layout.captured or layout.door or layout.hooked)
 }
 
 
 def _share(layout: Layout) -> float:
     """Compiling and measuring takes long."""
-    return 0.15 if layout.captured or layout.cold else 0.4 if layout.moves else 1.0
+    return 0.15 if layout.captured or layout.cold else 0.4 if layout.moves or layout.meshes or layout.hooked else 1.0
 
 
 #: (kind, layout): how often it is drawn.
@@ -330,7 +330,8 @@ class _Run:
         self._gather(lambda rank: rank in self.left)
         # PyTorch's compiled graphs keep a job's process groups for as long as their process lives: it gets no other
         # job, and what it keeps is not held against it.
-        captured = LAYOUTS[case.spec.layout].captured
+        # So do device meshes.
+        captured = LAYOUTS[case.spec.layout].captured or LAYOUTS[case.spec.layout].meshes
         for rank, worker in self._workers.items():
             # What it keeps must not be held against the next case.
             if captured or rank in self.dead or rank in self.hung or self.left.get(rank, True):
@@ -540,7 +541,7 @@ def _names(cause: str, culprit: int, fault: str) -> bool:
     can know which is right: the error then has to name it among those that differ, whichever of them comes first.
     """
     failed = re.match(r"(?:torchrun on the host of )?rank (\d+) failed", cause)
-    if failed and fault not in ("order", "path", "wrong form"):
+    if failed and fault not in ("order", "path", "part", "frozen", "wrong form"):
         return int(failed[1]) == culprit
     return bool(re.search(rf"\branks? \[?{culprit}\b", cause))
 

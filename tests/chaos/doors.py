@@ -1,12 +1,18 @@
-"""Small models behind the library's other doors: its functions, as torchtitan's or transformers' layers call them, and
-Tutel's layer. Their gradients are summed by hand, so that nothing but the door is between the ranks."""
+"""Small models that reach the library otherwise than by `MoELayer`: its functions, Tutel's layer, and experts of
+transformers and torchtitan. Their gradients are summed by hand, so that only the integration communicates between
+the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedmoe import ops
 from fusedmoe.comm.collectives import all_reduce
@@ -77,12 +83,115 @@ class Tutel(nn.Module):
         return y_SM
 
 
-DOORS: dict[str, Callable[[Topology], Functions | Tutel]] = {"functions": Functions, "tutel": Tutel}
+class _OwnRouter(nn.Module):
+    """Base of models whose experts belong to another library: a router, and [E, ...] matrices of all experts.
+
+    A world of one computes the definition, which uses neither library.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.router = nn.Parameter(numbers("router", EXPERTS, DIM))
+        self._count, self._rank = EXPERTS // topology.size, topology.rank
+        self.w1 = nn.Parameter(self._own(numbers("w1", EXPERTS, 2, HIDDEN, DIM)))
+        self.w2 = nn.Parameter(self._own(numbers("w2", EXPERTS, DIM, HIDDEN)))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole[self._count * self._rank :][: self._count].clone()
+
+    def shared(self) -> list[nn.Parameter]:
+        return [self.router]
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        weight_SK, expert_SK = (x_SM @ self.router.t()).softmax(-1).topk(K)
+        return self.routed(x_SM, expert_SK, weight_SK)
+
+    def routed(self, x_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        y_SM = torch.zeros_like(x_SM)
+        for e, (w1, w2) in enumerate(zip(self.w1, self.w2, strict=True)):
+            out_SM = (nn.functional.silu(x_SM @ w1[0].t()) * (x_SM @ w1[1].t())) @ w2.t()
+            y_SM = y_SM + out_SM * (weight_SK * (expert_SK == e)).sum(1, keepdim=True)
+        return y_SM
 
 
-def train(
-    model: Functions | Tutel, topology: Topology, batches: list[list[Tensor]], probe: Tensor
-) -> list[list[Tensor]]:
+class HuggingFace(_OwnRouter):
+    """Mixtral's experts with `ep_implementation="fusedmoe"`."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._call: Callable[..., Tensor] | None = None
+        if topology.size > 1:
+            self._call = self._over_ranks(topology)
+
+    def _over_ranks(self, topology: Topology) -> Callable[..., Tensor]:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        from fusedmoe.hf import expert_parallel
+
+        sizes = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_local_experts": self._count}
+        experts: Any = MixtralExperts(MixtralConfig(**sizes)).double()
+        experts.gate_up_proj, experts.down_proj = (nn.Parameter(w.detach()) for w in (self.w1.flatten(1, 2), self.w2))
+        self.w1, self.w2 = experts.gate_up_proj, experts.down_proj
+        alone = dist.new_group([topology.rank], use_local_synchronization=True)
+        # The integration waits 300 s for other ranks.
+        bounded = partial(expert_parallel.shared_topology, timeout_s=topology.job.timeout_s)
+        with patch.object(expert_parallel, "shared_topology", bounded):
+            return expert_parallel.ExpertParallel(experts, _mesh(topology.ep.handle), _mesh(alone))
+
+    def routed(self, x_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        if self._call is None:
+            return super().routed(x_SM, expert_SK, weight_SK)
+        return self._call(x_SM, expert_SK, weight_SK)
+
+
+class Titan(_OwnRouter):
+    """Torchtitan's routed experts with `fusedmoe.titan.routed_experts`."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._routed: Any = None
+        if topology.size > 1:
+            self._routed = self._over_ranks(topology)
+
+    def _over_ranks(self, topology: Topology) -> Any:
+        from torchtitan.models.common.config_utils import make_routed_experts_config
+
+        import fusedmoe.titan
+
+        init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), nn.init.zeros_)
+        sizes = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": EXPERTS, "top_k": K}
+        cfg = make_routed_experts_config(**sizes, param_init=init, comm_backend="standard")
+        module = fusedmoe.titan.routed_experts(cfg, timeout_s=topology.job.timeout_s).build().double()
+        module.token_dispatcher.wire_meshes(ep_mesh=_mesh(topology.ep.handle))
+        own = module.inner_experts
+        own.w1_EFD, own.w3_EFD = (nn.Parameter(self.w1.detach()[:, half].clone()) for half in (0, 1))
+        own.w2_EDF = nn.Parameter(self.w2.detach())
+        del self.w1, self.w2  # its own are updated instead
+        return module
+
+    def routed(self, x_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        if self._routed is None:
+            return super().routed(x_SM, expert_SK, weight_SK)
+        y_1SM: Tensor = self._routed(x_SM[None], weight_SK[None], expert_SK[None], torch.zeros(EXPERTS))
+        return y_1SM[0]
+
+
+def _mesh(group: Any) -> DeviceMesh:
+    """Return a mesh over a group that exists: PyTorch's own errors while it makes one are not tested here."""
+    return DeviceMesh.from_group(group, "cpu")
+
+
+Door = Functions | Tutel | HuggingFace | Titan
+DOORS: dict[str, Callable[[Topology], Door]] = {
+    "functions": Functions,
+    "tutel": Tutel,
+    "hf": HuggingFace,
+    "titan": Titan,
+}
+
+
+def train(model: Door, topology: Topology, batches: list[list[Tensor]], probe: Tensor) -> list[list[Tensor]]:
     """Steps of gradient descent on what the ranks that this process stands for have, [step][rank]; each one's losses,
     and at last its results of the probe."""
     found: list[list[Tensor]] = [[] for _ in batches[0]]

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.comm.collectives import all_gather_object, all_reduce
@@ -57,6 +59,7 @@ class Layout:
         wraps: the model is in DistributedDataParallel.   moves: its experts do (`ShardedExperts`); "heap": by puts.
         captured: the model is compiled, and its graphs planned (`GraphBackend`).
         door: another model, a name of `DOORS`.   cold: each job measures anew.
+        hooked: the experts and gates have module hooks, one of which changes what the experts compute.
     """
 
     world: int
@@ -67,6 +70,12 @@ class Layout:
     captured: bool = False
     door: str = ""
     cold: bool = False
+    hooked: bool = False
+
+    @property
+    def meshes(self) -> bool:
+        """Whether the job makes device meshes, which PyTorch keeps until the process ends."""
+        return self.door in ("hf", "titan")
 
     @property
     def mp(self) -> int:
@@ -89,6 +98,12 @@ LAYOUTS: dict[str, Layout] = {
     "tuned 2": Layout(2, (2, 1, 1), {"schedule": "auto"}, cold=True),
     "functions 2": Layout(2, (2, 1, 1), door="functions"),
     "tutel 2": Layout(2, (2, 1, 1), door="tutel"),
+    "hf 2": Layout(2, (2, 1, 1), door="hf"),
+    "titan 2": Layout(2, (2, 1, 1), door="titan"),
+    "hooks 2": Layout(2, (2, 1, 1), hooked=True),
+    "hooks chunks 2": Layout(2, (2, 1, 1), _CHUNKS, hooked=True),
+    "hooks blocks 2": Layout(2, (2, 1, 1), _BLOCKS, hooked=True),
+    "hooks fssdp 2": Layout(2, (2, 1, 1), moves="collectives", hooked=True),
     "functions 4": Layout(4, (4, 1, 1), door="functions"),
     "tutel 4": Layout(4, (4, 1, 1), door="tutel"),
     "ep 4": Layout(4, (4, 1, 1)),
@@ -194,7 +209,14 @@ class Rank:
 
     def build(self) -> None:
         layout = self.layout
-        self.model = Model(self.topology, "fssdp" if layout.moves else "ep", **layout.shape)
+        other: dict[str, Any] = {"gate": self.rng.choice(OTHER_GATES)} if self.meddle == "part" else {}
+        self.model = Model(self.topology, "fssdp" if layout.moves else "ep", **layout.shape, **other)
+        if layout.hooked:
+            add_hooks(self.model)
+        if self.meddle == "hook":
+            self._hook_one()
+        elif self.meddle == "frozen":
+            self.rng.choice([p for n, p in self.model.named_parameters() if ".experts." not in n]).requires_grad_(False)
         if self.meddle == "seed":
             torch.manual_seed(self.rng.randrange(1000))
             self._other_copies()
@@ -234,24 +256,38 @@ class Rank:
                 if ".experts." not in name:
                     parameter.add_(torch.randn_like(parameter))
 
+    def _hook_one(self) -> None:
+        """Module hooks that only observe, on this rank alone."""
+        layer = self.rng.choice([*self.model.layers])
+        module = self.rng.choice([layer, layer.gate, layer.experts])
+        kind = self.rng.choice(["forward", "forward_pre", "full_backward"])
+        getattr(module, f"register_{kind}_hook")(lambda *_: None)
+
     def step(self, step: int) -> None:
         """One step; the numbers of a step that was refused and caught are not kept."""
-        topology, last = self.topology, self.spec.steps - 1
+        last = self.spec.steps - 1
         self.optimizer.zero_grad()
         x_SM = self.spec.tokens(self.rank, step)
         if step == min(1, last):
             self._meddle(x_SM)
+        # Whatever the library makes on the host for other ranks has to say where.
+        with torch.device("meta") if self.meddle == "default device" else nullcontext():
+            loss = self._passes(x_SM)
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+
+    def _passes(self, x_SM: Tensor) -> Tensor:
+        """Forward, backward, synchronisation and clipping; the loss."""
         y_SM = self.whole(x_SM)
-        loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
+        loss: Tensor = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
         if self.buckets is not None:
             self.buckets.open()
         if self.passes == 2:
             loss.backward()
         if not self.layout.wraps:
-            sync_gradients(self.model, topology, buckets=self.buckets)
-        self.norms.append(clip_grad_norm(self.model, topology, 1.0))
-        self.optimizer.step()
-        self.losses.append(loss.detach())
+            sync_gradients(self.model, self.topology, buckets=self.buckets)
+        self.norms.append(clip_grad_norm(self.model, self.topology, 1.0))
+        return loss
 
     def _meddle(self, x_SM: Tensor) -> None:
         """Before the step's own forward there may be another one, in which this rank's input is wrong."""
@@ -261,6 +297,9 @@ class Rank:
             self.strikes()
         if self.meddle == "order":
             self._out_of_order(x_SM)
+        elif self.meddle == "averager":
+            self.strikes()
+            self._average()
         elif self.meddle in INPUTS or self.spec.meets:
             first = self.model._pipeline[0] if self.model._pipeline else self.model.layers[0]
             wrong_SM = INPUTS[self.meddle](self.rng, x_SM) if self.meddle in INPUTS else x_SM
@@ -274,6 +313,17 @@ class Rank:
             else:
                 if self.meddle:  # others may have no experts in common with that rank
                     raise WrongNumber("wrong input was not refused")
+
+    def _average(self) -> None:
+        """This rank uses an utility of PyTorch's that takes all ranks' parameters for copies of each other."""
+        parameters = [*self.model.parameters()]
+        if self.rng.randrange(2):
+            PeriodicModelAverager(period=1, warmup_steps=0).average_parameters(parameters)
+        else:
+            optimizer = torch.optim.SGD(parameters, lr=0.0)
+            averager = PeriodicModelAverager(period=1, warmup_steps=0)
+            PostLocalSGDOptimizer(optimizer, averager).step()
+        raise WrongNumber("experts of different ranks were averaged")
 
     def _out_of_order(self, x_SM: Tensor) -> None:
         """This rank calls what the others do not, or leaves out what they call."""
@@ -408,6 +458,23 @@ class Rank:
         return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
 
 
+#: Settings of a gate that the other ranks do not have.
+OTHER_GATES: list[dict[str, Any]] = [
+    {"normalize": False},
+    {"noise": 0.5},
+    {"aux": {"balance": 0.5}},
+    {"aux": {"z": 0.1}},
+    {"capacity_factor": 9.0},
+]
+
+
+def add_hooks(model: Model) -> None:
+    """Module hooks on gates and experts: one observes, one doubles the experts' rows."""
+    for layer in model.layers:
+        layer.gate.register_forward_hook(lambda *_: None)
+        layer.experts.register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+
+
 class WrongNumber(AssertionError):
     """The job's own comparison fails."""
 
@@ -456,6 +523,8 @@ def expected(spec: Spec) -> list[dict[str, Any]]:
         found = train_door(DOORS[layout.door](Topology()), Topology(), batches, spec.probe())
         return [{"losses": of} for of in found]
     model = Model(Topology(), "ep")
+    if layout.hooked:
+        add_hooks(model)
     optimizer = optimizer_of(model)
     losses: list[list[Tensor]] = [[] for _ in range(layout.world)]
     norms: list[Tensor] = []

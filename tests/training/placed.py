@@ -57,7 +57,7 @@ class Model(nn.Module):
                 TopK(
                     options.get("experts", EXPERTS),
                     k=options.get("k", 2),
-                    capacity_factor=options.get("capacity_factor"),
+                    **{"capacity_factor": options.get("capacity_factor"), **options.get("gate", {})},
                 ),
                 experts,
                 topology=topology,
