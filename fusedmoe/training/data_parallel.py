@@ -134,8 +134,9 @@ def distributed_data_parallel(
     if topology.size == 1:
         return SingleRank(model)
     # PyTorch would compare how many parameters learn, and name none.
-    learns = {one.name: one.parameter.requires_grad for one in replicas(model, topology) if not one.named}
-    topology.agree(learns, "requires_grad of a model's parameters")
+    copies = [one for one in replicas(model, topology) if not one.named]
+    learns = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
+    topology.agree(learns, "distributed_data_parallel")
     wrapped = DataParallel(model, topology, mp_loss, **options)
     # With init_sync PyTorch and the wrapper have made copies equal; without it copies were not compared.
     if not options.get("init_sync", True):

@@ -70,11 +70,12 @@ SCENES: dict[tuple[str, str], float] = {
 }
 
 _OPERATION = re.compile(
-    r"ended because|over the|failed in|failed on|exchange|check of|MoELayer|topology|pipeline|closing|job's store"
+    r"ended because|over the|failed in|failed on|exchange|check of|all-reduce|MoELayer|topology|pipeline|closing|"
+    r"distributed_data_parallel|job's store"
 )
 _CURE = re.compile(
     r"see (its|their|the) logs?|pass the same|give |choose|lower |raise |build |must |make |convert|use |check|"
-    r"open a new|save it|load |same configuration",
+    r"open a new|save it|load |freeze |same configuration",
     re.IGNORECASE,
 )
 
@@ -474,7 +475,11 @@ class _Run:
             own = fault in OF_MESSAGES or (fault in OF_INPUT and kind in ("RankError", "ConfigError"))
             if own or WORDS in text or fault in ("memory limit", "signals, unhandled"):
                 return True
-        if kind not in ("RankError", "ConfigError") or not re.search(r"\brank \d", text) or not _OPERATION.search(text):
+        if (
+            kind not in ("RankError", "ConfigError")
+            or not re.search(r"\branks? \[?\d", text)
+            or not _OPERATION.search(text)
+        ):
             return False
         # The rank at fault has said itself what is wrong with it.
         told = re.search(r"failed (in|on) .*: \w*(Error|Interrupt|Exit|bad_alloc)", text, re.DOTALL)

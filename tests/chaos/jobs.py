@@ -317,6 +317,8 @@ class Rank:
     def _average(self) -> None:
         """This rank uses an utility of PyTorch's that takes all ranks' parameters for copies of each other."""
         parameters = [*self.model.parameters()]
+        for parameter in parameters:  # averagers leave out those without gradients
+            parameter.grad = torch.zeros_like(parameter)
         if self.rng.randrange(2):
             PeriodicModelAverager(period=1, warmup_steps=0).average_parameters(parameters)
         else:

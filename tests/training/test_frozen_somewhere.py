@@ -72,4 +72,4 @@ def wrapped(rank: int, world: int) -> str:
 
 def test_a_wrapper_compares_before_it_wraps(cluster: Cluster) -> None:
     for text in cluster.run(2, wrapped):
-        assert "requires_grad of a model's parameters: 0.bias is True on ranks [0] and False on ranks [1]" in text
+        assert "distributed_data_parallel: requires_grad of 0.bias is True on ranks [0] and False on ranks [1]" in text
