@@ -20,7 +20,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import InputChecks, not_finite, unselected
+from fusedmoe.dispatchers import InputChecks, has_hooks, not_finite, unselected
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.peft_adapters import folded, is_evaluated, matrix, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
@@ -357,6 +357,9 @@ def fused_activation(experts: Any) -> str | None:
         return None
     # Somebody may have replaced the gate of one module, or have put hooks on its activation.
     if experts.has_gate and ("_apply_gate" in vars(experts) or type(experts)._apply_gate is not _default_apply_gate):
+        return None
+    # A call of the module runs its hooks.
+    if isinstance(experts.act_fn, nn.Module) and has_hooks(experts.act_fn):
         return None
     plain = _activation(experts.act_fn)
     return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None

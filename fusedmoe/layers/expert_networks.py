@@ -128,11 +128,13 @@ class Experts(Constructed, nn.Module):
             torch.distributed.checkpoint refuses its state.
         moves: the experts change owners, under a placement.
         grouped: kernels of this library compute them in chunks, `GroupedExperts`.
+        reads_once: `in_chunks` reads each parameter once, and no chunk reads one: a parametrisation is evaluated once.
         each_alone: the rows of one expert are computed by its own parameters, and no other's are read: copies of those
             may still be on their way.
     """
 
     grouped: ClassVar[bool] = False
+    reads_once: ClassVar[bool] = False
     each_alone: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -401,7 +403,7 @@ class FeedForward(Experts):
     Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
     """
 
-    grouped = each_alone = True
+    grouped = reads_once = each_alone = True
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
         super().__init__()
@@ -454,10 +456,12 @@ class FeedForward(Experts):
             self.register_parameter(name, nn.Parameter(made))
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
 
-    def weights(self, dtype: torch.dtype) -> Weights:
-        """The parameters in the dtype of the computation."""
+    def weights(self, dtype: torch.dtype | None) -> Weights:
+        """The parameters in the dtype of the computation; None: in that of w1. Evaluates a parametrisation once."""
+        w1 = self.w1
+        dtype = dtype or w1.dtype
         b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
-        return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
+        return Weights(w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         # Rows that came from other ranks have this dtype already; here they may be of this rank.
@@ -466,7 +470,7 @@ class FeedForward(Experts):
         cast = torch.is_autocast_enabled(x_SM.device.type)
         if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
             return low_rank_experts(x_SM, layout, weight_N, *low_rank, self.activation)
-        weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
+        weights = self.weights(x_SM.dtype if cast else None)
         return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:

@@ -17,6 +17,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import _get_tracing_state
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
+from fusedmoe.engine.graph_dispatch import by_operators_in_graph
+from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.derivatives import count_flops, graph_takes_sizes, keep_out_of_graphs
@@ -260,14 +262,14 @@ class MoELayer(nn.Module):
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
             number = None if bad is None else bad.number
-            if self._by_plan:
+            if self._by_plan and not must_be_called(self.experts):
                 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 
                 y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, number)
                 # Gradients of the loss go through the exchange, where this rank has no others.
                 aux = aux if masked or len(y_SM) else aux + zero
             else:
-                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, number, aux, masked)
+                y_SM, aux = by_operators_in_graph(self.dispatcher, routed, self.experts, number, aux, masked)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)
