@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan")
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -178,7 +179,8 @@ def sharded_apart(rank: int, world: int) -> None:
     module.token_dispatcher.exchange.set_schedule(SCHEDULE)
     given = *inputs(3, [0, 1, 2, 3], rank), torch.zeros(EXPERTS)
     wanted = module(*given)
-    fully_shard(module.inner_experts)  # gathers the parameters for a call of the experts: no chunk makes one
+    # Gathers the parameters for a call of the experts, which no chunk makes.
+    fully_shard(module.inner_experts, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("own", "one"))["one"])
     torch.testing.assert_close(module(*given), wanted)
 
 
