@@ -66,7 +66,7 @@ def test_one_of_your_own(order: type[orders.Order]) -> None:
 @pytest.mark.parametrize("asks", [{"schedule": "fsmoe"}, {"schedule": "auto"}, {"placement": "fssdp"}], ids=str)
 def test_what_one_of_your_own_would_ignore(own: Any, asks: dict[str, str]) -> None:
     (name,) = asks
-    with pytest.raises(ConfigError, match=f"{name}='.*' has no effect with a dispatcher of your own, (Own|Collectives)"):
+    with pytest.raises(ConfigError, match=f"{name}='.*' has no effect with a dispatcher of your own, (Own|Coll)"):
         MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch=own(), **asks)
 
 
