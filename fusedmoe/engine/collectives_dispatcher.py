@@ -142,8 +142,6 @@ class Collectives(Dispatcher):
         self.__dict__ |= state
         self._enlist()  # a copy is no other layer
 
-    # The meeting first: the one host synchronisation of a layer.
-
     def meet(
         self,
         routed: Routed,
@@ -184,8 +182,6 @@ class Collectives(Dispatcher):
         told = nullcontext() if self._why is None else called_for(self._why)
         with told, span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
             return Exchange(self.all_to_all, self.topology.esp, counts_E, form, refusal, call=self._call, **more)
-
-    # One thing after the other.
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
         return self._dispatch(routed.x_SM, self.meet(routed, ExpertCalls.MODULE))
@@ -254,8 +250,6 @@ class Collectives(Dispatcher):
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)
 
-    # By a plan, where there is one.
-
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         calls = self.calls(experts)
         if not selects():
@@ -270,18 +264,15 @@ class Collectives(Dispatcher):
     def calls(self, experts: Any) -> ExpertCalls:
         """Returns how the experts can be called: as a module where a call of it runs hooks."""
         if not recomputing():  # a checkpoint compares what is saved: as in the forward
-            # Nearly always there is nothing, which these lines see without a call in each forward.
-            may = any(GLOBAL_HOOKS) or not getattr(experts, "reads_once", False)
-            may = may or any(map(any, map(hooks_of, experts.modules())))
-            self._why = why_called(experts) if may and must_be_called(experts) else None
+            own = not getattr(experts, "reads_once", False) or any(map(any, map(hooks_of, experts.modules())))
+            self._why = why_called(experts) if (own or any(GLOBAL_HOOKS)) and must_be_called(experts) else None
         return ExpertCalls.EITHER if self._why is None else ExpertCalls.MODULE
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
         """Does what `through_experts` does once the ranks have met; by a plan where `copies` take turns. Collective."""
         x_SM, met = _with_backward(x_SM, met)
         as_module = met.exchange.as_module
-        # Made once: it evaluates the experts' parametrisations.
-        in_chunks = cache(partial(self.in_chunks, experts, x_SM))
+        in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
         assigned = self.plans(x_SM, met.exchange, None if as_module else in_chunks)
         chunk_experts = None if assigned is None or as_module else in_chunks()
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
