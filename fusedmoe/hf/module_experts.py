@@ -358,9 +358,6 @@ def fused_activation(experts: Any) -> str | None:
     # Somebody may have replaced the gate of one module, or have put hooks on its activation.
     if experts.has_gate and ("_apply_gate" in vars(experts) or type(experts)._apply_gate is not _default_apply_gate):
         return None
-    # A call of the module runs its hooks.
-    if isinstance(experts.act_fn, nn.Module) and has_hooks(experts.act_fn):
-        return None
     plain = _activation(experts.act_fn)
     return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
 
@@ -380,9 +377,7 @@ def _activation(act: Any) -> str:
 
 def is_changed(module: Any) -> bool:
     """Returns whether a module's call does more than its class says: hooks, or another forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    held = getattr(module, "__dict__", {})
-    return "forward" in held or any(held.get(name) for name in hooks)
+    return isinstance(module, nn.Module) and ("forward" in vars(module) or has_hooks(module))
 
 
 def check_experts(experts: Any) -> None:
