@@ -19,6 +19,7 @@ from fusedmoe.blocks.external_blocks import DecoderDoor, ExpertsInput, ExternalB
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, PartExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
+from fusedmoe.engine.module_hooks import has_hooks, must_be_called
 from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints, trains_tokens, unselected
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
@@ -35,4 +36,4 @@ __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputCheck
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
 __all__ += ["Assigned", "Plans", "no_plans", "Remembered", "enclosing_checkpoints", "trains_tokens", "unselected"]
 __all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]
-__all__ += ["DecoderDoor", "ExpertsInput", "ExternalBlock", "pipeline_external"]
+__all__ += ["DecoderDoor", "ExpertsInput", "ExternalBlock", "has_hooks", "must_be_called", "pipeline_external"]

@@ -43,6 +43,7 @@ from fusedmoe.dispatchers import (
     LocalExperts,
     PartExperts,
     ScheduledExchange,
+    has_hooks,
     shared_topology,
 )
 from fusedmoe.errors import ConfigError
@@ -112,18 +113,27 @@ class _OwnExperts(ExternalExperts):
         widths = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
         super().__init__(experts, config.num_moe_experts, widths, bool(config.gated_linear_unit))
 
+    @property
+    def reads_once(self) -> bool:  # type: ignore[override]
+        return isinstance(self.module, StackedExperts)
+
     def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         if isinstance(self.module, StackedExperts):
             return super().__call__(x_SM, layout, weight_N)
-        layout = layout.exact()
-        rows, bias = self.module(ops.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
-        assert bias is None, "biases of Megatron's experts are added on the tokens' ranks, where nothing knows them"
-        return ops.unpermute(rows, layout)
+        return _by_rows(self.module, x_SM, layout, weight_N)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if isinstance(self.module, StackedExperts):
             return super().in_chunks(x_SM)
         return AutogradExperts(self, list(self.module.parameters()), self.module)
+
+
+def _by_rows(experts: Callable[..., Any], x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    """Calls Megatron's experts, which take sorted rows; returns the sum of each token's results."""
+    layout = layout.exact()
+    rows, bias = experts(ops.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
+    assert bias is None, "biases of Megatron's experts are added on the tokens' ranks, where nothing knows them"
+    return ops.unpermute(rows, layout)
 
 
 class StagedDispatcher(MoETokenDispatcher):
@@ -244,6 +254,9 @@ class StackedExperts(SequentialMLP):
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their weights."""
+        if any(map(has_hooks, self.children())):
+            # The modules of each expert must be called, as Megatron does.
+            return _by_rows(super().forward, x_SD, layout, weight_N)
         how = ops.WeightParts(self._join, _split)
         return ops.experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
 

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import spmd_types as spmd
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed import activation_checkpoint
@@ -185,7 +184,6 @@ class FusedExperts(GroupedExperts):
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         """Returns the same experts for a schedule."""
-        _require_whole(self)
         if not torch.compiler.is_compiling():
             return PartExperts(self._parts(), _PARTS, "swiglu")
         # A graph joins its parts itself, and splits their gradients.
@@ -216,7 +214,6 @@ class FusedGptOssExperts(GptOssGroupedExperts):
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         """Returns the same experts for a schedule."""
-        _require_whole(self)
         parameters = self._parameters_here()
         return AutogradExperts(partial(self._compute, parameters), parameters, self)
 
@@ -231,7 +228,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
     def _compute(
         self, parameters: Sequence[Tensor], x_SD: Tensor, layout: ops.Layout, score_N: Tensor | None
     ) -> Tensor:
-        shards = _tensor_parallel_ranks(self.mlp1_weight_EGD)
+        shards = _tensor_parallel_ranks(self)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
         h_NG = ops.grouped_linear(ops.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
         a_NF = ops.clamped_swiglu(h_NG, limit=self.swiglu_limit)
@@ -246,9 +243,13 @@ class FusedGptOssExperts(GptOssGroupedExperts):
 class _InnerExperts(ExternalExperts):
     """Torchtitan's inner experts."""
 
+    @property
+    def reads_once(self) -> bool:  # type: ignore[override]
+        return isinstance(self.module, FusedExperts)
+
     def in_graphs(self) -> torch.nn.Module | None:
         # Gpt-oss's share their biases by how their parameters lie, of which an operator sees nothing.
-        shared = isinstance(self.module, FusedGptOssExperts) and _tensor_parallel_ranks(self.module.mlp1_weight_EGD) > 1
+        shared = isinstance(self.module, FusedGptOssExperts) and _tensor_parallel_ranks(self.module) > 1
         return None if shared else self.module
 
 
@@ -331,17 +332,9 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _require_whole(experts: nn.Module) -> None:
-    """Refuses experts whose parameters FSDP gathers for their own forward alone, which a schedule does not call."""
-    if isinstance(experts, FSDPModule):
-        raise ConfigError(
-            f"fusedmoe.titan: FSDP shards {type(experts).__name__} by itself, so that no schedule can run its experts "
-            "chunk by chunk; shard the block around them, as torchtitan does, or leave the schedule out"
-        )
-
-
-def _tensor_parallel_ranks(weight: Tensor) -> int:
+def _tensor_parallel_ranks(experts: nn.Module) -> int:
     """Returns over how many ranks tensor parallelism splits each expert."""
+    weight = next(experts.parameters())  # reading an attribute would evaluate a parametrisation
     if not isinstance(weight, DTensor):
         return 1
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()

@@ -35,6 +35,7 @@ from torch import Tensor
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Bad, Exchange, ExchangeSizes, Sized
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -246,7 +247,8 @@ def meet(
     with found.topology.guard("fusedmoe::meet"):
         refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
         form = RowForm(dtype, width, k, weights)
-        made = Exchange(found.all_to_all, found.topology.esp, counts_E, form, refusal, tokens_W)
+        calls = ExpertCalls.MODULE  # what follows is operators, without a plan
+        made = Exchange(found.all_to_all, found.topology.esp, counts_E, form, refusal, tokens_W, calls=calls)
     return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.come_QPC, device="cpu")
 
 

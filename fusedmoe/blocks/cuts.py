@@ -31,7 +31,9 @@ from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import Received
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, TaskKind
+from fusedmoe.schedule.list_schedule import list_plan
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Indexes a batch, [B, …, M]: all before the axis that is cut, and a slice of that.
 Index = tuple[slice, ...]
@@ -361,3 +363,16 @@ def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:
     return torch.arange(rows, device=count_G.device) + torch.repeat_interleave(
         start_G - before_G, count_G, output_size=rows
     )
+
+
+def even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bool]) -> Plan:
+    """Makes a plan as if all parts took as long as each other, where no costs are known."""
+    tasks: list[Task] = []
+    layers = range(len(waits))
+    for layer in layers if phase == "forward" else reversed(layers):
+        for kind in STAGES[phase]:
+            if kind == TaskKind.PERMUTE and phase == "forward" and waits[layer]:
+                tasks.append(Task(kind, None, layer, phase))
+            elif kind in (TaskKind.ATTENTION, *kinds):
+                tasks += [Task(kind, chunk, layer, phase) for chunk in range(degree)]
+    return list_plan(tasks, dict.fromkeys(tasks, 1.0))

@@ -22,6 +22,7 @@ from fusedmoe.blocks.moe_block import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.module_hooks import first_hook
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
@@ -46,6 +47,8 @@ from fusedmoe.schedule.workload import Workload
 PIPELINE = "fusedmoe_pipeline"
 #: The policy that takes the plan that is the fastest by prediction.
 AUTO = "auto"
+# Packages whose hooks on blocks serve micro-batches as whole batches, or do nothing while blocks go in these.
+_INFRASTRUCTURE = ("fusedmoe", "torch.distributed", "transformers.utils.output_capturing")
 # What the experts of a block are called with: tokens [S, M], numbers of all experts [S, K], weights [S, K].
 ExpertsInput = tuple[Tensor, Tensor, Tensor]
 
@@ -216,6 +219,7 @@ class ExternalPipeline:
         self._external, self._door, self._policy = external, door, policy
         self._calls: list[ExternalCall] = []
         self._x: Tensor | None = None
+        self._hooked = False
         with self._at_hand():
             parts = []
             for block in external:
@@ -249,7 +253,10 @@ class ExternalPipeline:
     def _forward_of(self, number: int) -> Callable[..., Any]:
         @torch.compiler.disable
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._goes_plainly(self._external[number], x, kwargs):
+            if number == 0:  # once for all blocks
+                modules = [block.module for block in self._external]
+                self._hooked = any(first_hook(module, _INFRASTRUCTURE) is not None for module in modules)
+            if self._hooked or self._goes_plainly(self._external[number], x, kwargs):
                 return self._own[number][1](x, *args, **kwargs)
             return self._take(number, x, args, kwargs)
 

@@ -21,10 +21,12 @@ from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.engine.module_hooks import first_hook, has_parametrisations
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts
@@ -121,9 +123,28 @@ class MoEBlock:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self.layer.recorder = recorder
         y, u = self._computed(self._dense.whole, x)
-        # The layer adds its shared expert itself, and calls its own hooks.
-        z: Tensor = y + self.layer(u, mask)
+        placed = self.layer.placed
+        by_tasks = placed is not None and placed.travel == "by tasks"
+        if placed is not None and by_tasks:
+            placed.travel = "at once"  # the plan whose tasks bring copies is not followed
+        try:
+            # The layer adds its shared expert itself, and calls its own hooks.
+            z: Tensor = y + self.layer(u, mask)
+        finally:
+            if placed is not None and by_tasks:
+                placed.travel = "by tasks"
         return z
+
+    @property
+    def why_called(self) -> str | None:
+        """Why the modules must be called for whole batches: micro-batches would skip hooks on the layer and its parts,
+        or repeat those on the dense part, and evaluate a parametrisation for each. None: they need not be."""
+        dense, layer = self._dense.dense, self.layer
+        # What shards a dense part runs in each of its calls.
+        hook = first_hook(dense, ("fusedmoe", "torch.distributed")) or first_hook(layer, ("fusedmoe",))
+        parts = [dense, layer.gate, layer.shared, None if layer.experts.reads_once else layer.experts]
+        parametrised = (part for part in parts if part is not None and has_parametrisations(part))
+        return hook or next((f"a parametrisation in {type(part).__name__}" for part in parametrised), None)
 
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
@@ -245,7 +266,8 @@ class MoEBlock:
         k, weights = (routings[0].expert_SK.shape[-1], routings[0].weight_SK.dtype) if routings else (0, None)
         form = RowForm(like.dtype, self.layer.model_dim, k, weights)
         refusal_or_bad = refusal or checks.bad_logits(*routings)
-        return self._collectives.exchange(counts, form, refusal_or_bad, learn=(learns, learns), **sizes)
+        more = {**sizes, "learn": (learns, learns), "calls": ExpertCalls.CHUNKS}
+        return self._collectives.exchange(counts, form, refusal_or_bad, **more)
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""

@@ -12,23 +12,27 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.blocks.backward import BlocksBackward
-from fusedmoe.blocks.cuts import BlockDegrees, ExternalCall, degrees_of
+from fusedmoe.blocks.cuts import BlockDegrees, ExternalCall, degrees_of, even_plan
 from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import GLOBAL_HOOKS, hooks_of
 from fusedmoe.engine.chunk_experts import gradients_of
 from fusedmoe.engine.dispatcher import recomputing, selects
+from fusedmoe.engine.module_hooks import called_for
 from fusedmoe.engine.recomputation import unpacked
-from fusedmoe.engine.run import GradientReducer, Plans, Run
+from fusedmoe.engine.run import Assigned, GradientReducer, Plans, Run, reduced_behind
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function, keep_out_of_graphs
 from fusedmoe.layers.input_checks import no_tokens, of_input, of_mask
@@ -36,10 +40,9 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
-from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task, TaskKind
+from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 from fusedmoe.schedule.workload import Workload, uniform_share
 
 Along = Literal["samples", "positions"]
@@ -107,9 +110,11 @@ class PipelinedBlocks(nn.Module):
         self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
         self._assigned: _Assigned | None = None  # None: by the layers' own plans
-        self._followed: _Assigned | None = None  # by the last forward that was not a recomputation
+        # Of the last forward that was not a recomputation.
+        self._followed: _Assigned | None = None
+        self._why: str | None = None  # the blocks are called one after the other
         kinds, waits = self._layers()[0].parts, self.waits
-        plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
+        plans = (even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
         self.set_plan(Plans(*map(self.with_copies, plans)))
 
     @property
@@ -192,20 +197,33 @@ class PipelinedBlocks(nn.Module):
                 been sent, and who catches it on all ranks can go on with the next batch, but for ranks of an MP group,
                 whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
         """
-        if not recomputing():
+        if not (again := recomputing()):
             self._followed = self._assigned
         followed = self._followed  # a recomputation saves as much as the forward pass only by the same plans
-        # Without plans each layer works by its own, one block after the other.
         if followed is None:
-            for block in self._blocks:
-                x = block.whole(x, mask, self.recorder)
-            return x
-        return self._by_plans(x, mask, followed, calls)
+            return self._one_by_one(x, mask)
+        return self._by_plans(x, mask, followed, calls, again)
+
+    def _one_by_one(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Runs the blocks one after the other, each layer by its own plans."""
+        for block in self._blocks:
+            x = block.whole(x, mask, self.recorder)
+        return x
 
     def _by_plans(
-        self, x: Tensor, mask: Tensor | None, followed: _Assigned, calls: Sequence[ExternalCall] | None
+        self, x: Tensor, mask: Tensor | None, followed: _Assigned, calls: Sequence[ExternalCall] | None, again: bool
     ) -> Tensor:
         """Runs the blocks in micro-batches: `forward` where there are plans."""
+        if not again and calls is None:
+            # Blocks are asked only where there is something: nearly always there is nothing.
+            hooked = any(GLOBAL_HOOKS) or any(map(any, map(hooks_of, self.modules())))
+            hooked = hooked or any(map(isinstance, self.modules(), repeat(ParametrizationList)))
+            self._why = next(filter(None, (block.why_called for block in self._blocks)), None) if hooked else None
+        if self._why is not None:
+            given = Assigned(followed.plans, followed.gradients)
+            with called_for(self._why):
+                z = self._one_by_one(x, mask)
+            return z if given.gradients is None else reduced_behind(z, given, None)
         for block in self._blocks:
             block.require_nothing_between_layers()
         for layer in self._layers():
@@ -425,6 +443,10 @@ def pipeline(
     in common may be those of any number of samples; where it is a multiple of the group, each micro-batch has as many
     of every rank's.
 
+    Hooks on modules see whole batches, and a parametrisation is evaluated once: with hooks on any module of the blocks
+    (those of a wrapper that shards dense parts aside), or with a parametrised dense part, gate or shared expert, blocks
+    go one after the other, as without plans. Ranks must have the same hooks.
+
     Args:
         blocks: pairs of a dense part and a `MoELayer`, see `Parts`. Parameters stay the modules' own.
         degrees: micro-batches forward and backward; a batch of fewer samples has empty ones.
@@ -473,16 +495,3 @@ def _refuse(layer: MoELayer, number: int, topology: Topology, joint: bool) -> No
     ):
         if wrong:
             raise ConfigError(f"pipeline: block {number}: {text}")
-
-
-def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bool]) -> Plan:
-    """Makes a plan as if all parts took as long as each other, where no costs are known."""
-    tasks: list[Task] = []
-    layers = range(len(waits))
-    for layer in layers if phase == "forward" else reversed(layers):
-        for kind in STAGES[phase]:
-            if kind == TaskKind.PERMUTE and phase == "forward" and waits[layer]:
-                tasks.append(Task(kind, None, layer, phase))
-            elif kind in (TaskKind.ATTENTION, *kinds):
-                tasks += [Task(kind, chunk, layer, phase) for chunk in range(degree)]
-    return list_plan(tasks, dict.fromkeys(tasks, 1.0))

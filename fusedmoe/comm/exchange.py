@@ -30,6 +30,7 @@ from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.metadata import ExpertCalls, calls_conflict
 from fusedmoe.comm.row_form import RowForm, differ
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import Received, Sending, decode, pack, rows_of_counts, unpack, wrong_codes
@@ -344,12 +345,14 @@ class Exchange(Sized):
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
         call: the layer's name, the same on every rank; for errors, and to tell layers apart.
         learn: this rank needs gradients of its tokens, and of their router weights.
+        calls: how this rank can call its experts.
     Attributes:
         most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
             ranks, from 1/K to 1. Both are the same on all of them.
+        as_module: some rank calls its experts as a module: no rank may work by a plan.
     Raises:
         ConfigError, RankError: this or another rank refused or has bad numbers; counts that cannot be; forms that
-            differ.
+            differ; a rank that must call its experts as a module, and one that cannot.
     """
 
     def __init__(
@@ -366,6 +369,7 @@ class Exchange(Sized):
         held: int | None = None,
         call: str = "a layer",
         learn: tuple[bool, bool] = (True, True),
+        calls: ExpertCalls = ExpertCalls.EITHER,
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
@@ -380,7 +384,8 @@ class Exchange(Sized):
             ep.job.board.go_on()
         counts_PE = counts_E.view(ep.size, -1)
         tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
-        note, own_form = (2 * me + (refusal is not None)) * 4 + 2 * learn[0] + learn[1], form.packed()
+        note = (2 * me + (refusal is not None)) * 16 + 4 * calls + 2 * learn[0] + learn[1]
+        own_form = form.packed()
         known = [counts_E.new_full((), number) for number in (note, own_form, 0)]
         metadata = tokens_Pp.sum(), counts_E.sum(), *known[:2], known[2] if bad is None else bad.number
         metadata_C = torch.stack([number.to(counts_E.dtype) for number in metadata])
@@ -412,8 +417,8 @@ class Exchange(Sized):
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
             raise other_operation(ep.board, operation, f"the {ep}", stranger)
         tokens_QP, pairs_QP, note_QP, form_QP, bad_QP, _ = all_QPC[..., -_METADATA:].transpose(2, 0, 1)
-        ranks_QP = note_QP // 8
-        culprits = sorted(ranks_QP[note_QP // 4 % 2 > 0].tolist())
+        ranks_QP = note_QP // 32
+        culprits = sorted(ranks_QP[note_QP // 16 % 2 > 0].tolist())
         # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}", agreed=True)
@@ -426,6 +431,11 @@ class Exchange(Sized):
                 raise RankError(f"rank {me}: {text}", agreed=True)
             verdict = Verdict(int(ranks_QP[bad_QP > 0].min()), CHECK, text)
             raise RankError(f"rank {me}: ended because {verdict}", agreed=True)
+        calls_QP = note_QP // 4 % 4
+        self.as_module = bool((calls_QP == ExpertCalls.MODULE).any())
+        if self.as_module and (conflict := calls_conflict(ranks_QP, calls_QP)):
+            ep.board.refuse(CHECK, conflict, ep.size * esp.size)
+            raise RankError(f"rank {me}: {CHECK}: {conflict}", agreed=True)
         if (form_QP != own_form).any():
             text, odd = differ(dict(zip(ranks_QP.flat, form_QP.flat, strict=True)))
             if odd is None or odd == me:
@@ -456,7 +466,7 @@ def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
     """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
     counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-_METADATA]
-    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // 8
+    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // 32
     wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import _get_tracing_state as _get_tracing_state  # None unless torch.jit traces
 from torch.distributed.algorithms.model_averaging import utils as averaging
+from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.compat import require_names
@@ -76,3 +79,29 @@ def check_averages(check: Callable[..., None]) -> None:
 
     average = averaging.average_parameters
     averaging.average_parameters = functools.wraps(average)(with_list)  # type: ignore[assignment]
+
+
+_OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+require_names("torch", torch.__version__, CHECKED, nn.Module(), *_OWN_HOOKS)
+require_names("torch", torch.__version__, CHECKED, _module, *_GLOBAL_HOOKS)
+
+#: Names of the kinds of hooks that a call of a module runs.
+HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+#: A module's hooks of each kind. No Python function: a layer asks it in each forward.
+hooks_of = attrgetter(*_OWN_HOOKS)
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return whether a call of this module runs hooks of its own. A compiler takes it, as it does not `hooks_of`."""
+    own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(own)
+
+
+#: Hooks of all modules, of each kind.
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = attrgetter(*_GLOBAL_HOOKS)(_module)

@@ -14,8 +14,9 @@ crosses in one of two ways, whose results agree to rounding:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -31,13 +32,25 @@ from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import GLOBAL_HOOKS, hooks_of
 from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
-from fusedmoe.engine.dispatcher import Dispatcher, Handle, LocalExperts, Routed, packs, selects, weight_of_rows
+from fusedmoe.engine.dispatcher import (
+    Dispatcher,
+    Handle,
+    LocalExperts,
+    Routed,
+    packs,
+    recomputing,
+    selects,
+    weight_of_rows,
+)
+from fusedmoe.engine.module_hooks import called_for, must_be_called, why_called
 from fusedmoe.engine.recomputation import unselected
-from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run
+from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run, reduced_behind
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
@@ -50,11 +63,12 @@ from fusedmoe.schedule.task import COUNTS, Task, TaskKind
 dispatchers: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 _new_number = count()
 
-# (tokens, exchange, experts) -> the plans for these; None: nothing is to overlap.
-FindPlans = Callable[[Tensor, Exchange, LocalExperts], "Assigned | None"]
+# (tokens, exchange, maker of experts in chunks) -> the plans for these; None: nothing is to overlap. Without a maker,
+# where experts are called as a module, only assigned plans.
+FindPlans = Callable[[Tensor, Exchange, Callable[[], ChunkExperts] | None], "Assigned | None"]
 
 
-def no_plans(x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> None:
+def no_plans(x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> None:
     """Finds no plan: nothing overlaps."""
 
 
@@ -113,6 +127,7 @@ class Collectives(Dispatcher):
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
+        self._why: str | None = None  # experts are called as a module
         # Exchanges compare it: a rank that skipped a layer is named, and not given the rows of another one.
         self._call = f"{self.name} {self.topology.number_layer()}"
         self._enlist()
@@ -127,15 +142,19 @@ class Collectives(Dispatcher):
         self.__dict__ |= state
         self._enlist()  # a copy is no other layer
 
-    # The meeting first: the one host synchronisation of a layer.
-
     def meet(
-        self, routed: Routed, by_node: bool = True, last: LastTokens | None = None, weight_N: Tensor | None = None
+        self,
+        routed: Routed,
+        calls: ExpertCalls,
+        by_node: bool = True,
+        last: LastTokens | None = None,
+        weight_N: Tensor | None = None,
     ) -> Met:
         """Exchange the numbers of tokens and pairs for each expert between the ranks. Collective.
 
-        `by_node`: two-level algorithms may forward tokens inside nodes. `last`: tokens to send last, unless they do.
-        `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
+        `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
+        `last`: tokens to send last, unless they do. `weight_N`: router weights of the layout's rows, in place of
+        `routed.weight_SK`.
         """
         if self.choose is not None:
             self.all_to_all = self.choose(routed.x_SM)
@@ -151,7 +170,8 @@ class Collectives(Dispatcher):
         weights = weight_N if weight_SK is None else weight_SK
         form = RowForm(x_SM.dtype, x_SM.shape[1], layout.row_SK.shape[1], None if weights is None else weights.dtype)
         learn = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
-        exchange = self.exchange(layout.counts_E, form, routed.refusal, tokens_Wp=tokens_W, hop=hop, learn=learn)
+        more: dict[str, Any] = {"hop": hop, "learn": learn, "calls": calls}
+        exchange = self.exchange(layout.counts_E, form, routed.refusal, tokens_Wp=tokens_W, **more)
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
@@ -159,13 +179,12 @@ class Collectives(Dispatcher):
         return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
 
     def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
-        with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
+        told = nullcontext() if self._why is None else called_for(self._why)
+        with told, span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
             return Exchange(self.all_to_all, self.topology.esp, counts_E, form, refusal, call=self._call, **more)
 
-    # One thing after the other.
-
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
-        return self._dispatch(routed.x_SM, self.meet(routed))
+        return self._dispatch(routed.x_SM, self.meet(routed, ExpertCalls.MODULE))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         check_rows("combine", "the experts' result", out_RM, len(handle.layout.row_SK))
@@ -178,10 +197,10 @@ class Collectives(Dispatcher):
             x_TM = permute(x_SM, sent.tokens)
         # Operators take tensors and plain values; these are on the host, where the collectives want them.
         sizes = torch.from_numpy(exchange.sizes.send_PC), torch.from_numpy(exchange.sizes.come_QPC)
-        x_RM, handle = self._send(x_TM, weight_N, sent, sizes, crossing)
+        x_RM, handle = self.send_by_operators(x_TM, weight_N, sent, sizes, crossing)
         return x_RM, handle._replace(counts_RE=exchange.counts_RE)
 
-    def _send(
+    def send_by_operators(
         self,
         x_TM: Tensor,
         weight_N: Tensor | None,
@@ -189,6 +208,7 @@ class Collectives(Dispatcher):
         sizes: tuple[Tensor, Tensor],
         way: Way | Crossing,
     ) -> tuple[Tensor, Handle]:
+        """Sends [T, M] tokens in these sizes, with the weights of the layout's rows."""
         result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, sent.k, *sizes, way.name)
         x_RM, weight_R, _, *layout = result
         state = _Sent(sent.tokens, *sizes, way)
@@ -198,12 +218,13 @@ class Collectives(Dispatcher):
         self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
         """Send [S, M] tokens, and the weights of the layout's rows, to their experts' ranks. A graph can hold it."""
-        sent, sizes = self._meet_by_operators(layout, bad, RowForm.of(x_SM, layout, weight_N))
-        return self._send(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.way)
+        sent, sizes = self.meet_by_operators(layout, bad, RowForm.of(x_SM, layout, weight_N))
+        return self.send_by_operators(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.way)
 
-    def _meet_by_operators(
+    def meet_by_operators(
         self, layout: Layout, bad: Tensor | None, form: RowForm
     ) -> tuple[Sending, tuple[Tensor, Tensor]]:
+        """Tells the ranks how many tokens come, as `meet`; returns what is sent, and all sizes."""
         sent, tokens_W = Sending(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
@@ -217,20 +238,6 @@ class Collectives(Dispatcher):
         with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
-    def in_graph(
-        self, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor, masked: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Returns [S, M] as `by_operators` does, for any number of tokens, and the loss, tied to the exchange.
-
-        Args:
-            masked: a mask says how many tokens there are when the graph runs; the graph then has all of the exchange.
-        """
-        if masked or len(routed.x_SM):
-            return self.by_operators(routed, experts, bad), loss
-        y_0M, zero = self.by_operators_without_tokens(routed, experts, bad)
-        # Gradients of the loss go through the exchange, so that no rank waits for this one in the backward.
-        return y_0M, loss + zero
-
     def by_operators(
         self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
     ) -> Tensor:
@@ -243,45 +250,34 @@ class Collectives(Dispatcher):
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)
 
-    def by_operators_without_tokens(
-        self, routed: Routed, experts: nn.Module, bad: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Does the same for a graph without tokens, and returns a zero to be added to the loss as well.
-
-        A compiler leaves out what gives no number, also where other ranks wait for it; so a row of padding ties the
-        exchange to the loss, and to a parameter.
-        """
-        x_0M = routed.x_SM
-        like = next((one for one in experts.parameters() if one.requires_grad), x_0M.new_zeros(1))
-        padding_1M = like.reshape(-1)[:1].to(x_0M.dtype).expand(1, x_0M.shape[1])
-        weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
-        form = RowForm.of(x_0M, routed.layout, routed.weight_SK)
-        sent, sizes = self._meet_by_operators(routed.layout, bad, form)
-        x_RM, handle = self._send(padding_1M, weight_1, sent, sizes, self.way)
-        y_RM = experts(x_RM, handle.layout, handle.weight_N)
-        back_1M = exchange_operators.combine(y_RM, *sizes, 1, self.way.name)
-        return back_1M[:0], back_1M.sum()
-
-    # By a plan, where there is one.
-
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        calls = self.calls(experts)
         if not selects():
-            return self.cross(routed.x_SM, self.meet(routed), experts)
+            return self.cross(routed.x_SM, self.meet(routed, calls), experts)
         if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
             return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
         with unselected():
-            return self.cross(routed.x_SM, self.meet(routed), experts)
+            return self.cross(routed.x_SM, self.meet(routed, calls), experts)
+
+    def calls(self, experts: Any) -> ExpertCalls:
+        """Returns how the experts can be called: as a module where a call of it runs hooks."""
+        if not recomputing():  # a checkpoint compares what is saved: as in the forward
+            own = not getattr(experts, "reads_once", False) or any(map(any, map(hooks_of, experts.modules())))
+            self._why = why_called(experts) if (own or any(GLOBAL_HOOKS)) and must_be_called(experts) else None
+        return ExpertCalls.EITHER if self._why is None else ExpertCalls.MODULE
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
         """Does what `through_experts` does once the ranks have met; by a plan where `copies` take turns. Collective."""
         x_SM, met = _with_backward(x_SM, met)
-        assigned = self.plans(x_SM, met.exchange, experts)
-        chunk_experts = None if assigned is None else self.in_chunks(experts, x_SM)
+        as_module = met.exchange.as_module
+        in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
+        assigned = self.plans(x_SM, met.exchange, None if as_module else in_chunks)
+        chunk_experts = None if assigned is None or as_module else in_chunks()
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
         if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
-            assigned = None
+            chunk_experts = None
         if assigned is None or chunk_experts is None:
             rows_RM, handle = self._dispatch(x_SM, met)
             y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
@@ -289,7 +285,10 @@ class Collectives(Dispatcher):
             own = experts.parameters() if isinstance(experts, nn.Module) else ()
             if torch.is_grad_enabled() and not y_RM.requires_grad and any(one.requires_grad for one in own):
                 y_RM = y_RM.detach().requires_grad_()
-            return self.combine(y_RM, handle)
+            y_SM = self.combine(y_RM, handle)
+            if assigned is None or assigned.gradients is None:
+                return y_SM
+            return reduced_behind(y_SM, assigned, None if copies is None else copies.wait)
         if not chunk_experts.any_degree:
             assigned.plans.require_one_degree()
         chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn

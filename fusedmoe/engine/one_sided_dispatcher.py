@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -63,7 +64,8 @@ class OneSided(Collectives):
         x_SM, layout, weight_SK, refusal = routed
         # Kernels send as they find rows, and nobody on the host counts.
         self.travelled = None
-        transport = None if weight_SK is None else self._transport(x_SM)
+        as_module = self.calls(experts) == ExpertCalls.MODULE  # kernels call no module: collectives do
+        transport = None if weight_SK is None or as_module else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         later = None

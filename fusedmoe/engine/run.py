@@ -25,6 +25,7 @@ from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunk_experts import ChunkExperts, Rest, Totals
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
@@ -105,6 +106,34 @@ class Assigned(NamedTuple):
     plans: Plans
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
+
+
+class _ReducedBehind(Function):
+    operation = "gradient all-reduces of a plan that is not followed"
+
+    @staticmethod
+    def forward(ctx: Any, y_SM: Tensor, assigned: Assigned, behind: Callable[[], None] | None) -> Tensor:
+        ctx.given = assigned, behind
+        return y_SM.view_as(y_SM)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (plans, gradients, beside), behind = ctx.given
+        gradients.wait()
+        for task in plans.backward:
+            if task.kind == TaskKind.GRADIENT_ALL_REDUCE:
+                gradients.reduce(task)
+        gradients.begin(beside, behind)
+        return grads[0], None, None
+
+
+def reduced_behind(y_SM: Tensor, assigned: Assigned, behind: Callable[[], None] | None) -> Tensor:
+    """Return a layer's result whose backward runs the gradient all-reduces of its plans, which it does not follow.
+
+    Ranks of other expert-parallel groups may follow the same plans, and wait for this one in these all-reduces.
+    """
+    reduced: Tensor = _ReducedBehind.apply(y_SM, assigned, behind)
+    return reduced
 
 
 @dataclass(frozen=True, eq=False)

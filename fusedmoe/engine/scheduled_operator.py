@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
 from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.comm.exchange import Bad
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
 from fusedmoe.engine.collectives_dispatcher import (
@@ -55,7 +56,8 @@ def through_experts_in_graph(
 
     Args:
         experts: by kernels of this library (`GroupedExperts`), or `dispatcher.local` with four parameters at most. The
-            backward computes the latter again, for an operator keeps no graph. Others go without a plan.
+            backward computes the latter again, for an operator keeps no graph. Others go without a plan, as do experts
+            that must be called as a module (`must_be_called`).
         bad: how many numbers are not finite, a scalar; all ranks end where there are any.
     Returns:
         [S, M], and a zero whose gradient is the operator's: added to the loss it ties the ranks' exchange to that where
@@ -125,15 +127,6 @@ class _AutogradAgain:
             return self._experts.backward_rows(dy_RM, x_RM, graph, layout, weight_R)
 
 
-class _Given(NamedTuple):
-    """The experts of an operator, as plans are found for them."""
-
-    experts: ChunkExperts
-
-    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        return self.experts
-
-
 def _experts(
     dispatcher: Collectives, own: Sequence[Tensor | None], b2_start: int, how: str, learns: Sequence[bool]
 ) -> ChunkExperts:
@@ -170,8 +163,7 @@ def _dispatcher(number: Tensor) -> Collectives:
 
 def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: ChunkExperts) -> Assigned:
     """Returns the plans to work by; one thing after the other where nothing is to overlap."""
-    given: Any = _Given(experts)
-    assigned = dispatcher.plans(x_SM, exchange, given)
+    assigned = dispatcher.plans(x_SM, exchange, lambda: experts)
     if assigned is not None:
         return assigned
     kinds = runnable_kinds(Capabilities(dispatcher.topology.ep.size, dispatcher.topology.esp.size), "itself")
@@ -215,7 +207,7 @@ def scheduled_experts(
         refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
         # A graph keeps sizes alone, and not where a node forwards tokens to.
         routed = Routed(x_SM, Layout.of(layout), None, refusal)
-        _, sent, exchange = dispatcher.meet(routed, by_node=False, weight_N=weight_N)
+        _, sent, exchange = dispatcher.meet(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, learns)
         run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), exchange, x_SM.device, None)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]

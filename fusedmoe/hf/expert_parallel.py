@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -46,6 +47,15 @@ class _LocalExperts(ExternalExperts):
 
     def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
         return compute(self.module, read_parameters(self.module), x_SM, layout, weight_N)
+
+    @property
+    def reads_once(self) -> bool:  # type: ignore[override]
+        # peft's factors are read as they are.
+        return fused_activation(self.module) is not None or bool(factors_in_use(self.module))
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        # transformers calls the module itself, around all that the ranks do.
+        return ((name, module) for name, module in self.module.named_modules() if name)
 
     def in_graphs(self) -> nn.Module:
         return _Computed(self.module)

@@ -20,7 +20,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import Topology, ops
-from fusedmoe.dispatchers import InputChecks, not_finite, unselected
+from fusedmoe.dispatchers import InputChecks, has_hooks, not_finite, unselected
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.peft_adapters import folded, is_evaluated, matrix, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
@@ -377,9 +377,7 @@ def _activation(act: Any) -> str:
 
 def is_changed(module: Any) -> bool:
     """Returns whether a module's call does more than its class says: hooks, or another forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    held = getattr(module, "__dict__", {})
-    return "forward" in held or any(held.get(name) for name in hooks)
+    return isinstance(module, nn.Module) and ("forward" in vars(module) or has_hooks(module))
 
 
 def check_experts(experts: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fusedmoe.engine.module_hooks import has_hooks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.low_rank import Adapters, LowRank
@@ -103,9 +104,14 @@ def merge_adapters(experts: Any) -> None:
 def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
     """Returns frozen weights and the adapters beside them, in the dtype of the computation, or w1's.
 
-    None: there are no adapters, or weights that are trained, too, or parametrised otherwise; then their sums are read.
+    None: there are no adapters, or weights that are trained, too, or parametrised otherwise, or hooks on the adapters;
+    then the sums are read, which evaluates each parametrisation once.
     """
     updates, frozen = [_update(experts, name) for name in _MATRICES], []
+    if any(update is not None and has_hooks(update) for update in updates):
+        return None
+    if any(parametrize.is_parametrized(experts, name) for name in ("b1", "b2")):
+        return None
     for name, update in zip(_MATRICES, updates, strict=True):
         if update is None and parametrize.is_parametrized(experts, name):
             return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.all_to_all import ALGORITHMS, make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.construction import facts_of_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -55,6 +55,22 @@ def require_parts(
     ):
         if part is not None:
             _require_kind(name, part, kind, example)
+
+
+def require_library_dispatch(dispatch: str | Dispatcher, asks: str | None) -> None:
+    """Refuses what a dispatcher of the user's would ignore.
+
+    Args:
+        dispatch: it, or its name in `MoELayer.dispatch`.   asks: for it: `schedule='auto'`, say; None: nothing does.
+    Raises:
+        ConfigError: something does.
+    """
+    own = isinstance(dispatch, Dispatcher) or dispatch not in (*ALGORITHMS, "auto")
+    if own and asks is not None:
+        raise ConfigError(
+            f"MoELayer: {asks} has no effect with a dispatcher of your own, {dispatch}, which runs dispatch, experts "
+            "and combine by itself; leave one of the two out (dispatch='direct' takes both)"
+        )
 
 
 def _require_kind(name: str, part: object, kind: type, example: str) -> None:

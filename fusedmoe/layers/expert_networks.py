@@ -127,12 +127,13 @@ class Experts(Constructed, nn.Module):
         num_experts: of the layer, over all ranks; 0 before a layer has them. Where a rank has some of them or shards,
             torch.distributed.checkpoint refuses its state.
         moves: the experts change owners, under a placement.
-        grouped: kernels of this library compute them in chunks, `GroupedExperts`.
+        grouped: they compute chunks as `GroupedExperts`.   reads_once: `in_chunks` reads parameters once, chunks none.
         each_alone: the rows of one expert are computed by its own parameters, and no other's are read: copies of those
             may still be on their way.
     """
 
     grouped: ClassVar[bool] = False
+    reads_once: ClassVar[bool] = False
     each_alone: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -250,8 +251,7 @@ class Experts(Constructed, nn.Module):
 
     def row_dtype(self, x_SM: Tensor) -> torch.dtype:
         """The dtype in which rows travel to these experts: under autocast its dtype, else their own."""
-        kind = x_SM.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
+        return torch.get_autocast_dtype(x_SM.device.type) if torch.is_autocast_enabled(x_SM.device.type) else x_SM.dtype
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
@@ -401,7 +401,7 @@ class FeedForward(Experts):
     Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
     """
 
-    grouped = each_alone = True
+    grouped = reads_once = each_alone = True
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
         super().__init__()
@@ -454,19 +454,19 @@ class FeedForward(Experts):
             self.register_parameter(name, nn.Parameter(made))
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
 
-    def weights(self, dtype: torch.dtype) -> Weights:
-        """The parameters in the dtype of the computation."""
+    def weights(self, dtype: torch.dtype | None) -> Weights:
+        """The parameters in the dtype of the computation; None: in that of w1. Evaluates a parametrisation once."""
+        w1, w2 = self.w1, self.w2
+        dtype = dtype or w1.dtype
         b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
-        return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
+        return Weights(w1.to(dtype), w2.to(dtype), b1, b2, self.b2_start)
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        # Rows that came from other ranks have this dtype already; here they may be of this rank.
         x_SM = x_SM.to(self.row_dtype(x_SM))
-        # Without autocast the parameters keep their dtype, and `grouped_experts` refuses rows of another one.
         cast = torch.is_autocast_enabled(x_SM.device.type)
         if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
             return low_rank_experts(x_SM, layout, weight_N, *low_rank, self.activation)
-        weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
+        weights = self.weights(x_SM.dtype if cast else None)
         return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:

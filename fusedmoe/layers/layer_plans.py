@@ -5,13 +5,14 @@ A layer with a schedule has `layers/schedule.py` in its place, which is loaded f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import LocalExperts, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
@@ -121,7 +122,7 @@ class LayerPlans:
         """Returns how kernels send and receive by themselves; None where collectives do."""
         return None
 
-    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+    def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
         """Returns the plans for as many pairs as the rank has that sends the most. None: nothing goes in chunks."""
         return self.to_follow()
 

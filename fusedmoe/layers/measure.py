@@ -25,7 +25,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
-from fusedmoe.engine.dispatcher import LocalExperts, Routed, unchanged
+from fusedmoe.engine.dispatcher import Routed, unchanged
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.kernels.derivatives import recording
@@ -228,7 +228,7 @@ def observe_layer(
     sent: list[int] = []
 
     def run(plan: Plan, number: int) -> Timeline:
-        def find(x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned:
+        def find(x_SM: Tensor, exchange: Exchange, in_chunks: object) -> Assigned:
             sent.append(exchange.most_pairs)
             return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 

@@ -17,12 +17,21 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import _get_tracing_state
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
+from fusedmoe.engine.graph_dispatch import by_operators_in_graph
+from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.derivatives import count_flops, graph_takes_sizes, keep_out_of_graphs
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
-from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
+from fusedmoe.layers.assembly import (
+    agree_on_parts,
+    make_dispatcher,
+    make_plans,
+    require_library_dispatch,
+    require_parts,
+    set_up_experts,
+)
 from fusedmoe.layers.expert_networks import Experts, require_own_experts
 from fusedmoe.layers.gates.base import Gate, SoftRouting
 from fusedmoe.layers.gates.whole_batch import ExpertChoice
@@ -74,8 +83,9 @@ class MoELayer(nn.Module):
         order: how rows are laid out; by default `Dropless` for a gate without capacity, else `Sparse`.
         topology: where ranks stand; by default a world of one (data parallelism around it needs nothing else).
         dispatch: all-to-all algorithm, "direct", "1dh" or "2dh", or "auto": the first batch tries all three, and the
-            shortest stays (`pipeline` and compiled layers take "direct" then). Or a `Dispatcher` of your own, which has
-            the say over how tokens travel, and whose hooks and plans are its own.
+            shortest stays (`pipeline`, and compiled layers without a schedule, take "direct"). Or a `Dispatcher` of
+            your own, which has the say over how tokens travel, and whose hooks are its own; such a layer takes no
+            schedule, no plans and no placement.
         hooks: user code at six seams, `Hooks`.
         shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
@@ -155,6 +165,10 @@ class MoELayer(nn.Module):
         self.dispatch = str(dispatch)
         self.gate, self.experts, self.shared = gate, experts, shared
         agree_on_parts(self, repr(schedule), placement, dtype or torch.get_default_dtype())
+        if isinstance(dispatch, Dispatcher):
+            off = schedule is None or schedule == "off"
+            asks = None if placement == "ep" else f"placement={placement!r}"
+            require_library_dispatch(dispatch, asks if off else f"schedule={schedule!r}")
         gate.setup(model_dim, device=device, dtype=dtype)
         parts = LayerParts(self.topology, gate, self.order, experts)
         moves = placement == "fssdp" and self.topology.ep.size > 1
@@ -260,14 +274,14 @@ class MoELayer(nn.Module):
         aux = routing.aux_loss
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
             number = None if bad is None else bad.number
-            if self._by_plan:
+            if self._by_plan and not must_be_called(self.experts):
                 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 
                 y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, number)
                 # Gradients of the loss go through the exchange, where this rank has no others.
                 aux = aux if masked or len(y_SM) else aux + zero
             else:
-                y_SM, aux = self.dispatcher.in_graph(routed, self.experts, number, aux, masked)
+                y_SM, aux = by_operators_in_graph(self.dispatcher, routed, self.experts, number, aux, masked)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)
@@ -293,8 +307,10 @@ class MoELayer(nn.Module):
         Args:
             gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
         Raises:
-            ConfigError: plans with other tasks than this layer can run, or without some of its parts.
+            ConfigError: plans with other tasks than this layer can run, or without some of its parts; plans for a
+                dispatcher of your own.
         """
+        require_library_dispatch(self.dispatch, None if plans is None else "set_plan")
         self._plans.assign(plans, gradients, beside)
 
     def measured_costs(self, tokens: int, *, again_s: float | None = None) -> CostModel:

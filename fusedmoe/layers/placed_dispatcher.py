@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.all_to_all import LastTokens
 from fusedmoe.comm.exchange import Bad, Exchange, Sized
+from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives, Met
@@ -49,7 +50,12 @@ class Moving(Collectives):
         self._placed = placed
 
     def meet(
-        self, routed: Routed, by_node: bool = True, last: LastTokens | None = None, weight_N: Tensor | None = None
+        self,
+        routed: Routed,
+        calls: ExpertCalls,
+        by_node: bool = True,
+        last: LastTokens | None = None,
+        weight_N: Tensor | None = None,
     ) -> Met:
         placed = self._placed
         placed.come_in_turn(recomputing(), self.recorder)
@@ -57,7 +63,8 @@ class Moving(Collectives):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
-        return super().meet(routed._replace(layout=layout, refusal=refusal), by_node, placed.late.tokens, weight_N)
+        routed = routed._replace(layout=layout, refusal=refusal)
+        return super().meet(routed, calls, by_node, placed.late.tokens, weight_N)
 
     def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
         return super().exchange(counts_E, form, refusal, held=max(1, len(self._placed.held)), **more)
@@ -67,7 +74,7 @@ class Moving(Collectives):
             return self._through_experts(routed)
 
     def _through_experts(self, routed: Routed) -> Tensor:
-        met, placed = self.meet(routed), self._placed
+        met, placed = self.meet(routed, self.calls(self._placed.experts)), self._placed
         turns = placed.travel == "in turns"
 
         def use(own: Experts, send: SendBack | None) -> Tensor:
@@ -85,7 +92,8 @@ class Moving(Collectives):
         placed = self._placed
         follow, late_rows = placed.late.send(), self._late_rows
         placed.fetch_next()
-        begins = bool(placed.late) and self._begins_without(rows_RM)
+        # Where hooks run, one call has all rows.
+        begins = bool(placed.late) and not exchange.as_module and self._begins_without(rows_RM)
         if not (follow and begins):
             placed.land()
         if not (late_rows and begins):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,8 +19,7 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.dispatcher import LocalExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError, RankError
@@ -286,13 +285,13 @@ class ScheduledPlans(LayerPlans):
     def plans_nothing(self) -> bool:
         return False
 
-    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+    def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
         assigned = self.to_follow()
-        if assigned is not None:
+        if assigned is not None or in_chunks is None:
             return assigned
         workload = self._workload(x_SM, exchange.most_pairs, exchange.share)
         if workload not in self.made:
-            any_degree = experts.in_chunks(x_SM).any_degree
+            any_degree = in_chunks().any_degree
             self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds, exchange.algorithm)
         return Assigned(self.made[workload])
 

@@ -6,7 +6,7 @@ that say how wide they are (`ExternalExperts`); plans, costs and caches are thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,8 @@ from fusedmoe.comm.exchange import Bad, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
-from fusedmoe.engine.dispatcher import LocalExperts, Routed
+from fusedmoe.engine.dispatcher import Routed
+from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.kernels.derivatives import count_flops
@@ -47,9 +48,12 @@ class ExternalExperts:
     Args:
         num_experts: over all ranks.
         widths: M, and an expert's H over all of its shards.   gated: two up projections.
+    Attributes:
+        reads_once: as of `fusedmoe.experts.Experts`.
     """
 
     grouped = True  # to graphs, which compute those by autograd again
+    reads_once = False
 
     def __init__(self, module: nn.Module, num_experts: int, widths: tuple[int, int], gated: bool) -> None:
         self.module, self.num_experts, self.widths, self.gated = module, num_experts, widths, gated
@@ -62,6 +66,13 @@ class ExternalExperts:
         chunks: Any = self.module
         of_rows: ChunkExperts = chunks.in_chunks(x_SM)
         return of_rows
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules that `__call__` calls, whose hooks run then."""
+        return self.module.named_modules()
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for _, module in self.named_modules())
 
     def in_graphs(self) -> nn.Module | None:
         """Returns a module that computes the same, of whose parameters operators get what a graph has; None: there is
@@ -98,11 +109,12 @@ class TriedPlans:
         self.costs: CostModel | None = None
         self.any_degree = False
 
-    def find(self, x_SM: Tensor, exchange: Exchange, experts: LocalExperts) -> Assigned | None:
+    def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
         """Finds the plans for these tokens, as `LayerPlans.find`."""
         if not self.tries:
-            return self.plans.find(x_SM, exchange, experts)
-        if self.workload is None or self.again_s is not None:
+            return self.plans.find(x_SM, exchange, in_chunks)
+        if in_chunks is not None and (self.workload is None or self.again_s is not None):
+            self.any_degree = in_chunks().any_degree
             self._measure(x_SM, exchange)
         return self.plans.to_follow()
 
@@ -111,7 +123,6 @@ class TriedPlans:
         from fusedmoe.layers.measure import measure_layer, rounded, undisturbed
 
         topology, experts = self.plans.topology, self.plans.parts.experts
-        self.any_degree = experts.in_chunks(x_SM).any_degree
         with undisturbed():
             self.costs = measure_layer(self.plans, x_SM, again_s=self.again_s)
         self.again_s = None
@@ -199,7 +210,7 @@ class ScheduledExchange:
         """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
         if not isinstance(self.dispatcher, Collectives):
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.plans_nothing or not self.plans.plans.compiles:
+        if self.plans_nothing or not self.plans.plans.compiles or must_be_called(self.experts):
             return self.dispatcher.by_operators(routed, self.experts, bad)
         return through_experts_in_graph(self.dispatcher, routed, self.experts, bad)[0]
 

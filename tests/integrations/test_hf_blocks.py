@@ -144,6 +144,42 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, degrees: Any, 
     cluster.run(2, compare, str(tmp_path), SIZES, degrees, cases)
 
 
+def hooked(rank: int, world: int, folder: str) -> None:
+    """Hooks see whole batches, and what the experts give; their changes count, and blocks go by the plan again then."""
+    with all_in_float64(True):
+        model = load(rank, world, folder, SIZES).train()
+        block = model.model.layers[1]
+        mlp, attention = block.mlp, block.self_attn
+        calls: list[int] = []
+
+        def doubled(_: Any, __: Any, result: Any) -> Any:
+            calls.append(1)
+            return result * 2 if isinstance(result, Tensor) else (result[0] * 2, *result[1:])
+
+        for module in (mlp, block, mlp.experts, mlp.gate, attention):
+            values = []
+            for degrees in (None, (2, 2)):
+                blocks = fusedmoe.hf.pipeline(model, degrees)
+                ran = forwards_of(blocks[0]) if blocks else []
+                handle = module.register_forward_hook(doubled if module is not mlp.gate else _seen(calls))
+                calls.clear()
+                values.append(found(model, batches(rank)[:1]))
+                assert len(calls) == 1 and not ran, type(module).__name__
+                handle.remove()
+            torch.testing.assert_close(values[1], values[0], rtol=1e-10, atol=1e-10)
+        found(model, batches(rank)[:1])
+        assert ran
+
+
+def _seen(calls: list[int]) -> Callable[..., None]:
+    return lambda *_: calls.append(1)
+
+
+def test_hooks(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral").save_pretrained(tmp_path)
+    cluster.run(2, hooked, str(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_what_is_computed_again(cluster: Cluster, tmp_path: Path, family: str) -> None:

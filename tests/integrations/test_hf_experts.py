@@ -141,6 +141,15 @@ def test_routings(family: str, rows: int) -> None:
         assert not any(found[name][idle].any() for name in found if found[name].dim() == 3)
 
 
+@pytest.mark.parametrize("rows", [3, 90])
+def test_hooks_on_the_activation(rows: int) -> None:
+    experts, inputs = module_of("mixtral", rows)
+    experts.act_fn.register_forward_hook(lambda _, __, a: a * 2)
+    dy_TH = torch.randn_like(inputs[0])
+    wanted, found = (gradients(experts, inputs, dy_TH, name) for name in ("eager", fusedmoe.hf.NAME))
+    assert worst(found, wanted) < 1e-12
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_nothing_here(family: str) -> None:
     """No tokens; and none of the experts on this rank, as expert parallelism says it."""

@@ -118,6 +118,27 @@ def over_two(rank: int, world: int) -> None:
     on_ranks(rank, [5, 9], expert_model_parallel_size=2)
 
 
+def hooked(rank: int, world: int) -> None:
+    """Hooks on modules in the experts act as with Megatron's experts, each called, whatever sends and computes."""
+    cfg = config(expert_model_parallel_size=world)
+    batch = torch.randn(20 - 4 * rank, 1, DIM, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    with megatron(expert_model_parallel_size=world), plans_run() as ran:
+        stacks = [Stack(cfg, ours, schedule) for ours in OURS for schedule in ("off", SCHEDULES[ours])]
+        for stack in stacks:
+            stack.load_state_dict(stacks[0].state_dict())
+            for layer in stack.layers:
+                up = layer.experts.local_experts[0].linear_fc1
+                up.register_forward_hook(lambda _, __, given: (given[0] * 2, *given[1:]))
+        values = [found(stack, [batch]) for stack in stacks]
+    assert not ran
+    for each in values[1:]:
+        torch.testing.assert_close(each, values[0], rtol=1e-10, atol=1e-10)
+
+
+def test_hooks(cluster: Cluster) -> None:
+    cluster.run(2, hooked)
+
+
 @pytest.mark.slow
 def test_experts_over_two_ranks(cluster: Cluster) -> None:
     cluster.run(2, over_two)

@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan")
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -176,9 +177,11 @@ def _nodes(node: Any) -> Any:
 def sharded_apart(rank: int, world: int) -> None:
     module, _ = split_over(world, rank, OURS[1])
     module.token_dispatcher.exchange.set_schedule(SCHEDULE)
-    fully_shard(module.inner_experts)
-    with pytest.raises(ConfigError, match="FSDP shards FSDPFusedExperts by itself.*leave the schedule out"):
-        module(*inputs(3, [0, 1, 2, 3], rank), torch.zeros(EXPERTS))
+    given = *inputs(3, [0, 1, 2, 3], rank), torch.zeros(EXPERTS)
+    wanted = module(*given)
+    # Gathers the parameters for a call of the experts, which no chunk makes.
+    fully_shard(module.inner_experts, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("own", "one"))["one"])
+    torch.testing.assert_close(module(*given), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")

@@ -100,6 +100,28 @@ def test_other_parametrisations_and_trained_weights_are_read() -> None:
     assert not torch.allclose(layer(x), y)
 
 
+@pytest.mark.parametrize("bias", ["b1", "b2"])
+def test_hooks_and_parametrised_biases(bias: str) -> None:
+    """Reading factors apart would skip a hook on an adapter; a parametrised bias is evaluated once."""
+    x = torch.randn(T, M, dtype=torch.float64)
+    layer = fill(build("biased"))
+    layer.experts.parametrizations.w1[0].register_forward_hook(lambda _, __, w: w * 2)
+    with torch.no_grad():
+        found, wanted = layer(x), fill(build("biased"))
+        wanted.load_state_dict(layer.state_dict())
+        doubled = wanted.experts.parametrizations.w1
+        doubled.original.mul_(2)
+        doubled[0].b.mul_(2)
+        torch.testing.assert_close(found, wanted(x), rtol=1e-12, atol=1e-12)
+    calls = []
+    doubling = torch.nn.Module()
+    doubling.forward = lambda b: (calls.append(1), b * 2)[1]  # type: ignore[method-assign]
+    parametrize.register_parametrization(wanted.experts, bias, doubling)
+    calls.clear()
+    wanted(x)
+    assert len(calls) == 1
+
+
 def test_bfloat16_under_autocast() -> None:
     layer, x = fill(build()).float(), torch.randn(T, M)
     with torch.autocast("cpu", torch.bfloat16):

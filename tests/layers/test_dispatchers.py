@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import MoELayer, Topology, experts, gates, ops, orders
+from fusedmoe import MoELayer, Schedule, Topology, experts, gates, ops, orders
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -17,6 +17,7 @@ from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, Routed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import measure
+from fusedmoe.schedule.task import PIPELINE
 from tests.cluster import Cluster
 
 M, E, K = 6, 4, 2
@@ -59,6 +60,21 @@ def test_one_of_your_own(order: type[orders.Order]) -> None:
     assert own.calls == ["dispatch", "combine"]
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("own", [Own, lambda: Collectives(Topology(), make_all_to_all("direct", Topology()))])
+@pytest.mark.parametrize("asks", [{"schedule": "fsmoe"}, {"schedule": "auto"}, {"placement": "fssdp"}], ids=str)
+def test_what_one_of_your_own_would_ignore(own: Any, asks: dict[str, str]) -> None:
+    (name,) = asks
+    with pytest.raises(ConfigError, match=f"{name}='.*' has no effect with a dispatcher of your own, (Own|Coll)"):
+        MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch=own(), **asks)
+
+
+def test_plans_of_one_of_your_own() -> None:
+    layer = MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch=Own())
+    layer.set_plan(None)
+    with pytest.raises(ConfigError, match="set_plan has no effect with a dispatcher of your own, Own"):
+        layer.set_plan(Schedule("fsmoe", degrees=(2, 2)).plans(PIPELINE, None))
 
 
 def test_what_does_not_go_with_one_of_your_own() -> None:

@@ -111,11 +111,15 @@ def learned_from_late_copies(
     """What experts have learned in four steps, where a copy's row is not a number until the copy is there; what
     evaluation gives; how many late copies this rank had in each layer and step; the first chunk that needed any; and
     the tasks on links, as recorded."""
-    esp = shape.get("esp", 1)
+    shape = dict(shape)
+    esp, hooked = shape.get("esp", 1), shape.pop("hooked", False)
     topology = Topology.from_sizes(
         ep=world // esp, esp=esp, ranks_per_node=shape.get("ranks_per_node", esp), timeout_s=100.0
     )
     model = Model(topology, placement, **shape)
+    calls: list[int] = []
+    for layer in model.layers if hooked else ():
+        layer.experts.register_forward_hook(lambda _, __, y: (calls.append(1), y * 2)[1])
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **SLOW_COPIES | options) if placement == "fssdp" else None
     gather, late, firsts = SparseCollectives.gather, list[int](), list[int]()
@@ -156,6 +160,7 @@ def learned_from_late_copies(
         model.eval()
         with torch.no_grad():
             y_SM = model(tokens(rank, 9))
+    assert not hooked or len(calls) == len(model.layers) * (4 * parts + 1), "one call of the experts in a forward"
     if sharded is not None:
         sharded.close()
     spans = [span for span in recorder.timeline().on("inter") if span.phase == "forward" and span.chunk is not None]
@@ -175,6 +180,7 @@ def chunks(forward: int, backward: int) -> dict[str, Any]:
     [
         (2, 2, {}, {}),
         (4, 1, chunks(2, 2), {}),
+        (2, 1, chunks(2, 2) | {"hooked": True}, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -199,7 +205,9 @@ def test_experts_that_are_here_begin_first(
     cluster: Cluster, world: int, parts: int, shape: dict[str, Any], options: dict[str, Any]
 ):
     placed = cluster.run(world, learned_from_late_copies, "fssdp", parts, shape, options)
-    plain = cluster.run(world, learned_from_late_copies, "ep", parts, {"esp": shape.get("esp", 1)}, {})
+    plain = cluster.run(
+        world, learned_from_late_copies, "ep", parts, {"hooked": shape.get("hooked"), "esp": shape.get("esp", 1)}, {}
+    )
     for (ours, y_SM, *_), (theirs, wanted_SM, *_) in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(y_SM, wanted_SM, rtol=1e-10, atol=1e-12)
@@ -207,7 +215,7 @@ def test_experts_that_are_here_begin_first(
     assert late_LW.any()
     if world > 2:
         assert (late_LW.any(axis=1) & ~late_LW.all(axis=1)).any(), "late copies on some ranks"
-    if "schedule" not in shape:
+    if "schedule" not in shape or "hooked" in shape:
         return
     # All ranks have the same tasks, late copies behind the dispatches; which chunks need them is each rank's own.
     links = [links for *_, links in placed]

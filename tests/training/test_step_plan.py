@@ -78,6 +78,26 @@ def test_buckets_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> N
         assert buckets > 1 and done > 5
 
 
+def hooked(rank: int, world: int, policy: str) -> None:
+    """Layers with hooks follow no plan, and reduce the gradient buckets of theirs, for which others wait."""
+    topology = Topology.from_sizes(2, ranks_per_node=2, timeout_s=60)
+    plain, model = build(topology), build(topology)
+    _, buckets = plan_step(model, topology, policy, COSTS, replace(WORK, esp=1), limit=4)
+    for seed, on_all in ((1, True), (2, False), (3, True)):
+        layers = [module for module in model.modules() if isinstance(module, fusedmoe.MoELayer)]
+        # On one rank of one expert-parallel group, then on all ranks.
+        hooks = [layers[1].experts.register_forward_hook(lambda *_: None)] if seed > 1 and (on_all or not rank) else []
+        ours, theirs = backward(model, topology, buckets, seed), backward(plain, topology, None, seed)
+        for name, right in theirs.items():
+            torch.testing.assert_close(ours[name], right, rtol=1e-10, atol=1e-12, msg=f"{policy} {name}")
+        for hook in hooks:
+            hook.remove()
+
+
+def test_hooks_on_experts(cluster: Cluster) -> None:
+    cluster.run(4, hooked, "fsmoe")
+
+
 @pytest.mark.slow
 def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
     for _, done in cluster.run(4, planned, "sequential", False):

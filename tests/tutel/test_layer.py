@@ -525,6 +525,29 @@ def in_chunks(rank: int, world: int) -> None:
     assert all(found[2] == 2 and found[4] == 4 and found["auto"] > 1 for found in chunks.values()), chunks
 
 
+def hooked(rank: int, world: int) -> None:
+    """A hook on the experts runs once for all rows, and its result counts, in any number of chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ffn, "SMALL", 0)
+        layer = make({"type": "top", "k": 2, "capacity_factor": 1.2}, {"num_experts_per_device": 2})
+        fill(layer, rank, world)
+        x, calls = draw((25 - 9 * rank, D), 7 + rank).float(), []
+        layer.experts.register_full_backward_pre_hook(lambda _, grads: (calls.append(1), (grads[0] * 2,))[1])
+        results = {}
+        for degree in (1, 2, 4):
+            layer.zero_grad()
+            calls.clear()
+            y = layer(x, a2a_ffn_overlap_degree=degree)
+            y.square().sum().backward()
+            assert len(calls) == 1
+            results[degree] = [y.detach(), *(p.grad for p in layer.parameters())]
+            torch.testing.assert_close(results[degree], results[1])
+
+
+def test_hooks(cluster: Cluster) -> None:
+    cluster.run(2, hooked)
+
+
 def test_overlap_degrees(cluster: Cluster) -> None:
     cluster.run(2, overlapped)
 

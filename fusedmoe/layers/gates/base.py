@@ -389,7 +389,8 @@ class RouterGate(Gate):
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         drawn = self.draw(x_SM)
         # The kernel makes neither noise nor jitter: with any, it chooses from logits that are made here (`choose`).
-        if not drawn and self.one_kernel and self.serves(x_SM, self.weight_EM):
+        # A parametrised weight is like what it is made of, and is evaluated once.
+        if not drawn and self.one_kernel and self.serves(x_SM, next(self.parameters())):
             return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
         return self.choose(*self.score(x_SM, *drawn))
 
@@ -397,7 +398,7 @@ class RouterGate(Gate):
         return (router_logits(x_SM, self.weight_EM),)
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Returns whether kernels serve these operands: tokens and matrix, or logits."""
+        """Returns whether kernels serve these operands: tokens and a matrix like the gate's, or logits."""
         # Kernels choose by themselves: where experts are given, or noted, plain torch does.
         return (
             uses_triton(tensors[0])

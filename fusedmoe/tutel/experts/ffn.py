@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fusedmoe.dispatchers import has_hooks
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.ops import Weights
@@ -220,8 +221,8 @@ class FusedExpertsNetwork(nn.Module):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
         D, H, E = self.model_dim, self.hidden_size * self.sharded_count, self.local_experts * ep
-        matrices = (("w1", self.batched_fc1_w), ("w2", self.batched_fc2_w))
-        trained = tuple(name for name, matrix in matrices if matrix.requires_grad)
+        matrices = (("w1", "batched_fc1_w"), ("w2", "batched_fc2_w"))
+        trained = tuple(name for name, matrix in matrices if learns(self, matrix))
         return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
     def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
@@ -257,13 +258,17 @@ class FusedExpertsNetwork(nn.Module):
         return f"{sizes}, num_experts_per_device={self.local_experts}, {biases}"
 
 
+def learns(module: nn.Module, name: str) -> bool:
+    """Returns whether a parameter, or what it is made of, is trained, without evaluating a parametrisation."""
+    return any(one.requires_grad for path, one in module.named_parameters() if name in path.split("."))
+
+
 def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
     """Returns whether the library's operation may replace a call of these experts, and is the faster.
 
     `hidden`: elements of the hidden activations.
     """
-    # A call does more than `forward` where a wrapper has put hooks.
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if has_hooks(module):  # a call does more than `forward`
         return False
     # On a CPU half precision has to be rounded where Tutel rounds, as `forward` does.
     return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= SMALL

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedmoe.ops import Weights
 from fusedmoe.plans import Workload
 from fusedmoe.sizes import require_room, require_within
-from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
+from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, learns, suits
 from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class LlamaFFNNetwork(nn.Module):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Returns the workload, as `FusedExpertsNetwork.workload` does."""
         D, H, E = self.model_dim, self.hidden_size, self.local_experts * ep
-        up = self.W_fc1.requires_grad or self.W_fc2.requires_grad
-        trained = tuple(name for name, learns in (("w1", up), ("w2", self.W_fc3.requires_grad)) if learns)
+        up, down = learns(self, "W_fc1") or learns(self, "W_fc2"), learns(self, "W_fc3")
+        trained = tuple(name for name, learnt in (("w1", up), ("w2", down)) if learnt)
         return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize, trained=trained)
 
     def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:

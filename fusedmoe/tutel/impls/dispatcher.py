@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -53,6 +53,16 @@ class LocalExperts:
     @property
     def workload(self) -> Callable[[int, int, int, int], Workload] | None:
         return getattr(self.module, "workload", None)
+
+    @property
+    def reads_once(self) -> bool:
+        return self.fused is not None
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.module.modules()
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules()
 
     def __call__(
         self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, places: int = 0, counts_RE: Tensor | None = None
@@ -196,6 +206,7 @@ class LayerDispatcher:
     ) -> Tensor:
         crosses = self._crosses(stay)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
+        overlaps = overlaps and not dispatchers.must_be_called(experts)
         if crosses and (overlaps or experts.fused is not None):
             plans = partial(self._plans_for, degree, experts.workload)
             self._collectives.plans = plans if overlaps else dispatchers.no_plans
@@ -215,10 +226,17 @@ class LayerDispatcher:
         return order(dealt_SK, experts, None, choice.priority_S)
 
     def _plans_for(
-        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, exchange: Exchange, experts: Any
-    ) -> dispatchers.Assigned:
+        self,
+        degree: Degree,
+        find: Callable[..., Workload] | None,
+        x_SM: Tensor,
+        exchange: Exchange,
+        in_chunks: Callable[[], dispatchers.ChunkExperts] | None,
+    ) -> dispatchers.Assigned | None:
         """Returns plans for as many rows as the rank sends that sends the most. The first call of a kind is
         collective."""
+        if in_chunks is None:
+            return None
         topology = self.topology
         workload = costs = None
         if degree == "auto":
@@ -226,7 +244,7 @@ class LayerDispatcher:
             # Rounded up to a power of two, so that few sizes are planned.
             rows = 1 << (exchange.most_pairs - 1).bit_length() if exchange.most_pairs else 1
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
-        any_degree = experts.in_chunks(x_SM).any_degree
+        any_degree = in_chunks().any_degree
         key = (degree, workload, any_degree)
         if key not in self._plans:
             # Planning may measure, in the midst of a forward pass: autograd's hooks and modes must not see it.

@@ -110,6 +110,37 @@ def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
     return {one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"}
 
 
+def hooked(rank: int, world: int) -> list[set[str]]:
+    """Kinds of tasks without a hook on the experts, with one, and without it again; results are those of "off"."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    schedules = "off", fusedmoe.Schedule("fused", degrees=(1, 1))
+    layers = [layer_of(topology, schedule, fusedmoe.experts.SwiGLU(24)) for schedule in schedules]
+    layers[1].load_state_dict(layers[0].state_dict())
+    kinds = []
+    for doubles in (False, True, False):
+        handles = [layer.experts.register_forward_hook(lambda _, __, y: y * 2) for layer in layers if doubles]
+        layers[1].recorder = recorder = Recorder(rank)
+        plain, own = (train(layer, rank, 1) for layer in layers)
+        for one, other in zip(own, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        kinds.append({one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"})
+        for handle in handles:
+            handle.remove()
+    return kinds
+
+
+def hooked_on_one_rank(rank: int, world: int) -> str:
+    """A hook that one rank alone has: no rank waits longer than it may, and all raise."""
+    topology = Topology.from_sizes(ep=world, timeout_s=4)
+    layer = layer_of(topology, fusedmoe.Schedule("fused", degrees=(1, 1)), fusedmoe.experts.SwiGLU(24))
+    train(layer, rank, 1)
+    if rank:
+        layer.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(RankError) as error:
+        train(layer, rank, 1)
+    return str(error.value)
+
+
 def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...], list[str]]:
     """What a layer with "auto" runs by, in which chunks kernels send, and what differs from the layer without a
     schedule, in words. Kernels are said to take next to nothing in 2 chunks forward and 4 backward (`quick`), or for

@@ -8,6 +8,8 @@ from tests.cluster import Cluster
 from tests.kernels.device.fused_layers import (
     auto,
     by_collectives_where_it_must,
+    hooked,
+    hooked_on_one_rank,
     no_room,
     same_as_collectives,
     without_a_heap,
@@ -43,6 +45,21 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
     """Found out together: a rank that could would wait for one that cannot."""
     for wrong in cluster.run(2, without_a_heap):
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
+
+
+def test_hooks_on_experts(cluster: Cluster) -> None:
+    fused, collectives = {"dispatch-expert-combine"}, {"dispatch"}
+    assert cluster.run(2, hooked) == [[fused, collectives, fused]] * 2
+
+
+@pytest.mark.slow
+def test_a_hook_on_one_rank() -> None:
+    ranks = Cluster()  # of their own: the job is over
+    try:
+        here, there = ranks.run(2, hooked_on_one_rank)
+    finally:
+        ranks.close()
+    assert "rank 1" in here and "because of the forward hook" in there, (here, there)
 
 
 @pytest.mark.slow

@@ -1,0 +1,396 @@
+"""Hooks on modules, and parametrisations, act the same whatever overlaps: float64, against a dense computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from fusedmoe.errors import RankError
+from fusedmoe.layers.expert_networks import Custom, Experts, SwiGLU
+from fusedmoe.layers.gates import TopK
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+from tests.marks import slowly
+
+M, E, K, H, S = 6, 4, 2, 5, 10
+HOWS = ("off", "plan", "pipeline", "compiled", "whole graph", "fssdp")
+
+
+class Split(nn.Module):
+    """The dense part of a block: nothing is added to the experts' results."""
+
+    def forward(self, x_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        return x_BLM * 0, x_BLM * 1
+
+
+def expert(model_dim: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(model_dim, H), nn.Tanh(), nn.Linear(H, model_dim))
+
+
+def make(how: str, topology: fusedmoe.Topology, experts: Experts, shared: bool = False) -> tuple[Any, MoELayer]:
+    """Makes a layer, and what is called in its place."""
+    torch.manual_seed(0)
+    layer = MoELayer(
+        M,
+        TopK(E, K),
+        experts,
+        topology=topology,
+        shared=SwiGLU(H) if shared else None,
+        schedule=fusedmoe.Schedule("fsmoe", degrees=(2, 2)) if how not in ("off", "pipeline") else "off",
+        placement="fssdp" if how == "fssdp" else "ep",
+        dtype=torch.float64,
+    )
+    if how == "pipeline":
+        return fusedmoe.pipeline([(Split(), layer)], degrees=(2, 2)), layer
+    if how in ("compiled", "whole graph"):
+        return torch.compile(layer, backend="aot_eager", fullgraph=how == "whole graph"), layer
+    return layer, layer
+
+
+def topology_of(world: int) -> fusedmoe.Topology:
+    return fusedmoe.Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else fusedmoe.Topology()
+
+
+def numbers(rank: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(rank)
+    x, dy = (torch.randn(S // 2, 2, M, generator=chance, dtype=torch.float64) for _ in range(2))
+    return x.requires_grad_(), dy
+
+
+class Backward(torch.autograd.Function):
+    """Multiplies a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def dense(layer: MoELayer, x: Tensor, hooked: dict[str, float], experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    """A loop over experts; `hooked`: what hooks multiply."""
+    of = {"layer_in": 1.0, "gate_in": 1.0, "in": 1.0, "out": 1.0, "grad_in": 1.0, "grad_out": 1.0} | hooked
+    x_SM = x.reshape(-1, M) * of["layer_in"]
+    logits_SE = (x_SM * of["gate_in"]) @ layer.gate.weight_EM.t()
+    top_SK = logits_SE.topk(K, 1).indices
+    weight_SK = logits_SE.gather(1, top_SK).softmax(1)
+    u_SM = Backward.apply(x_SM, of["grad_in"]) * of["in"]
+    y_SM = torch.zeros_like(x_SM)
+    for number, network in enumerate(experts):
+        y_SM = y_SM + network(u_SM) * (weight_SK * (top_SK == number)).sum(1, keepdim=True)
+    return (Backward.apply(y_SM, of["grad_out"]) * of["out"]).view(x.shape)
+
+
+def feed_forward(w1: Tensor, w2: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    def network(number: int, x: Tensor) -> Tensor:
+        gate, value = (x @ half.t() for half in w1[number])
+        return (F.silu(gate) * value) @ w2[number].t()
+
+    return [lambda x, number=number: network(number, x) for number in range(E)]
+
+
+@contextmanager
+def hooks_on(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str, float]]:
+    """Registers a hook of a kind; gives what it multiplies."""
+
+    def count(*_: Any) -> None:
+        calls.append(1)
+
+    def doubled_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        calls.append(1)
+        return args[0] * 2, *args[1:]
+
+    def doubled(_: nn.Module, __: Any, result: Tensor) -> Tensor:
+        calls.append(1)
+        return result * 2
+
+    def doubled_gradients(_: nn.Module, grads: Any, __: Any = None) -> Any:
+        calls.append(1)
+        return (grads[0] * 2, *grads[1:])
+
+    def global_hook(module: nn.Module, _: Any, result: Any) -> Any:
+        return doubled(module, None, result) if module is layer.experts else None
+
+    experts, handles = layer.experts, []
+    match kind:
+        case "layer":
+            handles, of = [layer.register_forward_pre_hook(doubled_input)], {"layer_in": 2.0}
+        case "gate":
+            handles, of = [layer.gate.register_forward_pre_hook(doubled_input)], {"gate_in": 2.0}
+        case "forward pre":
+            handles, of = [experts.register_forward_pre_hook(doubled_input)], {"in": 2.0}
+        case "forward":
+            handles, of = [experts.register_forward_hook(doubled)], {"out": 2.0}
+        case "backward":
+            handles, of = [experts.register_full_backward_hook(doubled_gradients)], {"grad_in": 2.0}
+        case "backward pre":
+            handles, of = [experts.register_full_backward_pre_hook(doubled_gradients)], {"grad_out": 2.0}
+        case "global":
+            handles, of = [register_module_forward_hook(global_hook)], {"out": 2.0}
+        case "observer":
+            handles, of = [experts.register_forward_hook(count)], {}
+        case _:
+            raise AssertionError(kind)
+    try:
+        yield of
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+KINDS = ("layer", "gate", "forward pre", "forward", "backward", "backward pre", "global", "observer")
+
+
+def each_hook(rank: int, world: int, how: str) -> None:
+    """Every kind of hook, one after the other, on one layer: values, gradients, and one call."""
+    topology = topology_of(world)
+    run, layer = make(how, topology, SwiGLU(H))
+    whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))  # with all experts
+    planned: list[int] = []
+    in_chunks = layer.experts.in_chunks
+    layer.experts.in_chunks = lambda x: (planned.append(1), in_chunks(x))[1]  # type: ignore[method-assign]
+    for kind in (*KINDS, "off"):
+        if how == "whole graph" and "backward" in kind:  # PyTorch breaks graphs there
+            continue
+        calls: list[int] = []
+        planned.clear()
+        torch.compiler.reset()  # PyTorch guards no hooks
+        if kind == "off":  # hooks are gone, and plans are back
+            y, wanted = passes(run, layer, whole, rank, world, {})
+        else:
+            with hooks_on(kind, layer, calls) as hooked:
+                y, wanted = passes(run, layer, whole, rank, world, hooked)
+            assert len(calls) == 1 or how in ("compiled", "whole graph"), f"{how}, {kind}: {len(calls)} calls"
+        # A layer whose schedule rests with hooks on it follows it without.
+        plans = kind in ("off", "layer", "gate") if how != "pipeline" else kind == "off"
+        assert bool(planned) == (plans and (how == "pipeline" or (how != "off" and world > 1))), (how, kind)
+        torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12, msg=partial(_told, how, kind))
+    topology.close()
+
+
+def _told(how: str, kind: str, text: str) -> str:
+    return f"{how}, {kind}: {text}"
+
+
+def passes(
+    run: Any, layer: MoELayer, whole: MoELayer, rank: int, world: int, hooked: dict[str, float]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Both passes by a layer, and densely; returns results and gradients of each."""
+    x, dy = numbers(rank)
+    layer.zero_grad()
+    y = run(x)
+    y.backward(dy)
+    every = [numbers(other) for other in range(world)]
+    whole.zero_grad()
+    of_experts = feed_forward(whole.experts.w1, whole.experts.w2)
+    results = [dense(whole, one, hooked, of_experts) for one, _ in every]
+    sum((result * grad).sum() for result, (_, grad) in zip(results, every, strict=True)).backward()
+    gate = layer.gate.weight_EM.grad.clone()
+    if world > 1:
+        dist.all_reduce(gate)
+    at = slice(rank * E // world, (rank + 1) * E // world)
+    own = [y.detach(), x.grad, gate, layer.experts.w1.grad, layer.experts.w2.grad]
+    wanted = [results[rank].detach(), every[rank][0].grad, whole.gate.weight_EM.grad]
+    return own, [*wanted, whole.experts.w1.grad[at], whole.experts.w2.grad[at]]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_hooks_on_one_rank(how: str) -> None:
+    each_hook(0, 1, how)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_hooks_on_two_ranks(cluster: Cluster, how: str) -> None:
+    cluster.run(2, each_hook, how)
+
+
+# What recomputes weights in a pre-hook, and parametrisations.
+
+
+class Counted(nn.Module):
+    """A parametrisation that counts how often it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.count += 1
+        return w * 1.5
+
+
+def _experts_of(kind: str) -> Experts:
+    return Custom(expert) if "custom" in kind else SwiGLU(H)
+
+
+def _prepared(kind: str, layer: MoELayer) -> list[Counted]:
+    """Has weights of the layer recomputed, or evaluated; returns the parametrisations."""
+    counted = []
+    networks = layer.experts.experts.values() if isinstance(layer.experts, Custom) else ()
+    match kind:
+        case "prune":
+            prune.l1_unstructured(layer.experts, "w1", 0.5)
+        case "prune custom":
+            for network in networks:
+                prune.l1_unstructured(network[0], "weight", 0.5)
+        case "weight_norm custom":
+            for network in networks:
+                nn.utils.weight_norm(network[2])
+        case "spectral_norm custom":
+            for network in networks:
+                nn.utils.spectral_norm(network[0])
+        case "forward hook custom":
+            for network in networks:
+                network[0].register_forward_hook(lambda _, __, y: y * 2)
+        case "w1":
+            parametrize.register_parametrization(layer.experts, "w1", counted.append(Counted()) or counted[-1])
+        case "gate":
+            parametrize.register_parametrization(layer.gate, "weight_EM", counted.append(Counted()) or counted[-1])
+        case "shared":
+            parametrize.register_parametrization(layer.shared, "w1", counted.append(Counted()) or counted[-1])
+        case "parametrised custom":
+            for network in networks:
+                counted.append(Counted())
+                parametrize.register_parametrization(network[0], "weight", counted[-1])
+        case _:
+            raise AssertionError(kind)
+    return counted
+
+
+RECOMPUTED = ("prune", "prune custom", "weight_norm custom", "spectral_norm custom", "forward hook custom")
+EVALUATED = ("w1", "gate", "shared", "parametrised custom")
+
+
+def as_without_a_plan(rank: int, world: int, how: str, kind: str) -> None:
+    """Two steps in which weights are recomputed, as by a layer without a plan, whose modules are called."""
+    topology = topology_of(world)
+    found = []
+    for way in ("off", how):
+        torch.compiler.reset()
+        run, layer = make(way, topology, _experts_of(kind), shared=True)
+        counted = _prepared(kind, layer)
+        chance = torch.Generator().manual_seed(3)
+        for _ in range(2):
+            x, dy = numbers(rank)
+            before = [float(each.count) for each in counted]
+            y = run(x)
+            assert [float(each.count) - once for each, once in zip(counted, before, strict=True)] == [1.0] * len(before)
+            layer.zero_grad()
+            (y * dy).sum().backward()
+            for parameter in layer.parameters():  # weights that a hook makes are stale now
+                step = torch.randn(parameter.shape, generator=chance, dtype=parameter.dtype) / 8
+                with torch.no_grad():
+                    parameter.add_(step)
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        found.append((y.detach(), x.grad, grads))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    topology.close()
+
+
+def each_recomputed(rank: int, world: int, how: str) -> None:
+    for kind in (*RECOMPUTED, *EVALUATED):
+        # Experts that are modules of their own do not move, and no graph holds them with a schedule.
+        if how not in ("fssdp", "whole graph") or "custom" not in kind:
+            as_without_a_plan(rank, world, how, kind)
+
+
+@pytest.mark.parametrize("how", HOWS[1:])
+def test_recomputed_weights_on_two_ranks(cluster: Cluster, how: str) -> None:
+    cluster.run(2, each_recomputed, how)
+
+
+@pytest.mark.parametrize("how", ["pipeline", *slowly("plan", "compiled")])
+def test_recomputed_weights_on_one_rank(how: str) -> None:
+    each_recomputed(0, 1, how)
+
+
+# Ranks with different hooks.
+
+
+def hooked_on_one_rank(rank: int, world: int) -> None:
+    """A hook on one rank has all ranks go without a plan, and once it is gone they go by it again."""
+    topology = topology_of(world)
+    run, layer = make("plan", topology, SwiGLU(H))
+    whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))
+    chunks = layer.experts.in_chunks
+    planned: list[int] = []
+    layer.experts.in_chunks = lambda x: (planned.append(1), chunks(x))[1]  # type: ignore[method-assign]
+    for hooked in (True, False, True):
+        planned.clear()
+        calls: list[int] = []
+        handle = layer.experts.register_forward_hook(lambda *_: calls.append(1)) if hooked and rank else None  # noqa: B023
+        y, wanted = passes(run, layer, whole, rank, world, {})
+        torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12)
+        assert len(calls) == (handle is not None)
+        assert bool(planned) != hooked
+        if handle is not None:
+            handle.remove()
+    topology.close()
+
+
+def test_a_hook_on_one_rank(cluster: Cluster) -> None:
+    cluster.run(2, hooked_on_one_rank)
+
+
+def refused_on_one_rank(rank: int, world: int, how: str) -> str:
+    """A hook on one rank, where another one cannot call its experts as a module: no rank waits, and all say why."""
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=20)
+    run, layer = make("whole graph" if how == "graph of one rank" and not rank else how, topology, SwiGLU(H))
+    if rank:
+        layer.experts.register_forward_hook(see)
+    with pytest.raises(RankError) as error:
+        run(numbers(rank)[0])
+    return str(error.value)
+
+
+def see(*_: Any) -> None:
+    """Observes a call."""
+
+
+@pytest.mark.parametrize("how", ["pipeline", "whole graph", "graph of one rank"])
+def test_a_hook_on_one_rank_is_refused(how: str) -> None:
+    ranks = Cluster()  # of their own: the job is over
+    try:
+        texts = ranks.run(2, refused_on_one_rank, how)
+    finally:
+        ranks.close()
+    assert all("rank 1" in text for text in texts), texts
+    if how != "whole graph":  # a graph does not know whether it was made with hooks
+        assert "because of the forward hook see on SwiGLU" in texts[1], texts[1]
+
+
+def removed_before_the_backward(rank: int, world: int) -> None:
+    """A checkpoint computes again what it saved: without a plan, although the hook is gone by then."""
+    topology = topology_of(world)
+    run, layer = make("plan", topology, SwiGLU(H))
+    grads = []
+    for hooked in (True, False):
+        x, dy = numbers(rank)
+        handle = layer.experts.register_forward_hook(lambda *_: None) if hooked else None
+        y = checkpoint(run, x, use_reentrant=False)
+        if handle is not None:
+            handle.remove()
+        layer.zero_grad()
+        y.backward(dy)
+        grads.append([x.grad, layer.experts.w1.grad])
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+    topology.close()
+
+
+def test_a_hook_removed_before_the_backward(cluster: Cluster) -> None:
+    cluster.run(2, removed_before_the_backward)
