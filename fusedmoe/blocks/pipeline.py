@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.blocks.backward import BlocksBackward
@@ -27,7 +25,6 @@ from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import GLOBAL_HOOKS, hooks_of
 from fusedmoe.engine.chunk_experts import gradients_of
 from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.module_hooks import called_for
@@ -215,10 +212,7 @@ class PipelinedBlocks(nn.Module):
     ) -> Tensor:
         """Runs the blocks in micro-batches: `forward` where there are plans."""
         if not again and calls is None:
-            # Blocks are asked only where there is something: nearly always there is nothing.
-            hooked = any(GLOBAL_HOOKS) or any(map(any, map(hooks_of, self.modules())))
-            hooked = hooked or any(map(isinstance, self.modules(), repeat(ParametrizationList)))
-            self._why = next(filter(None, (block.why_called for block in self._blocks)), None) if hooked else None
+            self._why = next(filter(None, (block.why_called for block in self._blocks)), None)
         if self._why is not None:
             given = Assigned(followed.plans, followed.gradients)
             with called_for(self._why):

@@ -35,7 +35,6 @@ from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import GLOBAL_HOOKS, hooks_of
 from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import (
@@ -264,8 +263,7 @@ class Collectives(Dispatcher):
     def calls(self, experts: Any) -> ExpertCalls:
         """Returns how the experts can be called: as a module where a call of it runs hooks."""
         if not recomputing():  # a checkpoint compares what is saved: as in the forward
-            own = not getattr(experts, "reads_once", False) or any(map(any, map(hooks_of, experts.modules())))
-            self._why = why_called(experts) if (own or any(GLOBAL_HOOKS)) and must_be_called(experts) else None
+            self._why = why_called(experts) if must_be_called(experts) else None
         return ExpertCalls.EITHER if self._why is None else ExpertCalls.MODULE
 
     def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:

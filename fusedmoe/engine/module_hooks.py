@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch.nn.utils.parametrize import ParametrizationList
@@ -23,8 +23,11 @@ from fusedmoe.errors import RankError
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a call of a module, or of a module in it, runs hooks; or there are hooks of all modules."""
-    return any(GLOBAL_HOOKS) or any(has_own_hooks(one) for one in module.modules())
+    """Return whether a call of a module, or of a module in it, runs hooks; or there are hooks of all modules.
+
+    A `forward` that an instance has of its own counts, too: accelerate and kernel libraries replace it that way.
+    """
+    return any(GLOBAL_HOOKS) or any(has_own_hooks(one) or "forward" in one.__dict__ for one in module.modules())
 
 
 def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
@@ -38,6 +41,8 @@ def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
             if not _is_from(hook, ignored):
                 return f"the global {kind} hook {_name(hook)}"
     for path, one in module.named_modules():
+        if "forward" in one.__dict__ and not _is_from(one.forward, ignored):
+            return f"the replaced forward of {type(one).__name__}{path and f' ({path})'}"
         for kind, hooks in zip(HOOK_KINDS, hooks_of(one), strict=True):
             for hook in hooks.values():
                 if not _is_from(hook, ignored):
@@ -59,12 +64,27 @@ def must_be_called(experts: Any) -> bool:
     """
     if not hasattr(experts, "modules"):
         return False
-    return has_hooks(experts) or (not getattr(experts, "reads_once", False) and has_parametrisations(experts))
+    if overrides_forward(type(experts)) or has_hooks(experts):
+        return True
+    return not getattr(experts, "reads_once", False) and has_parametrisations(experts)
 
 
 def why_called(experts: Any) -> str:
     """Describe what `must_be_called` finds."""
+    if overrides_forward(type(experts)):
+        return f"the forward of {type(experts).__name__}, which overrides that of its base"
     return first_hook(experts) or "a parametrisation of the experts"
+
+
+@cache
+def overrides_forward(kind: type) -> bool:
+    """Return whether a class defines `forward` anew, and inherits chunks by kernels (`reads_once`) that skip it."""
+    defines_forward = False
+    for base in kind.__mro__:
+        if "in_chunks" in vars(base):
+            return defines_forward and getattr(base, "reads_once", False) is True
+        defines_forward |= "forward" in vars(base)
+    return False
 
 
 @contextmanager

@@ -382,7 +382,7 @@ def test_the_worked_example_of_a_gate() -> None:
     """The gate in `Gate`'s docstring routes, learns, and gives micro-batches what it gives the whole batch."""
     _, example = (Gate.__doc__ or "").split("nearest to it:\n")
     names: dict[str, Any] = {"Gate": Gate, "torch": torch, "top_experts": top_experts}
-    exec(textwrap.dedent(example.split("A gate is made without")[0]), names)
+    exec(textwrap.dedent(example.split("Ranks compare the arguments")[0]), names)
     gate = names["Nearest"](experts=5, k=2)
     gate.setup(4)
     assert gate.splits

@@ -127,6 +127,7 @@ def hooks_on(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str,
         return doubled(module, None, result) if module is layer.experts else None
 
     experts, handles = layer.experts, []
+    forward = experts.forward
     match kind:
         case "layer":
             handles, of = [layer.register_forward_pre_hook(doubled_input)], {"layer_in": 2.0}
@@ -142,6 +143,8 @@ def hooks_on(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str,
             handles, of = [experts.register_full_backward_pre_hook(doubled_gradients)], {"grad_out": 2.0}
         case "global":
             handles, of = [register_module_forward_hook(global_hook)], {"out": 2.0}
+        case "replaced forward":
+            experts.forward, of = lambda *args: forward(*args) * 2, {"out": 2.0}
         case "observer":
             handles, of = [experts.register_forward_hook(count)], {}
         case _:
@@ -149,11 +152,13 @@ def hooks_on(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str,
     try:
         yield of
     finally:
+        vars(experts).pop("forward", None)
         for handle in handles:
             handle.remove()
 
 
 KINDS = ("layer", "gate", "forward pre", "forward", "backward", "backward pre", "global", "observer")
+KINDS += ("replaced forward",)
 
 
 def each_hook(rank: int, world: int, how: str) -> None:
@@ -175,7 +180,8 @@ def each_hook(rank: int, world: int, how: str) -> None:
         else:
             with hooks_on(kind, layer, calls) as hooked:
                 y, wanted = passes(run, layer, whole, rank, world, hooked)
-            assert len(calls) == 1 or how in ("compiled", "whole graph"), f"{how}, {kind}: {len(calls)} calls"
+            counted = kind != "replaced forward" and how not in ("compiled", "whole graph")
+            assert len(calls) == 1 or not counted, f"{how}, {kind}: {len(calls)} calls"
         # A layer whose schedule rests with hooks on it follows it without.
         plans = kind in ("off", "layer", "gate") if how != "pipeline" else kind == "off"
         assert bool(planned) == (plans and (how == "pipeline" or (how != "off" and world > 1))), (how, kind)
@@ -217,6 +223,32 @@ def test_hooks_on_one_rank(how: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_hooks_on_two_ranks(cluster: Cluster, how: str) -> None:
     cluster.run(2, each_hook, how)
+
+
+class Doubled(SwiGLU):
+    """Experts of a user's own, whose base computes chunks by kernels."""
+
+    def forward(self, x_SM: Tensor, layout: Any, weight_N: Tensor | None) -> Tensor:
+        return super().forward(x_SM, layout, weight_N) * 2
+
+
+def overridden(rank: int, world: int, how: str) -> None:
+    topology = topology_of(world)
+    run, layer = make(how, topology, Doubled(H))
+    whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))
+    torch.compiler.reset()
+    y, wanted = passes(run, layer, whole, rank, world, {"out": 2.0})
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12)
+    topology.close()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_an_overridden_forward_on_two_ranks(cluster: Cluster, how: str) -> None:
+    cluster.run(2, overridden, how)
+
+
+def test_an_overridden_forward_in_a_pipeline() -> None:
+    overridden(0, 1, "pipeline")
 
 
 # What recomputes weights in a pre-hook, and parametrisations.

@@ -137,8 +137,8 @@ class Gate(Constructed, nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A new route(), a mixin's too, may look at all tokens: what a class behind it says of its own does not hold.
-        if not said_beside(cls, "splits", ("route",)):
+        # A new route() or forward(), a mixin's too, may look at all tokens, and a pipeline calls neither.
+        if not said_beside(cls, "splits", ("route", "forward")):
             cls.splits = False
         if "balances" not in vars(cls):
             # A gate that defines `update` wants the load, without saying so.
