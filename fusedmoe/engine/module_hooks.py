@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch.nn.utils.parametrize import ParametrizationList
@@ -76,7 +76,6 @@ def why_called(experts: Any) -> str:
     return first_hook(experts) or "a parametrisation of the experts"
 
 
-@cache
 def overrides_forward(kind: type) -> bool:
     """Return whether a class defines `forward` anew, and inherits chunks by kernels (`reads_once`) that skip it."""
     defines_forward = False
