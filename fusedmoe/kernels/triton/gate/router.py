@@ -169,9 +169,12 @@ def sum_kernel(
         acc += tl.load(from_ptrs, mask=(r < rows - r0)[:, None] & known[None, :], other=0.0)
         from_ptrs += ROWS * columns
     total = tl.sum(acc, 0)
-    tl.store(first_ptr + which * columns + column, total.to(first_ptr.dtype.element_ty), mask=known & (which < half))
+    # The sum has no columns in the other result: Triton 3.9's interpreter takes no mask made of a scalar comparison.
+    first_columns = tl.where(which < half, columns, 0)
+    first = first_ptr + which * columns + column
+    tl.store(first, total.to(first_ptr.dtype.element_ty), mask=column < first_columns)
     second = second_ptr + (which - half) * columns + column
-    tl.store(second, total.to(second_ptr.dtype.element_ty), mask=known & (which >= half))
+    tl.store(second, total.to(second_ptr.dtype.element_ty), mask=column < columns - first_columns)
 
 
 @triton.jit
