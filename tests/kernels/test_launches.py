@@ -75,7 +75,7 @@ def test_the_record_has_every_launch() -> None:
     """Of a generation; for each Triton that it knows, and that is both of those that the library runs on."""
     print(f"seed {SEED}")
     recorded = record.read()
-    assert {version.rpartition(".")[0] for version in record.versions(recorded)} == {"3.6", "3.7", "3.9"}
+    assert {version.rpartition(".")[0] for version in record.versions(recorded)} == {"3.6", "3.7"}
     launches = record.launches(TARGET)
     titles = {launch.title for launch in launches}
     assert len(titles) == len(launches)
