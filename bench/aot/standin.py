@@ -29,8 +29,8 @@ from triton.backends.compiler import GPUTarget
 from bench.aot.machine_code import SHARED
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.generation import Capability, generation
 from fusedmoe.kernels.triton import experts
-from fusedmoe.kernels.triton.generation import Capability, generation
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
 from fusedmoe.kernels.triton.grouped.correctness import COUNTS
 from fusedmoe.kernels.triton.tiles import make_tiles

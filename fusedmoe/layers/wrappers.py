@@ -6,7 +6,7 @@ model averagers and full state dicts are refused when they are called, before th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, Self
 from weakref import WeakSet, getweakrefs, ref

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import fusedmoe.kernels.triton
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.triton.generation import NEEDED, generation, generation_of
+from fusedmoe.kernels.generation import NEEDED, generation, generation_of
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, candidates
 
 KIB = 1024

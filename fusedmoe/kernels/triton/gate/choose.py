@@ -20,6 +20,8 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate import LEAST_SUM, SCORES, GateChoice, GateRule
+from fusedmoe.kernels.gate import SCORES, GateChoice, GateRule
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
     Tile,
     logits,
@@ -30,7 +32,6 @@ from fusedmoe.kernels.triton.gate.router import (
     taken_apart,
     width,
 )
-from fusedmoe.kernels.triton.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate import summands_shape
-from fusedmoe.kernels.triton.generation import BLACKWELL, HOPPER, Capability, generation_of
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import jit
 
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the

@@ -39,7 +39,7 @@ import torch
 import triton
 
 from fusedmoe.files import cache_dir, read_kept, write_kept
-from fusedmoe.kernels.triton.generation import generation_of
+from fusedmoe.kernels.generation import generation_of
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import (
     Candidate,

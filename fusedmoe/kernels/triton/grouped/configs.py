@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedmoe.kernels.triton.generation import BLACKWELL, HOPPER, Capability
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 
 OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
