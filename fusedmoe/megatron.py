@@ -55,8 +55,12 @@ _TIMEOUT_S = 300.0
 # Scopes of CUDA graphs that may be captured: the layer asks on the host how many rows come, so it cannot be.
 _CAPTURED = {"attn", "mlp", "mamba"}
 #: Refused settings that Megatron has from 0.19 on.
-SINCE_0_19 = ("overlap_dispatch_backward_with_experts_wgrad", "moe_expert_rank_capacity_factor", "moe_paged_stash")
-SINCE_0_19 += ("moe_mlp_glu_interleave_size",)
+SINCE_0_19 = (
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "moe_expert_rank_capacity_factor",
+    "moe_paged_stash",
+    "moe_mlp_glu_interleave_size",
+)
 # Our names of Megatron's activation functions, without and with a gate.
 _ACTIVATIONS = {
     nn.functional.silu: ("silu", "swiglu"),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate import LEAST_SUM, SCORES, GateChoice, GateRule
-from fusedmoe.kernels.gate import SCORES, GateChoice, GateRule
 from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
     Tile,
