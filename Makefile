@@ -7,13 +7,15 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites docs dist clean
 
-VENV := .venv
 ARGS ?=
 
-# A machine has a GPU where nvidia-smi lists one. The pins, and so the environment, follow from it.
+# A machine has a GPU where nvidia-smi lists one. The pins follow from it, unless CONSTRAINTS on the command line names
+# others (constraints/oldest.txt, constraints/newest.txt), which have an environment of their own: .venv-oldest.
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
 CONSTRAINTS := constraints/$(DEVICE).txt
-STAMP := $(VENV)/.installed-$(DEVICE)
+PINS := $(basename $(notdir $(CONSTRAINTS)))
+VENV := .venv$(if $(filter-out cpu cuda,$(PINS)),-$(PINS))
+STAMP := $(VENV)/.installed-$(PINS)
 
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
@@ -41,6 +43,7 @@ help:
 	@echo '  make train    train the GPT-MoE: 4 ranks on this CPU as 2 nodes x 2, or up to 4 GPUs'
 	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
+	@echo '                with the oldest or newest versions  make test CONSTRAINTS=constraints/newest.txt'
 	@echo '  make lint     ruff, mypy, the floors of the design (import-linter), and its other rules (tests/house.py)'
 	@echo '  make chaos    faults from a seed in jobs of 2 and 4 ranks, and what became of them    make chaos ARGS=--help'
 	@echo '  make long-job a job that faults interrupt, beside one without: the same losses    make long-job ARGS=--help'
@@ -76,7 +79,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan
 	if [ -z "$$found" ]; then \
 	    echo 'fusedmoe needs Python 3.11 or newer with its venv module (on Debian: python3-venv);' >&2; \
 	    echo "python3 here is: $$(python3 --version 2>&1)" >&2; exit 1; fi; \
-	echo "Making $(VENV) with $$found for $(DEVICE): about a minute and 2 GB (for CUDA several minutes and 8 GB)."; \
+	echo "Making $(VENV) with $$found and $(CONSTRAINTS): about a minute and 2 GB (for CUDA several minutes and 8 GB)."; \
 	rm -f $(VENV)/.installed-*; \
 	$$found -m venv $(VENV)
 	@quiet=; [ -t 1 ] || quiet=--quiet; \
@@ -84,7 +87,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan
 	@for other in titan megatron; do \
 	    $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints/$$other.txt \
 	        || echo "Note: not all of constraints/$$other.txt from this index; what tests it is skipped." >&2; done
-	@if [ $(DEVICE) = cpu ] && $(VENV)/bin/python -m pip list 2>/dev/null | grep -q '^nvidia-cublas'; then \
+	@if [ $(PINS) = cpu ] && $(VENV)/bin/python -m pip list 2>/dev/null | grep -q '^nvidia-cublas'; then \
 	    echo 'Note: pip found only a CUDA build of torch: it works here, at several GB. For the small one give pip' >&2; \
 	    echo "PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL=...) and start again: make clean train." >&2; fi
 	@touch $@
@@ -179,5 +182,5 @@ dist: $(VENV)/.extra-dist
 	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) .ci/dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info fusedmoe/comm/one_sided/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info fusedmoe/comm/one_sided/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Grouped
 from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
 from fusedmoe.engine.dispatcher import Dispatcher, Handle, Local, LocalExperts, Routed, recomputing
 from fusedmoe.engine.module_hooks import has_hooks, must_be_called
-from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints, trains_tokens, unselected
+from fusedmoe.engine.recomputation import Remembered, trains_tokens, unselected
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
@@ -34,6 +34,6 @@ from fusedmoe.layers.scheduled_exchange import (
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
-__all__ += ["Assigned", "Plans", "no_plans", "Remembered", "enclosing_checkpoints", "trains_tokens", "unselected"]
+__all__ += ["Assigned", "Plans", "no_plans", "Remembered", "trains_tokens", "unselected"]
 __all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]
 __all__ += ["DecoderDoor", "ExpertsInput", "ExternalBlock", "has_hooks", "must_be_called", "pipeline_external"]

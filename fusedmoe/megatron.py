@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from fusedmoe.versions import refused
 
-if (error := refused("megatron-core", "0.16", "0.17", "fusedmoe.megatron")) is not None:
+if (error := refused("megatron-core", "0.16", "0.20", "fusedmoe.megatron")) is not None:
     raise error
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ __all__ = ["MegatronMoELayer", "StackedExperts", "StagedDispatcher", "routed_exp
 _TIMEOUT_S = 300.0
 # Scopes of CUDA graphs that may be captured: the layer asks on the host how many rows come, so it cannot be.
 _CAPTURED = {"attn", "mlp", "mamba"}
+#: Refused settings that Megatron has from 0.19 on.
+SINCE_0_19 = (
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "moe_expert_rank_capacity_factor",
+    "moe_paged_stash",
+    "moe_mlp_glu_interleave_size",
+)
 # Our names of Megatron's activation functions, without and with a gate.
 _ACTIVATIONS = {
     nn.functional.silu: ("silu", "swiglu"),
@@ -82,11 +90,12 @@ class MegatronMoELayer(MoELayer):
         pg_collection: Any = None,
         timeout_s: float = _TIMEOUT_S,
         schedule: str | Schedule = "off",
+        **options: Any,
     ) -> None:
         # Before Megatron makes its own dispatcher, whose refusals would speak of other things.
         _check(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        super().__init__(config, submodules, layer_number, groups)
+        super().__init__(config, submodules, layer_number, groups, **options)
         # In place of the dispatcher that Megatron's constructor has just made.
         experts = _OwnExperts(self.experts, config)
         self.token_dispatcher = StagedDispatcher(config, groups, timeout_s, experts, schedule)
@@ -247,9 +256,11 @@ class StackedExperts(SequentialMLP):
             kernels do not have, named.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None, **options: Any
+    ) -> None:
         self._activation = _activation(config)
-        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **options)
         self._gated = bool(config.gated_linear_unit)
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
@@ -283,8 +294,14 @@ def _check(config: Any) -> None:
         )
 
 
+def _is_set(config: Any, name: str) -> bool:
+    return getattr(config, name, None) not in (None, False)
+
+
 def _captures_layer(config: Any) -> bool:
-    captured = {getattr(scope, "name", str(scope)) for scope in config.cuda_graph_scope or ()}
+    # Megatron 0.19 has renamed the scope.
+    scopes = config.cuda_graph_modules if hasattr(config, "cuda_graph_modules") else config.cuda_graph_scope
+    captured = {getattr(scope, "name", str(scope)) for scope in scopes or ()}
     return config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURED)
 
 
@@ -346,6 +363,8 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "moe_shared_expert_overlap": lambda config: config.moe_shared_expert_overlap,
     "overlap_moe_expert_parallel_comm": lambda config: config.overlap_moe_expert_parallel_comm,
     "cuda_graph_scope": _captures_layer,
+    "transformer_impl='inference_optimized'": lambda config: config.transformer_impl == "inference_optimized",
+    **{name: partial(_is_set, name=name) for name in SINCE_0_19[:3]},
 }
 #: Those that only `routed_experts` refuses.
 REFUSED_EXPERTS: dict[str, Callable[[Any], bool]] = {
@@ -356,6 +375,7 @@ REFUSED_EXPERTS: dict[str, Callable[[Any], bool]] = {
     "activation_func_clamp_value": lambda config: config.activation_func_clamp_value is not None,
     "glu_linear_offset": lambda config: config.glu_linear_offset != 0,
     "activation_func": lambda config: _known_activation(config) is None,
+    "moe_mlp_glu_interleave_size": partial(_is_set, name="moe_mlp_glu_interleave_size"),
 }
 
 
@@ -387,24 +407,31 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | 
     Args, Returns, Raises: as for `token_dispatcher`.
     """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return _replaced(spec, ModuleSpec(module=StackedExperts, submodules=linears), timeout_s, schedule)
+    return _replaced(spec, linears, timeout_s, schedule)
 
 
-def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float, schedule: str | Schedule) -> Any:
+def _replaced(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedule: str | Schedule) -> Any:
     if isinstance(schedule, str):
         Schedule.named(schedule)  # refused here rather than when the model is built
     # Names of modules that are no layer of experts: an error names them.
     unlike: list[str] = []
 
     def of_experts(mlp: Any) -> Any:
-        # A spec, or the class itself where a layer has no parts to choose.
-        module = getattr(mlp, "module", mlp)
+        # A spec, a constructor with arguments (from Megatron 0.19 on), or the class itself where there is no choice.
+        curried = isinstance(mlp, partial)
+        module = mlp.func if curried else getattr(mlp, "module", mlp)
         if module is not MoELayer:
+            module = getattr(module, "__self__", module)  # the class of `as_mlp_submodule`
             unlike.append(getattr(module, "__name__", repr(module)))
             return mlp
-        inside = mlp.submodules if experts is None else replace(mlp.submodules, experts=experts)
-        params = {**mlp.params, "timeout_s": timeout_s, "schedule": schedule}
-        return replace(mlp, module=MegatronMoELayer, submodules=inside, params=params)
+        inside = mlp.keywords["submodules"] if curried else mlp.submodules
+        if linears is not None:
+            own = partial(StackedExperts, submodules=linears)
+            inside = replace(inside, experts=own if curried else ModuleSpec(StackedExperts, submodules=linears))
+        params = {"timeout_s": timeout_s, "schedule": schedule}
+        if curried:
+            return partial(MegatronMoELayer, **{**mlp.keywords, "submodules": inside, **params})
+        return replace(mlp, module=MegatronMoELayer, submodules=inside, params={**mlp.params, **params})
 
     def of_layer(layer: Any) -> Any:
         inside: Any = getattr(layer, "submodules", None)

@@ -106,7 +106,7 @@ def nvshmem_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (home := nvshmem_home()) is not None:
         return home.parents[1]
     site = tmp_path_factory.mktemp("nvshmem")
-    pins = Path(__file__).parents[1] / "constraints" / "common.txt"
+    pins = Path(__file__).parents[1] / "constraints" / "cpu.txt"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     try:
         done = subprocess.run(

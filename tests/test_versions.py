@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from fusedmoe.compat import torch as compat
 from fusedmoe.versions import refused
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,21 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, found: str | None, text: str 
     monkeypatch.setattr(metadata, "version", version)
     error = refused("transformers", "5.23", "6", "fusedmoe.hf")
     assert error is None if text is None else isinstance(error, ImportError) and text in str(error)
+
+
+def pinned(name: str) -> dict[str, str]:
+    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {package: ".".join(version.split(".")[:2]) for package, version in pins}
+
+
+def test_the_tested_range_is_that_of_the_pins() -> None:
+    oldest, newest = pinned("oldest"), pinned("newest")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for package, name in (("torch", "PyTorch"), ("triton", "Triton"), ("transformers", "transformers")):
+        assert f"{name} {oldest[package]} to {newest[package]}" in readme
+    assert f"{oldest['torch']} to {newest['torch']}" == compat.CHECKED
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {f"torch>={oldest['torch']}", f"triton>={oldest['triton']}; sys_platform == 'linux'"}
+    assert needed < {*project["dependencies"]}
+    assert f"transformers>={oldest['transformers']},<6" in project["optional-dependencies"]["hf"]

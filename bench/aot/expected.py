@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.aot.standin import Launch
 
 # Tensor cores of each generation.
-_PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+_PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 _GROUPED = ("up_kernel", "dhidden_kernel", "product_kernel", "dweight_kernel")
 _OF_THE_GATE = ("logits_kernel", "dx_kernel", "dw_kernel", "choose_kernel")
 

@@ -26,17 +26,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
+from bench.aot.machine_code import SHARED
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.generation import Capability, generation
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
 from fusedmoe.kernels.triton.grouped.correctness import COUNTS
 from fusedmoe.kernels.triton.tiles import make_tiles
 
-# Multiprocessors of what stands for each generation: A100, H200, B200.
-MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+# Multiprocessors of what stands for each generation: A100, H200, B200, RTX PRO 6000.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 120: 188}
 #: Compute capabilities that stand for the generations of GPUs there are kernels for, 90 for sm_90.
 TARGETS = tuple(MULTIPROCESSORS)
+
+
+def table_of(target: int) -> Capability:
+    """Return the generation whose tables serve a target."""
+    return generation(divmod(target, 10), SHARED[target])
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         major=capability[0],
         minor=capability[1],
         multi_processor_count=MULTIPROCESSORS[target],
+        shared_memory_per_block_optin=SHARED[target],
         L2_cache_size=2**25,
         name=f"stand-in for sm_{target}",
     )
@@ -181,11 +189,11 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (experts, "tuner", lambda device: _tuner(capability, properties.multi_processor_count, device)),
+        (experts, "tuner", lambda device: _tuner(table_of(target), properties.multi_processor_count, device)),
     ]
 
 
-def _tuner(capability: tuple[int, int], multiprocessors: int, device: torch.device) -> Tuner:
+def _tuner(table: Capability, multiprocessors: int, device: torch.device) -> Tuner:
     """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
 
     def check(variant: object, config: Any) -> str:
@@ -196,7 +204,7 @@ def _tuner(capability: tuple[int, int], multiprocessors: int, device: torch.devi
         run()
         return lambda: 1.0
 
-    return Tuner(partial(to_try, capability, multiprocessors), check, measure, Record(None), lambda: True)
+    return Tuner(partial(to_try, table, multiprocessors), check, measure, Record(None), lambda: True)
 
 
 # What computes an operator has one form for all devices.

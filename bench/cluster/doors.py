@@ -209,7 +209,6 @@ def _titan(setting: Setting, alone: bool) -> Door:
 def _megatron(setting: Setting, alone: bool) -> Door:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import fusedmoe.megatron
@@ -228,7 +227,7 @@ def _megatron(setting: Setting, alone: bool) -> Door:
         expert_model_parallel_size=ep, moe_router_dtype="fp64",
     )  # fmt: skip
     spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=setting.E).submodules.mlp)
-    layers = [build_module(spec, config=config) for _ in range(setting.layers)]
+    layers = [spec(config=config) for _ in range(setting.layers)]
     for number, layer in enumerate(layers, 1):
         layer.set_layer_number(number)
     return _stack(layers, lambda layer, x: layer(x)[0], (setting.S // setting.k, 1, setting.M))

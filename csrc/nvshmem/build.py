@@ -48,14 +48,14 @@ def cuda_version() -> int:
 
 def package(install: Path | None) -> Path:
     """Returns the folder of NVSHMEM's package for this CUDA; installs it first, where constraints are given."""
-    from fusedmoe.kernels.libraries import HOW_TO_INSTALL, NVSHMEM_VERSION, nvshmem_home, nvshmem_packages
+    from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
 
     cuda = cuda_version()
     name = f"nvidia-nvshmem-cu{cuda}"
     if install is not None and cuda not in nvshmem_packages():
-        print(f"Installing {name} {NVSHMEM_VERSION}: 60 MB.", flush=True)
+        print(f"Installing {name}: 60 MB.", flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-c", str(install)]
-        if subprocess.run([*pip, f"{name}=={NVSHMEM_VERSION}"]).returncode:
+        if subprocess.run([*pip, name]).returncode:
             raise Missing(f"{name}: pip did not install it, and says above why")
         importlib.invalidate_caches()
     home, have = nvshmem_home(), nvshmem_packages()

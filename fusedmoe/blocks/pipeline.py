@@ -25,10 +25,10 @@ from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import saved_tensor_hooks_removed
 from fusedmoe.engine.chunk_experts import gradients_of
 from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.module_hooks import called_for
-from fusedmoe.engine.recomputation import unpacked
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans, Run, reduced_behind
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function, keep_out_of_graphs
@@ -273,7 +273,7 @@ class PipelinedBlocks(nn.Module):
         given = batch, mask, run, split, self._blocks, states, keep, learns, refusal, calls
         # A checkpoint would compute all again, and send it, from the midst of the backward of each micro-batch's graph:
         # ranks would meet there in any order.
-        with unpacked():
+        with saved_tensor_hooks_removed(only_checkpoints=True):
             z, *aux = _ThroughBlocks.apply(*given, *parameters)
         if (exchange := states[0].exchange) is not None and not exchange.tokens_learn:
             return z.detach(), [loss.detach() for loss in aux]

@@ -12,18 +12,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import dispatch_modes, graph_task_id, saved_tensor_hooks, selective_modes
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
-
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 class LocalExperts(Protocol):
@@ -157,7 +154,7 @@ def refuse(topology: Topology, refusal: str | None) -> None:
 def selects() -> bool:
     """Tells whether a selective activation checkpoint, forward or when it recomputes, chooses among operators."""
     # Such a checkpoint lets each operator's result be taken once, in the order of the forward.
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, selective_modes) for mode in dispatch_modes())
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -167,11 +164,11 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 def packs() -> bool:
     """Tells whether hooks take what autograd saves here, as those of an activation checkpoint do."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(True)
     return hooks is not None and hooks[0] is not unchanged
 
 
 def recomputing() -> bool:
     """Tells whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
     # A graph cannot ask, and is the same in both. Outside of autograd's engine the id is −1.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and graph_task_id() != -1

@@ -1,66 +1,24 @@
-"""Activation checkpoints around a call: which will compute it again, and which does so now.
+"""Values of a forward that its recomputation by an activation checkpoint needs again.
 
-What is decided once for a forward and must be the same when a checkpoint computes it again (here, experts that are
-replayed) is kept with the checkpoint, and goes with it. Known are torch's checkpoints, reentrant or not, selective or
-not, and whatever else is an autograd function whose backward calls the forward again (Megatron's, DeepSpeed's).
+A value that is chosen once for a forward and must be the same when a checkpoint computes the forward again (replayed
+experts, a padding mask) is kept with the checkpoint and freed with it. `fusedmoe.compat.torch.checkpoints` lists the
+kinds of checkpoints that are recognised.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedmoe.compat.torch import Checkpoints, checkpoints, disable_current_modes, require_checkpoints
 from fusedmoe.engine.dispatcher import recomputing, selects
+from fusedmoe.errors import ConfigError
 
 Value = TypeVar("Value")
-
-
-class Checkpoints(NamedTuple):
-    """Objects that live as long as the graphs of checkpoints.
-
-    Attributes:
-        forward: of those whose first forward this call is in, the innermost first.
-        again: of the innermost that computes this call again; None: none does.
-    """
-
-    forward: list[Any]
-    again: Any
-
-
-def enclosing_checkpoints() -> Checkpoints:
-    """Finds the checkpoints around the caller, on Python's stack.
-
-    Torch has no interface for this: it keeps a checkpoint in local variables of its functions.
-    """
-    forward: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        of_torch = code.co_filename == checkpoint.__file__
-        if of_torch and code.co_name == "checkpoint" and (generator := frame.f_locals.get("gen")) is not None:
-            if generator.gi_frame is not None:
-                forward.append(generator.gi_frame.f_locals["new_frame"])
-        elif of_torch and code.co_name == "unpack_hook":
-            # Whatever is further out has nothing to do with this forward: it only called the backward pass.
-            return Checkpoints(forward, frame.f_locals["frame"])
-        elif code.co_name in ("forward", "backward") and "ctx" in code.co_varnames[: code.co_argcount]:
-            ctx = frame.f_locals["ctx"]
-            if not isinstance(ctx, torch.autograd.function.BackwardCFunction):
-                pass
-            elif code.co_name == "backward":
-                return Checkpoints(forward, ctx)
-            else:
-                forward.append(ctx)
-        frame = frame.f_back
-    return Checkpoints(forward, None)
 
 
 def trains_tokens() -> bool:
@@ -71,59 +29,59 @@ def trains_tokens() -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    return not recomputing() or isinstance(enclosing_checkpoints().again, torch.autograd.function.BackwardCFunction)
+    if not recomputing():
+        return True
+    again = checkpoints().again
+    return again is not None and isinstance(again.checkpoint, torch.autograd.function.BackwardCFunction)
 
 
 def unselected() -> AbstractContextManager[Any]:
     """Makes a context of which a selective activation checkpoint keeps nothing: its backward computes all of it again,
     and sends again."""
     # Such a checkpoint counts operators, and an exchange of sizes has others the second time.
-    return _disable_current_modes() if selects() else nullcontext()
-
-
-@contextmanager
-def unpacked() -> Iterator[None]:
-    """A context in which activation checkpoints (`use_reentrant=False`) leave alone what autograd saves."""
-    hooks, autograd = [], torch._C._autograd
-    # Of hooks the innermost are called, so whatever lies under the checkpoints takes their place.
-    while (top := autograd._top_saved_tensors_default_hooks(True)) and top[0].__module__ == checkpoint.__name__:
-        autograd._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    try:
-        yield
-    finally:
-        for pack_and_unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+    return disable_current_modes() if selects() else nullcontext()
 
 
 class Remembered(Generic[Value]):
-    """A value of each forward of one module, which a checkpoint that computes the forward again gets again.
+    """A value of each forward of one module, returned again when a checkpoint computes that forward again.
 
-    A checkpoint has the values of its forwards in their order, and they go with it. Copies have none.
+    A checkpoint has the values of its forwards in their order, and they are freed with it. Copies have none.
+
+    Raises:
+        ConfigError: the checkpoints of this PyTorch are not recognised.
     """
 
     def __init__(self) -> None:
+        require_checkpoints()
         self._kept: WeakKeyDictionary[Any, _Values[Value]] = WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        """Return whether some checkpoint may still ask for a value."""
+        return any(True for _ in self._kept)
 
     def __reduce__(self) -> Any:
         return Remembered, ()
 
     def keep(self, value: Value, around: Checkpoints) -> None:
-        """Keeps a value of a forward in these checkpoints."""
+        """Keep a value of a forward in these checkpoints."""
+        again = None if around.again is None else self._kept.get(around.again.checkpoint)
         for key in around.forward:
-            self._kept.setdefault(key, _Values()).all.append(value)
+            # A checkpoint that runs backward inside another's forward recomputes for itself, not for the outer one.
+            if again is None or key not in again.outer:
+                self._kept.setdefault(key, _Values(around.forward)).all.append(value)
 
     def again(self, around: Checkpoints) -> Value | None:
-        """Returns the value of the forward that is computed again; None: it had none."""
-        values = self._kept.get(around.again)
-        return None if values is None else values.next()
+        """Return the value of the forward that is computed again. None: it had none."""
+        if around.again is None:
+            return None
+        values = self._kept.get(around.again.checkpoint)
+        return None if values is None else values.next(around.again.run)
 
     def when_gone(self, call: Callable[[], None]) -> None:
-        """Calls when no checkpoint with a value is left, which may be now."""
+        """Call when no checkpoint with a value is left, which may be now."""
 
         def gone() -> None:
-            # Looked through, for a key that is just going still counts.
-            if not list(self._kept):
+            if not self:
                 call()
 
         for key in list(self._kept):
@@ -132,15 +90,25 @@ class Remembered(Generic[Value]):
 
 
 class _Values(Generic[Value]):
-    """Values of a checkpoint's forwards, and how many of them a pass that computes it again has had."""
+    """Values of one checkpoint's forwards, and how many of them the current recomputation has taken.
 
-    def __init__(self) -> None:
+    Attributes:
+        outer: the checkpoints around its first forward, itself included.
+    """
+
+    def __init__(self, outer: list[Any]) -> None:
         self.all: list[Value] = []
-        self._pass, self._had = -1, 0
+        self.outer: WeakSet[Any] = WeakSet(outer)
+        self._run: Any = None
+        self._taken = 0
 
-    def next(self) -> Value:
-        number = torch._C._current_graph_task_id()
-        if number != self._pass:
-            self._pass, self._had = number, 0
-        self._had += 1
-        return self.all[self._had - 1]
+    def next(self, run: Any) -> Value:
+        if run != self._run:
+            self._run, self._taken = run, 0
+        if self._taken == len(self.all):
+            raise ConfigError(
+                f"an activation checkpoint calls a module more often in its recomputation than in its forward "
+                f"({self._taken} times); both must call the same modules"
+            )
+        self._taken += 1
+        return self.all[self._taken - 1]

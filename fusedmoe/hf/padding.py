@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, PreTrainedModel
 
 from fusedmoe import ops
-from fusedmoe.dispatchers import Remembered, enclosing_checkpoints
+from fusedmoe.compat.torch import checkpoints
+from fusedmoe.dispatchers import Remembered, recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import named_input, registered_experts
 
@@ -197,9 +198,14 @@ class _Masked:
     def _mask(self) -> Tensor | None:
         if torch.compiler.is_compiling():
             return self._padding.mask
-        around = enclosing_checkpoints()
+        around = checkpoints()
         # By the time of a backward pass another batch may be under way.
         mask = self._padding.mask if around.again is None else self._kept.again(around)
+        if mask is None and around.again is None and self._kept and recomputing():
+            raise ConfigError(
+                "fusedmoe.hf.mask_padding: the experts are called in a backward pass by no checkpoint that is "
+                "recognised, so the mask of their forward is unknown; use torch.utils.checkpoint"
+            )
         if mask is not None:
             self._kept.keep(mask, around)
         return mask

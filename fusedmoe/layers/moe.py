@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import _get_tracing_state
+from fusedmoe.compat.torch import _get_tracing_state, module_states
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.graph_dispatch import by_operators_in_graph
@@ -211,7 +210,7 @@ class MoELayer(nn.Module):
         # Asked here, where nearly always nothing has changed: a token's way has no call for it then.
         if (check := self.require_wrapper) is not None and (
             DistributedDataParallel._active_ddp_module is not None
-            or check.passed != (len(_module_state_mapping), id(next(self.experts.parameters(), None)))
+            or check.passed != (len(module_states), id(next(self.experts.parameters(), None)))
         ):
             check()
         if _get_tracing_state() is not None:

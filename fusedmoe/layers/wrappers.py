@@ -14,11 +14,10 @@ from weakref import WeakSet, getweakrefs, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.compat.torch import check_averages
+from fusedmoe.compat.torch import active_ddp, check_averages, fsdp_parameters, module_states
 from fusedmoe.errors import ConfigError
 
 
@@ -91,8 +90,7 @@ class WrapperCheck:
         Raises:
             ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
         """
-        # The private names here are those by which PyTorch's own parts find wrappers; nothing public does.
-        wrapper = DistributedDataParallel._active_ddp_module
+        wrapper = active_ddp()
         # Once for a wrapper, which fixes what it reduces as it is made.
         if wrapper is not None and (self._served is None or self._served() is not wrapper):
             reduced = {id(parameter) for parameter in wrapper._module_parameters}
@@ -102,13 +100,11 @@ class WrapperCheck:
                     "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
                 )
             self._served = ref(wrapper)
-        now = (len(_module_state_mapping), id(next(self._experts.parameters(), None)))
+        now = (len(module_states), id(next(self._experts.parameters(), None)))
         if now != self.passed:
             split = self.split()
-            for sharded in _fsdp_parameters():
-                if (sharded._module_info.module, sharded._module_info.param_name) not in split:
-                    continue
-                if self.strangers(sharded.mesh_info.mesh.mesh.flatten().tolist()):
+            for sharded in fsdp_parameters():
+                if (sharded.module, sharded.name) in split and self.strangers(sharded.ranks):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
             self.passed = now
 
@@ -134,16 +130,6 @@ class WrapperCheck:
             f"{does} them as if all ranks had the same. Make the model anew and wrap it by fusedmoe.training: "
             f"{ours}(…, topology)"
         )
-
-
-def _fsdp_parameters() -> Iterator[Any]:
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # PyTorch 2.11 has one at most
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            yield from group.fsdp_params
 
 
 # The checks of all layers whose experts ranks split: utilities are given parameters, and no layers.

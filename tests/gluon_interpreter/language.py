@@ -10,6 +10,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from fusedmoe.kernels.gluon.grouped import pipeline
 from tests.gluon_interpreter.barriers import Barrier
 from tests.gluon_interpreter.copies import BulkStores, ThreadCopies, bulk_copy, cp_async
 from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
@@ -28,8 +29,6 @@ class Language:
         self._copies, self._cores = ThreadCopies(schedule), TensorCores(schedule)
         self._stores = BulkStores(schedule)
         self._barriers: dict[tuple[int, tuple[tuple[int, int], ...]], Barrier] = {}
-        # Renamed after 3.6.
-        threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
         self.functions: list[tuple[Any, Callable[..., Any]]] = [
             (range, lambda *bounds: range(*(int(bound) for bound in bounds))),
             (gl.static_range, lambda *bounds: range(*bounds)),
@@ -39,7 +38,7 @@ class Language:
             (gl.store, self.store),
             (gl.allocate_shared_memory, self.allocate),
             (gl.warp_specialize, self.warp_specialize),
-            (threads_barrier, self.meet),
+            (pipeline.threads_barrier, self.meet),
             (hopper.fence_async_shared, self.fence),
             (hopper.warpgroup_mma, self.multiply),
             (hopper.warpgroup_mma_wait, self.wait_for_products),
@@ -47,10 +46,10 @@ class Language:
             (hopper.mbarrier.expect, self.expect),
             (hopper.mbarrier.arrive, self.arrive),
             (hopper.mbarrier.wait, self.wait),
-            (hopper.tma.async_copy_global_to_shared, self.bulk_copy),
-            (hopper.tma.async_copy_shared_to_global, self.bulk_store),
+            (pipeline.bulk_load, self.bulk_copy),
+            (pipeline.bulk_store, self.bulk_store),
             (hopper.tma.store_wait, self.wait_for_stores),
-            (hopper.async_copy.async_copy_global_to_shared, self.copy),
+            (pipeline.copy_rows, self.copy),
             (hopper.async_copy.commit_group, self.commit),
             (hopper.async_copy.wait_group, self.wait_for_copies),
             *_ARITHMETIC,

@@ -111,6 +111,19 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_an_unknown_recomputation_raises() -> None:
+    model = fusedmoe.hf.mask_padding(make("qwen3", fusedmoe.hf.NAME)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _, tokens, mask = sequences(1, False)
+    loss = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+    x = torch.zeros(1, 3, 32, requires_grad=True)
+    z = x * 2
+    z.register_hook(lambda grad: model.model.layers[0].mlp(x) and None)
+    with pytest.raises(ConfigError, match="by no checkpoint that is recognised"):
+        z.sum().backward()
+    del loss
+
+
 def test_with_a_cache() -> None:
     torch.manual_seed(4)
     model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))

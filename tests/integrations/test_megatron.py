@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -58,7 +58,7 @@ def megatron(**sizes: int) -> Iterator[None]:
 def layer_of(cfg: TransformerConfig, ours: Any = None) -> Any:
     """A layer with parameters that depend on which they are, and not on the rank that has them."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
-    layer = build_module(spec if ours is None else ours(spec, timeout_s=40.0), config=cfg)
+    layer = (spec if ours is None else ours(spec, timeout_s=40.0))(config=cfg)
     layer.set_layer_number(1)
     up, down, router = weights(cfg.gated_linear_unit)
     layer.router.weight.data.copy_(router)
@@ -280,13 +280,19 @@ def test_what_a_token_has_chosen() -> None:
     assert weight_TK[0].tolist() == probs_TE[0, [0, 2]].tolist() and weight_TK[1, 0] == probs_TE[1, 3]
 
 
+def choice(mlp: Any) -> tuple[type, dict[str, Any]]:
+    """The class and the arguments of a spec, or from Megatron 0.19 on of a constructor."""
+    return (mlp.func, mlp.keywords) if isinstance(mlp, partial) else (mlp.module, mlp.params)
+
+
 def test_specs() -> None:
     """Of a layer, of a block in which only some layers have experts, and of one that has none."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
     for ours in OURS:
         made = ours(spec, timeout_s=7.0)
-        assert issubclass(made.submodules.mlp.module, MoELayer) and made.submodules.mlp.params["timeout_s"] == 7.0
-        assert spec.submodules.mlp.module is MoELayer and "timeout_s" not in spec.submodules.mlp.params
+        (made_class, arguments), (given_class, given) = choice(made.submodules.mlp), choice(spec.submodules.mlp)
+        assert issubclass(made_class, MoELayer) and arguments["timeout_s"] == 7.0
+        assert given_class is MoELayer and "timeout_s" not in given
         assert made.submodules.self_attention is spec.submodules.self_attention
         with pytest.raises(ConfigError, match="MLP"):
             ours(get_gpt_layer_local_spec(num_experts=None))
@@ -298,7 +304,7 @@ def test_specs() -> None:
         patch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda: 0)
         block = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False)
     dense, sparse = OURS[1](block).layer_specs
-    assert dense == block.layer_specs[0] and issubclass(sparse.submodules.mlp.module, MoELayer)
+    assert dense == block.layer_specs[0] and issubclass(choice(sparse.submodules.mlp)[0], MoELayer)
 
 
 def table() -> dict[str, tuple[str, str]]:
@@ -321,7 +327,7 @@ def test_the_guide_s_table_is_what_is_refused() -> None:
     assert refused[1] == set(fusedmoe.megatron.REFUSED)
     assert refused[0] == refused[1] | set(fusedmoe.megatron.REFUSED_EXPERTS)
     settings = {name.split("=")[0] for name in rows}
-    assert all(hasattr(config(), name) for name in settings)
+    assert all(hasattr(config(), name) for name in settings - {*fusedmoe.megatron.SINCE_0_19})
 
 
 SET: dict[str, Any] = {
@@ -332,6 +338,9 @@ SET: dict[str, Any] = {
     "glu_linear_offset": {"glu_linear_offset": 1.0},
     "activation_func": {"activation_func": torch.tanh},
     "moe_token_dispatcher_type='flex'": {"moe_token_dispatcher_type": "flex"},
+    "transformer_impl='inference_optimized'": {"transformer_impl": "inference_optimized"},
+    "moe_mlp_glu_interleave_size": {"moe_mlp_glu_interleave_size": 32},
+    "moe_expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.5},
 }
 
 

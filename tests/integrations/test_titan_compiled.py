@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.cluster import Cluster
 from tests.integrations.compiled_blocks import E, K, compare, planned, split_experts
 
-pytest.importorskip("torchtitan")
+pytest.importorskip(
+    "torchtitan.distributed.fsdp",
+    reason="torchtitan is not installed, or needs a newer PyTorch",
+    exc_type=ImportError,
+)
 
 from torchtitan.config import CompileConfig
 

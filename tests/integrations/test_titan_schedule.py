@@ -10,7 +10,11 @@ import pytest
 
 from tests.marks import slowly
 
-pytest.importorskip("torchtitan")
+pytest.importorskip(
+    "torchtitan.distributed.fsdp",
+    reason="torchtitan is not installed, or needs a newer PyTorch",
+    exc_type=ImportError,
+)
 
 import torch
 from torch import Tensor, nn

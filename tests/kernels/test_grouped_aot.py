@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench.aot.standin import TARGETS
+from bench.aot.standin import TARGETS, table_of
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
@@ -177,9 +177,9 @@ def run(
 def everything() -> Iterator[tuple[Variant, int, Config]]:
     """Of every target, everything that can be chosen."""
     for target in TARGETS:
-        capability = divmod(target, 10)
-        for variant in variants(has_bulk_copies(capability)):
-            for choice in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
+        table = table_of(target)
+        for variant in variants(has_bulk_copies(table)):
+            for choice in candidates(variant.operation, getattr(torch, variant.dtype), table, variant.even):
                 yield variant, target, choice.config
 
 
@@ -191,7 +191,7 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
         sides = EVEN if variant.even else ODD[0]
         for widens in (False, True)[: 1 + can_widen(variant)]:
             launches.clear()
-            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config, widens=widens) == variant
+            assert run(variant, has_bulk_copies(table_of(target)), sides, config, widens=widens) == variant
             (launch,) = launches
             name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}{' widened' * widens}"
             (case,) = cases[name]
@@ -229,7 +229,7 @@ def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypa
         for far in (False, True):
             launches.clear()
             finished.clear()
-            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config, far) == variant
+            assert run(variant, has_bulk_copies(table_of(target)), sides, config, far) == variant
             (launch,) = launches
             assert len(finished) == puts
             taken = replace(config, registers=MOST_REGISTERS) if far and puts else config

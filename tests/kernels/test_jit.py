@@ -87,7 +87,7 @@ def gathering_launches(target: int) -> list[standin.Launch]:
         empty(333, 3, dtype=torch.int64),
     )
     with standin.recording(target) as launches:
-        call = GroupedCall(layout, empty(0), untuned(divmod(target, 10)), True)
+        call = GroupedCall(layout, empty(0), untuned(standin.table_of(target)), True)
         up(call, empty(333, 512), Weights(empty(4, 2, 256, 512), empty(4, 512, 256)), ACTIVATIONS["swiglu"])
         dweight(call, "dw1", empty(999, 512), empty(333, 256), "right")
         logits(empty(333, 512), empty(4, 512))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import random
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +18,13 @@ import triton
 from bench.aot import layers, record
 from bench.aot.compiling import WITHOUT_LINES, compile_all
 from bench.aot.machine_code import SHARED
-from bench.aot.standin import TARGETS, Launch, recording
+from bench.aot.standin import TARGETS, Launch, recording, table_of
 from bench.gpu.shapes import SHAPES
 from fusedmoe.kernels.backend import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 
+ROOT = Path(__file__).parents[2]
 SEED = random.randrange(2**32)  # tests name it
 SOME = random.Random(SEED)
 # Of one generation, and of layers of one shape, in short tests: to take all launches down takes many seconds.
@@ -85,6 +90,23 @@ def test_nothing_recorded_spills_or_is_too_large() -> None:
             for target, (registers, stack, shared) in targets.items():
                 assert stack == 0 and 0 < registers <= 255, title
                 assert 0 <= shared <= SHARED[int(target.removeprefix("sm_"))], title
+
+
+def test_the_guide_has_what_was_compiled_and_timed() -> None:
+    guide, recorded = (ROOT / "docs" / "guides" / "gpu.md").read_text(), record.read()
+    cases = json.loads((ROOT / "bench" / "aot.json").read_text())["cases"]
+    for target in TARGETS:
+        (row,) = re.findall(rf"^\| sm_{target} \|.*$", guide, re.M)
+        _, _, table, compiled, run, timed = (cell.strip() for cell in row.strip("|").split("|"))
+        major, minor = table_of(target)
+        assert table == f"sm_{major}{minor}"
+        for version in record.versions(recorded):
+            launches = sum(f"sm_{target}" in made.get(version, {}) for made in recorded.values())
+            assert compiled == f"{launches}, {sum(f'sm_{target}' in at for at in cases.values())}", version
+        results = (ROOT / "bench" / "results").glob("gpu_*.json")
+        files = [file.name for file in results if json.loads(file.read_text())["gpu"]["capability"] == f"{target / 10}"]
+        named = [file for pattern in re.findall(r"`([^`]+)`", timed) for file in fnmatch.filter(files, pattern)]
+        assert sorted(named) == sorted(files) and (run, timed == "no") == (("yes", False) if files else ("no", True))
 
 
 def test_another_tritons_numbers_stay_where_they_are_of_what_is_launched() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 from triton import knobs
 
 from fusedmoe.errors import ConfigError
@@ -55,6 +56,24 @@ def test_a_package_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(libraries, "nvshmem_home", lambda: tmp_path)
     with pytest.raises(ConfigError, match="there is no libnvshmem_device.bc in .*: install NVSHMEM 3.4.5"):
         libraries.nvshmem_bitcode()
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [(None, 80), ((8, 0), 80), ((8, 6), 80), ((8, 9), 89), ((9, 0), 90), ((12, 0), 90)]
+)
+def test_a_library_for_each_generation(
+    capability: tuple[int, int] | None, chosen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As NVSHMEM 3.7 has them."""
+    (tmp_path / "lib").mkdir()
+    for kind in (75, 80, 89, 90):
+        (tmp_path / "lib" / f"libnvshmem_device_sm_{kind}.bc").touch()
+    monkeypatch.setattr(libraries, "nvshmem_home", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert libraries.nvshmem_bitcode() == {
+        "libnvshmem_device": str(tmp_path / "lib" / f"libnvshmem_device_sm_{chosen}.bc")
+    }
 
 
 def test_the_package_is_found_where_modules_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

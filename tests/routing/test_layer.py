@@ -184,6 +184,41 @@ CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class ByHook(torch.autograd.Function):
+    """A checkpoint that computes again in a hook of its output, where nothing refers to its forward."""
+
+    @staticmethod
+    def forward(run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.run, x = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("the hook raises before")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_unknown_recomputation_raises(ended: bool) -> None:
+    layer, x = layer_of(), tokens(5).requires_grad_()
+    expert_TK = torch.rand(10, E).topk(K).indices
+    # Until its backward a checkpoint of PyTorch holds what was replayed, and the replay may have ended before.
+    with routing.replay(layer, [expert_TK]):
+        y = checkpoint(layer, x, use_reentrant=False)
+        z = ByHook.apply(layer, x)
+        z.register_hook(lambda grad: layer(x) and None)
+        if not ended:
+            with pytest.raises(ConfigError, match="by no checkpoint that replay recognises"):
+                z.sum().backward(retain_graph=True)
+    if ended:
+        with pytest.raises(ConfigError, match="by no checkpoint that replay recognises"):
+            z.sum().backward()
+    del y
+
+
 @pytest.mark.parametrize("inside", [True, *slowly(False)])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:

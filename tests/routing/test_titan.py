@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchtitan")
+pytest.importorskip(
+    "torchtitan.distributed.fsdp",
+    reason="torchtitan is not installed, or needs a newer PyTorch",
+    exc_type=ImportError,
+)
 
 import torch
 from torch import Tensor

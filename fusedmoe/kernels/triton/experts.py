@@ -17,6 +17,7 @@ from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.generation import generation_of
 from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
@@ -33,7 +34,7 @@ from fusedmoe.kernels.triton.one_sided.put import put_values
 
 def tile_heights(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
     """Returns the rows of a row tile in each launch that there may be of rows in flight, which no tuner sees."""
-    return row_heights(dtype, None if INTERPRET else torch.cuda.get_device_capability(device))
+    return row_heights(dtype, generation_of(device))
 
 
 def make_call(
@@ -51,10 +52,10 @@ def make_call(
     # The interpreter knows bulk copies, and has nothing to tune.
     if INTERPRET:
         return GroupedCall(layout, like, untuned(None), True, tiles=tiles)
-    gpu = torch.cuda.get_device_properties(like.device)
-    bulk = has_bulk_copies((gpu.major, gpu.minor))
-    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
-    return GroupedCall(layout, like, choose, bulk, shared, tiles)
+    table = generation_of(like.device)
+    assert table is not None
+    choose = untuned(table) if in_flight else tuner(like.device).choose
+    return GroupedCall(layout, like, choose, has_bulk_copies(table), shared, tiles)
 
 
 def experts_forward(

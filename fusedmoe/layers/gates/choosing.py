@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedmoe.compat.torch import checkpoints, disable_current_modes
 from fusedmoe.engine.dispatcher import recomputing
-from fusedmoe.engine.recomputation import Remembered, enclosing_checkpoints
+from fusedmoe.engine.recomputation import Remembered
 from fusedmoe.errors import ConfigError
 
 _TOP_K = (torch.topk, Tensor.topk)
@@ -183,17 +183,19 @@ class RouterTap:
             ConfigError: there are none for so many tokens, or not k each.
         """
         # Under a selective checkpoint nothing of this is an operation of the model.
-        with _disable_current_modes():
-            around = enclosing_checkpoints()
+        with disable_current_modes():
+            around = checkpoints()
             if around.again is not None:
                 given = self._kept.again(around)
-            elif self.replayed is None:
+            elif self.replayed is None and not self._kept:
                 return None
             elif recomputing():
                 raise ConfigError(
-                    f"routing.replay: {self.name} is called in a backward pass, and not by a checkpoint that replay "
-                    "knows, so nobody can say which forward it repeats; use torch.utils.checkpoint"
+                    f"routing.replay: {self.name} is called in a backward pass by no checkpoint that replay "
+                    "recognises, so the forward it repeats is unknown; use torch.utils.checkpoint"
                 )
+            elif self.replayed is None:
+                return None
             else:
                 given = self._take(tokens, k)
             if given is not None:
@@ -223,7 +225,7 @@ class RouterTap:
         """
         if (self.replayed is None and self.recorded is None) or recomputing():
             return
-        with _disable_current_modes():
+        with disable_current_modes():
             same = chosen_TK is not None
             if chosen_TK is not None and used_TK is not None and not self._checked:
                 self._checked, same = True, torch.equal(chosen_TK, used_TK.to(chosen_TK.dtype))

@@ -327,6 +327,7 @@ def test_without_a_gpu_nothing_else_is_asked_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_version_is_the_one_that_is_pinned() -> None:
-    pins = (ROOT / "constraints" / "common.txt").read_text()
-    for cuda in (12, 13):
-        assert f"nvidia-nvshmem-cu{cuda}=={libraries.NVSHMEM_VERSION}\n" in pins
+    for name in ("cpu", "cuda", "oldest"):
+        pins = (ROOT / "constraints" / f"{name}.txt").read_text()
+        for cuda in (12, 13):
+            assert f"nvidia-nvshmem-cu{cuda}=={libraries.NVSHMEM_VERSION}\n" in pins

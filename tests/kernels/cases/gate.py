@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from bench.aot.standin import TARGETS
+from bench.aot.standin import TARGETS, table_of
 from fusedmoe.kernels.gate import MOST_CHOSEN, SCORES, GateRule
 from fusedmoe.kernels.triton.gate import router
 from fusedmoe.kernels.triton.gate.choose import (
@@ -92,7 +92,7 @@ def _choose_cases(
     apart = "" if x is None or w is None else taken_apart(x, w)
     targets: dict[Tile, list[int]] = {}
     for target in TARGETS:
-        at = divmod(target, 10)
+        at = table_of(target)
         tile = rowwise_tile(experts, at) if dtypes is None else fused_tile(experts, apart, at)
         if tile is not None:
             targets.setdefault(tile, []).append(target)
@@ -133,7 +133,7 @@ def _choose_cases(
 
 
 def _dlogits_case(rule: GateRule, experts: int, weights: bool, apart: bool, rare: bool) -> AotCase:
-    single, (tile,) = torch.float32, {rowwise_tile(experts, divmod(at, 10)) for at in TARGETS}
+    single, (tile,) = torch.float32, {rowwise_tile(experts, table_of(at)) for at in TARGETS}
     arguments: dict[str, Any] = {
         "logits_ptr": single,
         "expert_ptr": torch.int64,
@@ -198,8 +198,8 @@ def _product_cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: in
     cases, stride = [], _padded(E) if summed else E
     rows = {"stride": stride, "plane": 4096 * stride}
     for target in TARGETS:
-        tile = product_tile(operation, kind, divmod(target, 10), S, E, M % 128 == 0)
-        whole = operation == "dx" and router.is_whole(1 + summed, stride, M, tile, divmod(target, 10))
+        tile = product_tile(operation, kind, table_of(target), S, E, M % 128 == 0)
+        whole = operation == "dx" and router.is_whole(1 + summed, stride, M, tile, table_of(target))
         targets.setdefault((tile, whole), []).append(target)
     for (tile, whole), at in targets.items():
         arguments: dict[str, Any] = {"S": "i32", "M": M, "E": E}

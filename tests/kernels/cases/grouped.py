@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.aot.standin import TARGETS
+from bench.aot.standin import TARGETS, table_of
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Config, Variant, candidates, has_bulk_copies
@@ -40,7 +40,7 @@ _WITH_ACTIVATION = ("up", "dhidden")
 _WITH_GATHER = ("up", "dhidden", "dw1", "dw2")
 _WITH_EXTRA = ("up", "down", "dhidden", "dw1", "dw2")
 # Tensor cores of each generation.
-_PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+_PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
 def variants(bulk_copies: bool) -> Iterator[Variant]:
@@ -87,14 +87,14 @@ def aot_cases() -> list[AotCase]:
 
 
 def _launches(target: int) -> Iterator[_Launch]:
-    capability = divmod(target, 10)
-    for variant in variants(has_bulk_copies(capability)):
+    table = table_of(target)
+    for variant in variants(has_bulk_copies(table)):
         all_sides: tuple[tuple[int, int], ...] = (EVEN,) if variant.even else ODD[:1]
         if not variant.even and is_common(variant):
             all_sides = ODD
         if not variant.even and variant.operation == "dw1":
             all_sides = tuple(dict.fromkeys(all_sides + _BIAS_GRADIENTS))
-        for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
+        for candidate in candidates(variant.operation, getattr(torch, variant.dtype), table, variant.even):
             for sides in all_sides:
                 yield _Launch(variant, candidate.config, sides)
                 if can_widen(variant):
@@ -134,7 +134,7 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
     arguments |= {"GROUP": config.group, "EVEN_K": variant.even, "DESCRIPTORS": variant.bulk}
     arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
     known = {parameter.name for parameter in kernel.params}
-    first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
+    first = [candidates(variant.operation, launch.dtype, table_of(at), variant.even)[0].config for at in targets]
     common, chosen = is_common(variant), config in first
     rare = not common or sides not in (EVEN, ODD[0])
     words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]

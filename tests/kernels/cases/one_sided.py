@@ -45,6 +45,9 @@ def _of_puts() -> list[AotCase]:
         arguments = {**arguments, **far, "NVSHMEM": True}
         cases.append(AotCase(f"{name} nvshmem", kernel, arguments, options(True), libraries=nvshmem_bitcode))
 
+    def always_long(_: bool) -> dict[str, int]:
+        return put.launch_options(True)
+
     common: dict[str, Any] = {"W": 8, "me": "i32", **stop, "INTERPRET": False}
 
     def sent(dtype: torch.dtype, tile: int, width: int, second: bool = False) -> dict[str, Any]:
@@ -73,7 +76,8 @@ def _of_puts() -> list[AotCase]:
         far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
         quick = name == "bfloat16 128x4096"
         arguments = {**sent(dtype, tile, width), **nothing, **common}
-        add(f"put rows {name}", put.put_rows_kernel, arguments, far, put.launch_options, quick=quick)
+        options = always_long if put.ragged(width, tile) else put.launch_options
+        add(f"put rows {name}", put.put_rows_kernel, arguments, far, options, quick=quick)
         if tile == 128:
             arguments = {**sent(i32, 1024, 2), "C": 65536, "T": 64, **sent(dtype, tile, width, second=True), **common}
             far_too = {**far, "staging_ptr": i32, "second_staging_ptr": dtype}
@@ -82,7 +86,7 @@ def _of_puts() -> list[AotCase]:
                 put.put_rows_kernel,
                 arguments,
                 far_too,
-                lambda _: put.launch_options(True),
+                always_long,
             )
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}

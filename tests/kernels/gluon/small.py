@@ -8,12 +8,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import bulk_load, copy_rows, threads_barrier
 
 
 @gluon.jit
@@ -63,7 +62,7 @@ def by_threads(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr, LATE: gl.constex
         mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
         ptrs = x_ptr + i * SIZE * SIZE + places(SIZE, layout)
         if LATE:
-            async_copy.async_copy_global_to_shared(bufs.index(i % 2), ptrs)
+            copy_rows(bufs.index(i % 2), ptrs)
             async_copy.commit_group()
             async_copy.wait_group(0)
         else:
@@ -79,7 +78,7 @@ def bulk(x_desc, bufs, full, empty, N, SIZE: gl.constexpr):
         bar = full.index(i % 2)
         mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
         mbarrier.expect(bar, SIZE * SIZE * 2)
-        tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], bar, bufs.index(i % 2))
+        bulk_load(x_desc, [i * SIZE, 0], bar, bufs.index(i % 2))
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fusedmoe.kernels.gluon.grouped import columns, dhidden, dweight, gathered, pipeline
+from fusedmoe.kernels.gluon.grouped.pipeline import bulk_load
 from tests.gluon_interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
@@ -138,7 +139,7 @@ IN_ALL: dict[str, tuple[Any, Change, str]] = {
         lambda expect: lambda bar, bytes: expect(bar, bytes + 16),
         "deadlock.* 16 bytes missing",
     ),
-    "one bulk copy is lost": (tma.async_copy_global_to_shared, _without(4), "deadlock|is read"),
+    "one bulk copy is lost": (bulk_load, _without(4), "deadlock|is read"),
     "one expectation is lost": (mbarrier.expect, _without(2), "deadlock|more bytes came|too many|is read|is written"),
     "barriers count one arrival more": (
         mbarrier.init,

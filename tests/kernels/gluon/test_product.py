@@ -9,9 +9,9 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon.grouped.columns import store_box
+from fusedmoe.kernels.gluon.grouped.pipeline import bulk_store
 from tests.kernels.gluon.grouped_cases import EACH_ROUTING, LARGE, LARGE_TURNS, ROUTINGS, check_product
 
 ALL_ODD = ROUTINGS["all odd"]
@@ -49,7 +49,7 @@ def test_what_leaves_by_bulk_copies(pingpong: bool, boxes: int) -> None:
     def noted(store: Any) -> Any:
         return lambda desc, coord, box: (stored.append(coord), store(desc, coord, box))[1]
 
-    changed = {tma.async_copy_shared_to_global: noted}
+    changed = {bulk_store: noted}
     check_product((17, 3, 6), 24, 24, True, bias=True, pingpong=pingpong, changed=changed)
     assert len(stored) == boxes
 

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from fusedmoe.kernels.gluon.grouped.pipeline import multiplied_layout, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import bulk_store, multiplied_layout, threads_barrier
 
 
 @gluon.jit
@@ -106,7 +106,7 @@ def store_box(
     fence_async_shared()
     threads_barrier()
     if row + ROWS <= end:
-        tma.async_copy_shared_to_global(desc, [row, column], box)
+        bulk_store(desc, [row, column], box)
     else:
         OUT: gl.constexpr = stored_layout(WIDE)
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))

@@ -17,7 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
 from fusedmoe.kernels.gluon.grouped.gathered import begin_step, copied_layout, end_steps
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply, place
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    announce,
+    await_empty,
+    blocks,
+    bulk_load,
+    copy_rows,
+    fill,
+    make_ring,
+    multiply,
+    place,
+)
 
 
 @gluon.jit
@@ -48,12 +58,12 @@ def _copy_rows(
     ptrs = ptr + row.to(gl.int64)[:, None] * COLUMNS + column[None, :]
     # Few instructions: what loads is hardly faster than what multiplies.
     if ALL and EVEN:
-        async_copy.async_copy_global_to_shared(buf, ptrs)
+        copy_rows(buf, ptrs)
     elif ALL:
-        async_copy.async_copy_global_to_shared(buf, ptrs, mask=(column < COLUMNS)[None, :])
+        copy_rows(buf, ptrs, mask=(column < COLUMNS)[None, :])
     else:
         inside = gl.arange(0, row.shape[0], layout=gl.SliceLayout(1, LAYOUT)) < end
-        async_copy.async_copy_global_to_shared(buf, ptrs, mask=inside[:, None] & (column < COLUMNS)[None, :])
+        copy_rows(buf, ptrs, mask=inside[:, None] & (column < COLUMNS)[None, :])
 
 
 @gluon.jit
@@ -61,7 +71,7 @@ def _look_up(sources, source_ptr, it, row0, last, BLOCKS: gl.constexpr):
     """Starts the copy of which rows step `it` reads, whose own are those from row0 on, up to the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.minimum(row0 + gl.arange(0, BLOCKS.bk, layout=LAYOUT), last)
-    async_copy.async_copy_global_to_shared(sources.index(it % BLOCKS.stages), source_ptr + row)
+    copy_rows(sources.index(it % BLOCKS.stages), source_ptr + row)
 
 
 @gluon.jit
@@ -106,7 +116,7 @@ def _load(
             begin_step(full, it, first_step, STAGES, LAG)
             if row0 + BK <= end:
                 announce(full, it, STAGES, BK * SORTED * BYTES)
-                tma.async_copy_global_to_shared(sorted_desc, [row0, sorted_first], full.index(it % STAGES), sorted_buf)
+                bulk_load(sorted_desc, [row0, sorted_first], full.index(it % STAGES), sorted_buf)
                 source = sources.index(it % STAGES).load(ROW).to(gl.int32)
                 _copy_rows(
                     gathered_buf, gathered_ptr, source, BK, gathered_first, gathered_columns,

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, locate, threads_barrier, tiles_in
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    announce,
+    await_empty,
+    bulk_load,
+    copy_rows,
+    fill,
+    locate,
+    threads_barrier,
+    tiles_in,
+)
 
 
 @gluon.constexpr_function
@@ -94,14 +103,14 @@ def load_gathered(
             if TRANSPOSED:
                 for half in gl.static_range(HALVES):
                     w_row = (expert * HALVES + half) * H + col_tile * BH
-                    tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
+                    bulk_load(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
             else:
-                tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
+                bulk_load(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
             if EVEN:
-                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
+                copy_rows(x_bufs.index(it % STAGES), x_ptrs)
             else:
                 mask = (k < D - k0)[None, :]
-                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
+                copy_rows(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
             _end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
@@ -112,7 +121,7 @@ def load_gathered(
                 # Rows past the end are another expert's, or none: what is computed of them is not stored.
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
-                tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
+                bulk_load(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
                 _end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
     end_steps(full, it, 0, STAGES, BLOCKS.lag)

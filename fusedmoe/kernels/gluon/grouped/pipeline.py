@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 # A barrier of a partition's threads; renamed after Triton 3.6.
 threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# Copies by threads and bulk copies; renamed in Triton 3.9.
+copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
     blocks,
+    bulk_load,
     first_row,
     locate,
     make_ring,
@@ -40,11 +41,11 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
             announce(full, it, STAGES, (BLOCKS.bm + BLOCKS.bn) * BLOCKS.bk * (a_desc.dtype.primitive_bitwidth // 8))
             bar = full.index(it % STAGES)
             # A tile's box may run into the next expert's rows, whose results are not stored.
-            tma.async_copy_global_to_shared(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
+            bulk_load(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
             if TRANSPOSED:
-                tma.async_copy_global_to_shared(b_desc, [expert * N + n0, k0], bar, b_bufs.index(it % STAGES))
+                bulk_load(b_desc, [expert * N + n0, k0], bar, b_bufs.index(it % STAGES))
             else:
-                tma.async_copy_global_to_shared(b_desc, [expert * K + k0, n0], bar, b_bufs.index(it % STAGES))
+                bulk_load(b_desc, [expert * K + k0, n0], bar, b_bufs.index(it % STAGES))
             it += 1
 
 

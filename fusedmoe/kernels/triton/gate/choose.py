@@ -20,12 +20,9 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate import LEAST_SUM, SCORES, GateChoice, GateRule
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
-    BLACKWELL,
-    HOPPER,
-    Capability,
     Tile,
-    capability,
     logits,
     logits_tile,
     room_for_summands,
@@ -324,7 +321,8 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
     if ragged and (columns > 128 or columns == 128 and apart == "both"):
         return None
     if apart:
-        return Tile(64, columns, 32, 8, 3) if columns <= 128 else None
+        rows = 32 if capability < HOPPER and ragged and apart == "both" else 64  # sm_120 would spill
+        return Tile(rows, columns, 32, 8, 3) if columns <= 128 else None
     # From so many on a product of its own pays: programs with more rows read the matrix less often than those that must
     # keep the registers for the choice, and there the cache's speed is the limit.
     if capability >= HOPPER and columns >= 128 and capability < BLACKWELL:
@@ -335,7 +333,8 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
     # A deep step where the tile is small: the more is underway to a program, the faster tokens come.
     deep = capability >= HOPPER and columns <= (32 if ragged else 64)
     depth, stages = (128, 4 if columns <= 32 else 3) if deep else (64, 3)
-    return Tile(64, columns, depth, 8 if columns > (64 if ragged else 128) else 4, stages) if columns <= 256 else None
+    few = 64 if ragged or capability < HOPPER else 128
+    return Tile(64, columns, depth, 8 if columns > few else 4, stages) if columns <= 256 else None
 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
@@ -355,7 +354,7 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
     """`define_choice` of x·Wᵀ. No autograd, and no word from the device."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
     experts = weight_EM.shape[0]
-    if fused_tile(experts, taken_apart(x_SM.dtype, weight_EM.dtype), capability(x_SM)) is None:
+    if fused_tile(experts, taken_apart(x_SM.dtype, weight_EM.dtype), generation_of(x_SM.device)) is None:
         return _choose(None, None, logits(x_SM, weight_EM), rule, bias_E)
     logits_SE = torch.empty((x_SM.shape[0], experts), dtype=torch.float32, device=x_SM.device)
     return _choose(x_SM, weight_EM, logits_SE, rule, bias_E)
@@ -374,11 +373,11 @@ def _choose(
         zeros = (torch.zeros((B, E), dtype=single, device=device) for _ in range(2))
         score_BE, count_BE = zeros if rule.statistics else (None, None)
         return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad)
-    tile = rowwise_tile(E, capability(logits_SE))
+    tile = rowwise_tile(E, generation_of(logits_SE.device))
     M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
     if x_SM is not None and weight_EM is not None:
         M, apart = x_SM.shape[1], taken_apart(x_SM.dtype, weight_EM.dtype)
-        fused = fused_tile(E, apart, capability(x_SM))
+        fused = fused_tile(E, apart, generation_of(x_SM.device))
         assert fused is not None
         tile, product = fused, {"EVEN": M % fused.depth == 0, "TAKEN_APART": apart}
     blocks, tiles = triton.cdiv(S // B, tile.rows), 1
@@ -415,7 +414,7 @@ def dlogits(
     dlogits = room_for_summands(S, E, logits_SE.device) if apart else torch.empty_like(logits_SE)
     if S == 0:
         return dlogits
-    tile, B = rowwise_tile(E, capability(logits_SE)), rule.sequences(S)
+    tile, B = rowwise_tile(E, generation_of(logits_SE.device)), rule.sequences(S)
     blocks = triton.cdiv(S // B, tile.rows)
     grads = (None if grad is None else grad.contiguous() for grad in (dweight_SK, dscore_BE, dlogsumexp_S))
     given = {"WEIGHTS": dweight_SK is not None, "STATISTICS": dscore_BE is not None}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate import summands_shape
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import jit
 
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
@@ -28,10 +29,6 @@ _BLOCK = 2048
 _SUMMED = 4096
 # Sums of a launch: CUDA's grids have no more along their second axis.
 _MOST_SUMS = 65535
-
-Capability = tuple[int, int]
-HOPPER = (9, 0)
-BLACKWELL = (10, 0)
 
 
 class Tile(NamedTuple):
@@ -60,7 +57,7 @@ def product_tile(
     Args:
         operation: "logits", "dx" or "dw".
         apart: how operands are taken apart (`taken_apart`); "summed" for dlogits that have been before.
-        capability: of the GPU; None for the interpreter, which pays for programs and steps, not for their size.
+        capability: generation of the GPU; None for the interpreter, which pays for programs and steps, not their size.
         even: M is a multiple of 128.
     """
     if capability is None:
@@ -169,9 +166,12 @@ def sum_kernel(
         acc += tl.load(from_ptrs, mask=(r < rows - r0)[:, None] & known[None, :], other=0.0)
         from_ptrs += ROWS * columns
     total = tl.sum(acc, 0)
-    tl.store(first_ptr + which * columns + column, total.to(first_ptr.dtype.element_ty), mask=known & (which < half))
+    # The sum has no columns in the other result: Triton 3.9's interpreter takes no mask made of a scalar comparison.
+    first_columns = tl.where(which < half, columns, 0)
+    first = first_ptr + which * columns + column
+    tl.store(first, total.to(first_ptr.dtype.element_ty), mask=column < first_columns)
     second = second_ptr + (which - half) * columns + column
-    tl.store(second, total.to(second_ptr.dtype.element_ty), mask=known & (which >= half))
+    tl.store(second, total.to(second_ptr.dtype.element_ty), mask=column < columns - first_columns)
 
 
 @triton.jit
@@ -341,11 +341,6 @@ def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
     return "both"
 
 
-def capability(tensor: Tensor) -> Capability | None:
-    """Compute capability of the tensor's GPU; None in the interpreter."""
-    return None if INTERPRET else torch.cuda.get_device_capability(tensor.device)
-
-
 def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x·Wᵀ, float32 [S, E]."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
@@ -353,7 +348,7 @@ def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     out_SE = torch.empty((S, E), dtype=torch.float32, device=x_SM.device)
     if out_SE.numel():
         apart = taken_apart(x_SM.dtype, weight_EM.dtype)
-        tile = product_tile("logits", apart, capability(x_SM), S, E)
+        tile = product_tile("logits", apart, generation_of(x_SM.device), S, E)
         grid = (triton.cdiv(S, tile.rows) * triton.cdiv(E, tile.columns),)
         launch = {"EVEN": M % tile.depth == 0, **launch_options(apart, tile, "BS", "BE")}
         logits_kernel[grid](x_SM, weight_EM, out_SE, S, M, E, **launch)
@@ -367,9 +362,10 @@ def dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits.device)
     if dx_SM.numel():
         dlogits, apart, summed = _summands(dlogits, weight_EM.dtype)
-        tile, stride = product_tile("dx", summed or apart, capability(dx_SM), S, E, M % 128 == 0), dlogits.shape[2]
+        table, stride = generation_of(dx_SM.device), dlogits.shape[2]
+        tile = product_tile("dx", summed or apart, table, S, E, M % 128 == 0)
         rows, groups = triton.cdiv(S, tile.rows), triton.cdiv(M, tile.columns)
-        whole = is_whole(len(dlogits), stride, M, tile, capability(dx_SM))
+        whole = is_whole(len(dlogits), stride, M, tile, table)
         if whole:  # as few as fill a GPU some times over
             groups = min(groups, triton.cdiv(4 * _MULTIPROCESSORS, rows))
         even = E % tile.depth == 0 and M % tile.columns == 0
@@ -392,7 +388,7 @@ def dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tenso
     if S == 0:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
     dlogits, apart, summed = _summands(dlogits, x_SM.dtype)
-    tile = product_tile("dw", summed or apart, capability(x_SM), S, E, M % 128 == 0)
+    tile = product_tile("dw", summed or apart, generation_of(x_SM.device), S, E, M % 128 == 0)
     # The result has few tiles, so the sum over tokens is cut as well, into parts that fill a GPU.
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     programs = _MULTIPROCESSORS if tile.columns == 256 else _PROGRAMS

@@ -39,6 +39,7 @@ import torch
 import triton
 
 from fusedmoe.files import cache_dir, read_kept, write_kept
+from fusedmoe.kernels.generation import generation_of
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import (
     Candidate,
@@ -374,7 +375,7 @@ def _is_lost() -> bool:
 @cache
 def tuner(device: torch.device) -> Tuner:
     """Returns the tuner of a GPU: one, which tunes for one launch at a time, so that nothing else of it is timed."""
-    capability = torch.cuda.get_device_capability(device)
+    table = generation_of(device)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
 
@@ -390,7 +391,7 @@ def tuner(device: torch.device) -> Tuner:
         return taken
 
     return Tuner(
-        partial(to_try, capability, multiprocessors),
+        partial(to_try, table, multiprocessors),
         lambda variant, config: check(variant, config, device),
         measure,
         Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),

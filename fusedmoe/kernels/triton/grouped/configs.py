@@ -1,7 +1,7 @@
 """Tile shapes of the grouped products: what may be chosen, and what is chosen without tuning.
 
 The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100; every
-entry is compiled again by the tests.
+entry is compiled again by the tests, that of sm_80 for sm_120 too. `generation.py` says which table serves a device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
-
-Capability = tuple[int, int]
 
 OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
 
@@ -155,7 +154,7 @@ def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
 
 
 def has_bulk_copies(capability: Capability) -> bool:
-    return capability >= (9, 0)
+    return capability >= HOPPER
 
 
 # Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
@@ -217,7 +216,7 @@ def candidates(
 
     Args:
         operation: one of `OPERATIONS`.
-        capability: of the GPU; None for the interpreter.
+        capability: generation of the GPU; None for the interpreter.
         even: as in `Variant`.
     """
     if capability is None:
@@ -226,9 +225,9 @@ def candidates(
         return _FLOAT32 if even else _FLOAT32_RAGGED
     if not even:
         return _RAGGED
-    if capability >= (10, 0):
+    if capability >= BLACKWELL:
         return _BLACKWELL[operation]
-    return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
+    return (_HOPPER if capability >= HOPPER else _AMPERE)[operation]
 
 
 @cache
@@ -263,7 +262,7 @@ def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[C
     """Configurations of the Gluon form, which may serve once they have been tried: on Hopper, in half precision, of
     sizes that are even, and looking rows up, but for products of rows that are sorted. None where the environment
     variable FUSEDMOE_GLUON is 0."""
-    if capability != (9, 0) or os.environ.get("FUSEDMOE_GLUON") == "0":
+    if capability != HOPPER or os.environ.get("FUSEDMOE_GLUON") == "0":
         return ()
     if not variant.bulk or variant.dtype == "float32":
         return ()

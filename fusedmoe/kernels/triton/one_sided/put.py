@@ -255,6 +255,7 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
     was in a slot before."""
     buffer, programs, nothing = first.buffer, _tiles(first), (*(None,) * 10, 0, 0, 0, 0)
     shape, second_shape = columns(buffer.rows.shape[-1], buffer.tile), (0, 0)
+    long = buffer.network is not None or second is not None or ragged(buffer.rows.shape[-1], buffer.tile)
     if second is not None:
         programs += _tiles(second)
         second_shape = second.buffer.tile, columns(second.buffer.rows.shape[-1], second.buffer.tile)["BLOCK"]
@@ -262,8 +263,7 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
         *_arguments(first), *(nothing if second is None else _arguments(second)),
         *far_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.peers,
         TILE=buffer.tile, **shape, SECOND_TILE=second_shape[0], SECOND_BLOCK=second_shape[1],
-        **linked(buffer.network), INTERPRET=INTERPRET,
-        **launch_options(buffer.network is not None or second is not None),
+        **linked(buffer.network), INTERPRET=INTERPRET, **launch_options(long),
     )  # fmt: skip
 
 
@@ -332,9 +332,14 @@ def finish(put: Put) -> None:
         signal_far(put.mark, put.epoch, put.addresses.network)
 
 
+def ragged(width: int, tile: int) -> bool:
+    """Return whether rows end inside a block of columns, which takes more code."""
+    return width % columns(width, tile)["BLOCK"] != 0
+
+
 def launch_options(long: bool) -> dict[str, int]:
-    """Options of launches that move rows. In long code, NVSHMEM's or for rows of two kinds, the assembler would spill
-    to fit one more program.
+    """Options of launches that move rows. In long code, NVSHMEM's, for rows of two kinds or for ragged ones, the
+    assembler would spill to fit one more program.
     """
     return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if long else {"num_warps": _WARPS}
 

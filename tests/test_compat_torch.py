@@ -1,0 +1,292 @@
+"""`fusedmoe.compat.torch`: activation checkpoints are recognised, and an unexpected PyTorch raises at once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import runpy
+import threading
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+from fusedmoe.compat import torch as compat
+from fusedmoe.engine.recomputation import Remembered
+from fusedmoe.errors import ConfigError
+
+Call = Callable[[Tensor], Tensor]
+Around = Callable[[Call, Tensor], Tensor]
+
+
+class Module(nn.Module):
+    def __init__(self, function: Call) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class OtherCheckpoint(torch.autograd.Function):
+    """A checkpoint of another library: an autograd function whose arguments have names of their own."""
+
+    @staticmethod
+    def forward(context: Any, run: Call, x: Tensor) -> Tensor:
+        context.run = run
+        context.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:
+        (x,) = context.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = context.run(x)
+        y.backward(grad)
+        return None, x.grad
+
+
+def selective() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+
+def offloaded(f: Call, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        return checkpoint(f, x, use_reentrant=False)
+
+
+KINDS: dict[str, Around] = {
+    "non-reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "without early stop": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
+    "selective": lambda f, x: checkpoint(f, x, use_reentrant=False, context_fn=selective),
+    "under hooks": offloaded,
+    "sequential": lambda f, x: checkpoint_sequential([f, nn.Identity()], 2, x, use_reentrant=False),
+    "wrapper": lambda f, x: checkpoint_wrapper(Module(f))(x),
+    "composable": lambda f, x: composable_checkpoint(Module(f))(x),
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "function": OtherCheckpoint.apply,
+}
+
+
+class Counted(nn.Module):
+    """Multiplies by the number of its call, which a recomputation must find again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Remembered[int] = Remembered()
+        self.calls = self.repeated = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        around = compat.checkpoints()
+        if around.again is None:
+            self.calls += 1
+            number = self.calls
+        else:
+            self.repeated += 1
+            found = self.kept.again(around)
+            assert found is not None
+            number = found
+        self.kept.keep(number, around)
+        return (x * (1 + number / 8)).sin()
+
+
+def tree(rng: random.Random, depth: int) -> Any:
+    """A call of `Counted`, or several of such, in a checkpoint of some kind."""
+    if depth == 0:
+        return None
+    return rng.choice([*KINDS, "plain"]), [tree(rng, rng.randrange(depth)) for _ in range(rng.randint(1, 3))]
+
+
+def applied(part: Any, module: nn.Module, x: Tensor, plain: bool) -> Tensor:
+    if part is None:
+        return module(x)
+    kind, parts = part
+
+    def run(x: Tensor) -> Tensor:
+        for inner in parts:
+            x = applied(inner, module, x, plain) + x.cos()
+        return x
+
+    return run(x) if plain or kind == "plain" else KINDS[kind](run, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputation_finds_its_forward(kind: str) -> None:
+    grads = []
+    for plain in (True, False):
+        module, x = Counted(), torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+        for _ in range(3):  # three checkpoints of the same module and the same input
+            y = applied((kind, [None, None]), module, x, plain)
+            y.sum().backward(retain_graph=not plain and kind not in ("selective", "reentrant", "function"))
+        grads.append(x.grad)
+        assert module.repeated == (0 if plain else 6)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_nesting_of_checkpoints(seed: int) -> None:
+    rng = random.Random(seed)
+    forest = [tree(rng, 3) for _ in range(3)]
+    grads = []
+    for plain in (True, False):
+        module, x = Counted(), torch.linspace(0.1, 0.9, 4, dtype=torch.float64, requires_grad=True)
+        ys = [applied(part, module, x, plain) for part in forest]
+        for y in reversed(ys):
+            y.sum().backward()
+        grads.append(x.grad)
+        del ys, y
+        gc.collect()
+        assert not module.kept  # freed with the graphs
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "without early stop", "under hooks"])
+def test_each_backward_of_a_retained_graph_begins_again(kind: str) -> None:
+    module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    y = applied((kind, [None, None]), module, x, plain=False).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    with torch.utils.checkpoint.GraphExecGroup():
+        second = torch.autograd.grad(y, x, retain_graph=True)
+    third = torch.autograd.grad(y, x)
+    assert torch.equal(*first, *second) and torch.equal(*first, *third)
+
+
+def test_saved_tensors_are_read_outside_of_a_backward() -> None:
+    module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    y = checkpoint(lambda x: module(module(x)), x, use_reentrant=False)
+    for _ in range(2):
+        torch.testing.assert_close(y.grad_fn._saved_self.sin(), y)
+    assert module.calls == 2 and module.repeated == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_inside_a_checkpoint(kind: str) -> None:
+    """A checkpoint that is run backward by the function of another checkpoint."""
+    grads = []
+    for plain in (True, False):
+        module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+
+        def penalised(x: Tensor, module: nn.Module = module, plain: bool = plain) -> Tensor:
+            own = x.detach().requires_grad_()
+            applied((kind, [None, None]), module, own, plain).sum().backward()
+            assert own.grad is not None
+            return module(x) * own.grad
+
+        y = penalised(x) if plain else checkpoint(penalised, x, use_reentrant=False)
+        y.sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_checkpoints_of_threads_are_apart() -> None:
+    module, failed = Counted(), []
+
+    def train() -> None:
+        try:
+            x = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
+            for kind in KINDS:
+                applied((kind, [None]), module, x, plain=False).sum().backward()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and module.repeated == 3 * len(KINDS)
+
+
+def test_more_calls_than_in_the_forward() -> None:
+    module, x = Counted(), torch.ones(2, requires_grad=True)
+    times = [1, 2]
+    y = checkpoint(lambda x: [module(x) for _ in range(times.pop(0))][-1], x, use_reentrant=True)
+    with pytest.raises(ConfigError, match="more often in its recomputation"):
+        y.sum().backward()
+
+
+def test_hooks_stay_as_they_were() -> None:
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        x = torch.ones(2, requires_grad=True)
+        before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        compat.require_checkpoints.__wrapped__()
+        assert compat.checkpoints() == ([], None) and not packed
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) == before
+        x.sin()
+    assert len(packed) == 1
+
+
+class _Renamed(torch.autograd.graph.saved_tensors_hooks):
+    """A hook of a later PyTorch, which keeps its frame under another name."""
+
+    def __init__(self, frame: Any) -> None:
+        checkpoint_state = frame
+
+        def pack(x: Tensor) -> Tensor:
+            assert checkpoint_state is not None
+            return x
+
+        pack.__module__ = torch_checkpoint.__name__
+        super().__init__(pack, lambda x: x)
+
+
+def test_another_checkpoint_of_pytorch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_checkpoint, "_checkpoint_hook", _Renamed)
+    compat.require_checkpoints.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=rf"checkpoint_state.*PyTorch {torch.__version__.split('+')[0]}"):
+            Remembered()
+        # Hooks that nobody recognises as a checkpoint's.
+        monkeypatch.setattr(
+            torch_checkpoint,
+            "_checkpoint_hook",
+            lambda frame: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        )
+        with pytest.raises(ConfigError, match=r"checkpoint\(use_reentrant=False\)"):
+            Remembered()
+    finally:
+        compat.require_checkpoints.cache_clear()
+
+
+def test_another_fsdp_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    class State:
+        pass
+
+    module, state = nn.Linear(2, 2), State()
+    monkeypatch.setattr(_fsdp_state, "FSDPState", State)
+    monkeypatch.setattr(compat, "module_states", {module: lambda: state})
+    with pytest.raises(ConfigError, match="FSDPState"):
+        list(compat.fsdp_parameters())
+    state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[SimpleNamespace(module=module)])]
+    with pytest.raises(ConfigError, match="FSDPParam.*_module_info"):
+        list(compat.fsdp_parameters())
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.16.0a0+git1", True), ("3.0.1", True), ("2.15.4+cu132", False)])
+def test_an_untested_version_warns(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        runpy.run_path(compat.__file__)
+    assert [str(one.message) for one in seen if "fusedmoe" in str(one.message)] == (
+        [f"fusedmoe was tested with PyTorch {compat.CHECKED}; this is {version}"] if warns else []
+    )
+
+
+def test_a_missing_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_checkpoint, "_CheckpointFrame")
+    with pytest.raises(ImportError, match=r"torch.utils.checkpoint._CheckpointFrame, which torch .* lacks"):
+        runpy.run_path(compat.__file__)
