@@ -127,7 +127,7 @@ def kept_values() -> dict[str, Any]:
         "text": ["", "é\x1b\ud800", "$tuple", b"\0\xff", bytearray(b"1")],
         "tuples": ((), (1, (2, [3]))),
         "sets": [{1, "a", (2, 3)}, frozenset({4}), set()],
-        "keys": {1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
+        "keys": {10**5000: 1, (10**5000,): 2, 1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
         "tags": {"$tuple": [1], "a": {"$": 2}},
         "ordered": OrderedDict(b=1, a=OrderedDict()),
         "counter": Counter("abca"),
@@ -274,6 +274,23 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
     model.average = None
     assert load_checkpoint(path, WithState(), None, ALONE) == {"step": 1}
     assert Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(WithState(), None) == {"step": 1}
+
+
+INEXACT = {
+    "two surrogates": "\ud83d\ude00",
+    "two surrogates in a key": {"\ud83d\ude00": 1},
+    "two surrogates of numpy": np.str_("\ud83d\ude00"),
+    "two surrogates in a path": Path("\ud83d\ude00"),
+    "a size below zero": torch.Size([-1]),
+    "a size of many dimensions": torch.Size([1] * 65),
+}
+
+
+@pytest.mark.parametrize("what", INEXACT)
+def test_values_that_a_load_would_change_are_rejected(tmp_path: Path, what: str) -> None:
+    with pytest.raises(ConfigError, match="extra cannot be stored exactly"):
+        save_checkpoint(tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE, {"mine": INEXACT[what]})
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_extra_that_is_no_dictionary_is_rejected(tmp_path: Path) -> None:
