@@ -299,6 +299,20 @@ def fills(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     return sum(prod(chunk.sizes) for chunk in chunks) == prod(shape)
 
 
+def ends_of_files(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+    """Return where the last of the stretches (file, offset, length) ends in each file of the checkpoint saved to `path`.
+
+    Raises:
+        ConfigError: two stretches share bytes. A small file could then fill any amount of memory.
+    """
+    ends: dict[str, int] = {}
+    for name, offset, length in sorted(places):
+        if offset < ends.get(name, 0):
+            raise ConfigError(f"the checkpoint {path} is damaged: two parts share bytes of {name}. {CURE}")
+        ends[name] = offset + length
+    return ends
+
+
 def check_part(path: Path, file: BufferedReader, stretch: FilePart) -> None:
     """Raise `ConfigError` if the bytes of a stretch of the checkpoint saved to `path` are not as they were saved."""
     if _digest(file, stretch.offset, stretch.length) != stretch.digest:
