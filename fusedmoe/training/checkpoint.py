@@ -276,7 +276,7 @@ class ModelState:
         about = small[ABOUT]["optimizer"]
         if about is None:
             return "it was saved without an optimizer. Pass optimizer=None."
-        found = self._optimizer.compare(about, small[GROUPS], self._scattered)
+        found = self._optimizer.compare(about, small.get(GROUPS, []), self._scattered)
         return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:

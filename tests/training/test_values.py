@@ -28,6 +28,7 @@ from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.plain_values import DTYPES, tensor_bytes
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
+from tests.training.toy import Sizes, Toy
 
 ALONE = Topology()
 
@@ -47,11 +48,12 @@ class WithState(nn.Linear):
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer that stores an OrderedDict for each parameter."""
+    """An optimizer that stores plain values for each parameter."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {"counts": OrderedDict(steps=1)}
+            self.state[parameter] = {"step": 1, "counts": OrderedDict(steps=1), "kind": "text", "array": np.arange(3.0)}
+            self.state[parameter] |= {"tensors": [torch.ones(2)], "size": torch.Size([2, 3])}
 
 
 def test_ordered_dicts_round_trip(tmp_path: Path) -> None:
@@ -68,7 +70,9 @@ def test_ordered_dicts_round_trip(tmp_path: Path) -> None:
     nn.BatchNorm1d(3).load_state_dict(found)
     assert all(torch.equal(value, found[key]) for key, value in average.state_dict().items())
     assert type(loaded.average) is OrderedDict and list(loaded.average) == list(model.average)
-    assert other.state[loaded.weight]["counts"] == OrderedDict(steps=1)
+    assert len(other.state) == 2
+    for key, value in optimizer.state[model.weight].items():
+        assert_same(other.state[loaded.weight][key], value)
 
 
 def _refresh(rank: int, world: int, folder: Path) -> str:
@@ -383,6 +387,21 @@ def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> No
     ):
         load_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
     assert not model.buffer.any()
+
+
+def _reject_sparse(rank: int, world: int, path: Path) -> str:
+    sizes = Sizes(2, ep=2)
+    model = Toy(sizes, rank)
+    optimizer = torch.optim.SGD([model.experts.w1])
+    optimizer.state[model.experts.w1]["x"] = model.experts.w1.detach().to_sparse()
+    with pytest.raises(ConfigError) as caught:
+        save_checkpoint(path, model, optimizer, sizes.topology())
+    return str(caught.value)
+
+
+def test_sparse_state_of_split_parameters_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _reject_sparse, tmp_path / "checkpoint"):
+        assert re.search(r"optimizer\.state\.experts\.w1\.x has layout sparse_coo.*to_dense", said), said
 
 
 def _reject(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str, Any]]:
