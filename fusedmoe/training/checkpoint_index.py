@@ -300,7 +300,7 @@ def fills(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def ends_of_files(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """Return where the last of the stretches (file, offset, length) ends in each file of the checkpoint saved to `path`.
+    """Return where the last stretch (file, offset, length) in each file of the checkpoint saved to `path` ends.
 
     Raises:
         ConfigError: two stretches share bytes. A small file could then fill any amount of memory.

@@ -188,9 +188,7 @@ class OptimizerState:
                         value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
                 # PyTorch copies containers by type(value)(iterator), which changes text and raises errors for arrays.
                 elif (
-                    isinstance(value, Iterable)
-                    and self._follows_torch(name)
-                    and not encode_value(value, entry).tensors
+                    isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors
                 ):
                     plain.append((self._parameters[name], key, value))
                     continue

@@ -238,7 +238,8 @@ class _Encoder:
             return {key: self.encode(element, f"{where}[{key!r}]") for key, element in value.items()}
         if isinstance(value, dict):
             pairs = [
-                [self._key(key, where), self.encode(element, f"{where}[{_shown(key)}]")] for key, element in value.items()
+                [self._key(key, where), self.encode(element, f"{where}[{_shown(key)}]")]
+                for key, element in value.items()
             ]
             attributes = getattr(value, "__dict__", {})
             for name in attributes.keys() - {"_metadata"}:
