@@ -389,6 +389,24 @@ def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> No
     assert not model.buffer.any()
 
 
+@pytest.mark.parametrize(
+    ("have", "become", "number"),
+    [
+        (torch.float16, torch.float8_e8m0fnu, -1.0),
+        (torch.complex32, torch.float8_e8m0fnu, -1.0),
+        (torch.float8_e5m2, torch.float8_e5m2fnuz, math.inf),
+    ],
+)
+def test_numbers_that_a_dtype_of_one_byte_lacks_are_rejected(
+    tmp_path: Path, have: torch.dtype, become: torch.dtype, number: float
+) -> None:
+    save_checkpoint(tmp_path / "checkpoint", Buffers(torch.tensor([number]).to(have)), None, ALONE)
+    model = Buffers(torch.ones(1).to(become))
+    with pytest.raises(ConfigError, match=f"which {str(become).removeprefix('torch.')} cannot hold"):
+        load_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
+    assert model.buffer.float() == 1
+
+
 def _reject_sparse(rank: int, world: int, path: Path) -> str:
     sizes = Sizes(2, ep=2)
     model = Toy(sizes, rank)
