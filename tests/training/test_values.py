@@ -75,6 +75,26 @@ def test_ordered_dicts_round_trip(tmp_path: Path) -> None:
         assert_same(other.state[loaded.weight][key], value)
 
 
+EXTRA_STATES = [torch.arange(3), torch.zeros(0), torch.tensor(2.5), None, {"a": torch.ones(2)}]
+
+
+@pytest.mark.parametrize("before", range(len(EXTRA_STATES)))
+def test_extra_state_of_another_shape_is_loaded(tmp_path: Path, before: int) -> None:
+    """A new module has none yet, or a tensor of another shape or dtype."""
+    model, loaded = WithState(), WithState()
+    for state in EXTRA_STATES:
+        model.average = state
+        save_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
+        Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, model, None)
+        for load in (
+            lambda: load_checkpoint(tmp_path / "checkpoint", loaded, None, ALONE),
+            lambda: Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(loaded, None),
+        ):
+            loaded.average = EXTRA_STATES[before]
+            load()
+            assert_same(loaded.average, state)
+
+
 def _refresh(rank: int, world: int, folder: Path) -> str:
     topology, model = Topology.from_sizes(ep=1), nn.Linear(2, 2)
     memory = NodeMemory(os.getppid(), folder)
