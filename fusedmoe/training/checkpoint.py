@@ -257,7 +257,7 @@ class ModelState:
             if key.startswith(_MODEL)
         }
         own = {name: spec.shape if (spec := self._specs.own.get(name)) else None for name in self._values}
-        both = [name for name in own if name in saved and saved[name] != own[name]]
+        both = [name for name in own if name in saved and saved[name] != own[name] and not _is_extra_state(name)]
         shapes = [f"{name} is {_told(saved[name])} in the checkpoint and {_told(own[name])} here" for name in both]
         missing = [f"{name} is not in the checkpoint" for name in own if name not in saved]
         others = saved.keys() - own.keys() - self._specs.elsewhere
@@ -276,15 +276,21 @@ class ModelState:
         about = small[ABOUT]["optimizer"]
         if about is None:
             return "it was saved without an optimizer. Pass optimizer=None."
-        found = self._optimizer.compare(about, small[GROUPS], self._scattered)
+        found = self._optimizer.compare(about, small.get(GROUPS, []), self._scattered)
         return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
         """Lists what this rank has to read, and for each entry the tensor to read it into; None for plain values."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
-            spec = self._specs.own.get(name)
+            spec, saved = self._specs.own.get(name), metadata.state_dict_metadata[_MODEL + name]
             targets[_MODEL + name] = None if spec is None else spec.spread(value)
+            if _is_extra_state(name):
+                targets[_MODEL + name] = None
+                if isinstance(saved, TensorStorageMetadata):
+                    device = value.device if isinstance(value, Tensor) else None
+                    target = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+                    targets[_MODEL + name] = target
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
     def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:
@@ -295,11 +301,18 @@ class ModelState:
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
         # Tensors were read into the model's own memory; this hands over other state and runs the modules' hooks.
-        names = self._own_names.items()
-        state = {own: self._values[name] if name in self._specs.own else targets[_MODEL + name] for name, own in names}
+        state = {
+            own: self._values[name] if name in self._specs.own and not _is_extra_state(name) else targets[_MODEL + name]
+            for name, own in self._own_names.items()
+        }
         self._model.load_state_dict(state)
         if self._optimizer is not None:
             self._optimizer.install(targets, small[GROUPS])
+
+
+def _is_extra_state(name: str) -> bool:
+    """Return whether an entry is what `get_extra_state` returned: a module may restore any other class or shape."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _refuse(path: Path, difference: str | None) -> None:

@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
-from fusedmoe.training.plain_values import DTYPES, dtype_name, size_of, tensor_bytes
+from fusedmoe.training.plain_values import DTYPES, byte_buffer, dtype_name, size_of, tensor_bytes
 
 #: The format of what is written. Formats 1 and 2 had an index and values in pickles.
 FORMAT = 3
@@ -159,41 +159,28 @@ def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Wri
     notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
     text = json.dumps({"__metadata__": notes, **header}).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("w+b", buffering=0) as file:
-        _write_all(file, len(text).to_bytes(8, "little") + text)
-        for _, elements in parts:
-            _write_all(file, tensor_bytes(elements()).numpy())
+    with path.open("wb", buffering=0) as file:
+        written.headers.append(_write(file, path.name, len(text).to_bytes(8, "little") + text))
+        for part, elements in parts:
+            written.parts[part.key, part.offsets] = _write(file, path.name, byte_buffer(tensor_bytes(elements())))
         os.fsync(file.fileno())
-    # Digests are of what is on the disk, not of what was to be written: they find what went wrong in between.
-    with path.open("rb") as read:
-        begin = 8 + len(text)
-        written.headers.append(_stretch(read, path.name, 0, begin))
-        for part, _ in parts:
-            start, end = header[part.key]["data_offsets"]
-            written.parts[part.key, part.offsets] = _stretch(read, path.name, begin + start, end - start)
 
 
 def _write_values(path: Path, values: dict[str, Any], written: Written) -> None:
-    lines = {
-        key: b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
-        for key, one in values.items()
-    }
-    with path.open("w+b", buffering=0) as file:
-        for line in lines.values():
-            _write_all(file, line)
+    with path.open("wb", buffering=0) as file:
+        for key, one in values.items():
+            line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
+            written.values[key] = _write(file, path.name, line), len(one.tensors)
         os.fsync(file.fileno())
-    at = 0
-    with path.open("rb") as read:
-        for key, line in lines.items():
-            written.values[key] = _stretch(read, path.name, at, len(line)), len(values[key].tensors)
-            at += len(line)
 
 
-def _write_all(file: Any, data: Any) -> None:
-    """Write all bytes: an unbuffered file may take fewer at once."""
+def _write(file: FileIO, name: str, data: Any) -> FilePart:
+    """Append bytes to a file and return their stretch. The digest is of the memory, so a load finds failed writes."""
     left = memoryview(data)
-    while left:
+    stretch = FilePart(name, file.tell(), len(left), hashlib.sha256(left).hexdigest())
+    while left:  # an unbuffered file may accept fewer bytes at once
         left = left[file.write(left) :]
+    return stretch
 
 
 def write_index(folder: Path, metadata: Metadata, of_ranks: Iterable[Written]) -> None:
@@ -312,6 +299,20 @@ def fills(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     return sum(prod(chunk.sizes) for chunk in chunks) == prod(shape)
 
 
+def ends_of_files(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+    """Return where the last stretch (file, offset, length) in each file of the checkpoint saved to `path` ends.
+
+    Raises:
+        ConfigError: two stretches share bytes. A small file could then fill any amount of memory.
+    """
+    ends: dict[str, int] = {}
+    for name, offset, length in sorted(places):
+        if offset < ends.get(name, 0):
+            raise ConfigError(f"the checkpoint {path} is damaged: two parts share bytes of {name}. {CURE}")
+        ends[name] = offset + length
+    return ends
+
+
 def check_part(path: Path, file: BufferedReader, stretch: FilePart) -> None:
     """Raise `ConfigError` if the bytes of a stretch of the checkpoint saved to `path` are not as they were saved."""
     if _digest(file, stretch.offset, stretch.length) != stretch.digest:
@@ -325,10 +326,6 @@ def damaged_at(path: Path, stretch: FilePart) -> ConfigError:
         f"the checkpoint {path} is damaged: {stretch.file} is not as it was saved between bytes {stretch.offset} and "
         f"{end}. {CURE}"
     )
-
-
-def _stretch(file: BufferedReader, name: str, offset: int, length: int) -> FilePart:
-    return FilePart(name, offset, length, _digest(file, offset, length))
 
 
 def _digest(file: BufferedReader, offset: int, length: int) -> str:

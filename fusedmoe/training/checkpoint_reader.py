@@ -22,6 +22,7 @@ from fusedmoe.training.checkpoint_index import (
     FilePart,
     check_part,
     damaged_at,
+    ends_of_files,
     read_index,
     stated_digest,
     tensor_key,
@@ -206,10 +207,7 @@ class Folder:
                 yield opened
 
     def _check_sizes(self) -> None:
-        ends: dict[str, int] = {}
-        for stretch in self._written.all():
-            ends[stretch.file] = max(ends.get(stretch.file, 0), stretch.offset + stretch.length)
-        for name, end in sorted(ends.items()):
+        for name, end in ends_of_files(self._path, (stretch[:3] for stretch in self._written.all())).items():
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:

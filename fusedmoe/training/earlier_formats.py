@@ -46,7 +46,7 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint import ABOUT, unknown_contents
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, saved_at, write_folder
-from fusedmoe.training.checkpoint_index import CURE, fills
+from fusedmoe.training.checkpoint_index import CURE, ends_of_files, fills
 
 #: The last format with pickles.
 FORMAT = 2
@@ -148,10 +148,8 @@ class _PlainPlanner(DefaultLoadPlanner):
 
 
 def _check_sizes(path: Path, folder: Path, metadata: Metadata) -> None:
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
+    places = ((info.relative_path, info.offset, info.length) for info in metadata.storage_data.values())
+    for name, end in ends_of_files(path, places).items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else 0
         if size < end:

@@ -20,7 +20,8 @@ def may_lose(have: torch.dtype, become: torch.dtype) -> bool:
     if have.is_complex and become.is_complex:
         have, become = have.to_real(), become.to_real()
     if have.is_floating_point and become.is_floating_point:
-        return torch.finfo(have).max > torch.finfo(become).max
+        # Some dtypes of one byte have no sign, zero or infinities.
+        return torch.finfo(have).max > torch.finfo(become).max or become.itemsize == 1
     return have not in (become, torch.bool)
 
 

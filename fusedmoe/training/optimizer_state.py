@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.training.copies import local_part
 from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
+from fusedmoe.training.plain_values import encode_value, require_storable
 from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
 
 STATE = "optimizer.state."
@@ -69,6 +71,8 @@ class OptimizerState:
                     )
                 if spec.split:
                     require_plain(value, key, self._of(name))
+                    if isinstance(value, Tensor):
+                        require_storable(local_part(value), f"rank {self._topology.rank}: {entry}")
                 spread = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
                 if spread is not None:
                     if wanted(entry, spec.group):
@@ -146,6 +150,10 @@ class OptimizerState:
     def _of(self, name: str) -> Optimizer:
         return self._optimizer.of(self._parameters[name])
 
+    def _follows_torch(self, name: str) -> bool:
+        """Return whether a parameter's optimizer loads state by PyTorch's rule."""
+        return type(self._of(name)).load_state_dict is Optimizer.load_state_dict
+
     def _spec_of(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
         """Returns the spread of state of a size, kept for a parameter of a shape; None: every rank holds all of it."""
         spec, lead = self._specs[name], len(shape) - 2
@@ -158,11 +166,9 @@ class OptimizerState:
         dtypes = {}
         for entry in keys:
             prefix, _, key = entry.rpartition(".")
-            parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
-            if (
-                parameter is None
-                or type(self._optimizer.of(parameter)).load_state_dict is not Optimizer.load_state_dict
-            ):
+            name = prefix.removeprefix(STATE)
+            parameter = self._parameters.get(name) if prefix.startswith(STATE) else None
+            if parameter is None or not self._follows_torch(name):
                 continue  # its own rule
             # PyTorch keeps `step` as it is: counts in bfloat16 would stand still at 256.
             if parameter.is_floating_point() and key != "step":
@@ -172,16 +178,26 @@ class OptimizerState:
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
         state: dict[int, dict[str, Any]] = {}
+        plain: list[tuple[Tensor, str, Any]] = []
         for entry, value in targets.items():
             prefix, _, key = entry.rpartition(".")
             name = prefix.removeprefix(STATE)
             if prefix.startswith(STATE) and name in self._index:
-                if isinstance(value, Tensor) and self._spec_of(name, value.shape, self._specs[name].shape) is not None:
-                    value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
+                if isinstance(value, Tensor):
+                    if self._spec_of(name, value.shape, self._specs[name].shape) is not None:
+                        value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
+                # PyTorch copies containers by type(value)(iterator), which changes text and raises errors for arrays.
+                elif (
+                    isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors
+                ):
+                    plain.append((self._parameters[name], key, value))
+                    continue
                 state.setdefault(self._index[name], {})[key] = value
         # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
         merged = [own | _settings(group, own) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})
+        for parameter, key, value in plain:
+            self._optimizer.of(parameter).state[parameter][key] = value
 
     def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
         """Lists the names of each group that any rank has."""

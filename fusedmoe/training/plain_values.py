@@ -77,13 +77,18 @@ class EncodedValue(NamedTuple):
 def encode_value(value: Any, label: str) -> EncodedValue:
     """Encode a value. `ConfigError` beginning with `label` names the first part of it that has no encoding."""
     encoder = _Encoder(label)
-    text = json.dumps(encoder.encode(value, ""), allow_nan=False)
+    held = encoder.encode(value, "")
+    text = json.dumps(held, allow_nan=False)
     encoded = EncodedValue(text, encoder.tensors)
-    # A load reads what this text stands for, so it is read here.
-    again = _Encoder(label)
-    read = decode_value(text, lambda number, dtype, shape: encoder.tensors[number])
-    if json.dumps(again.encode(read, ""), allow_nan=False) != text:
-        raise ConfigError(f"{label} cannot be stored exactly. Convert it to plain values.")
+    # A load reads what this text stands for, so it is read here. JSON joins two surrogates that follow one another.
+    inexact = ConfigError(f"{label} cannot be stored exactly. Convert it to plain values.")
+    try:
+        read = decode_value(text, lambda number, dtype, shape: encoder.tensors[number])
+    except ValueError as error:
+        raise inexact from error
+    again = _Encoder(label).encode(read, "")
+    if json.dumps(again, ensure_ascii=False) != json.dumps(held, ensure_ascii=False):
+        raise inexact
     return encoded
 
 
@@ -233,7 +238,8 @@ class _Encoder:
             return {key: self.encode(element, f"{where}[{key!r}]") for key, element in value.items()}
         if isinstance(value, dict):
             pairs = [
-                [self._key(key, where), self.encode(element, f"{where}[{key!r}]")] for key, element in value.items()
+                [self._key(key, where), self.encode(element, f"{where}[{_shown(key)}]")]
+                for key, element in value.items()
             ]
             attributes = getattr(value, "__dict__", {})
             for name in attributes.keys() - {"_metadata"}:
@@ -248,7 +254,7 @@ class _Encoder:
     def _key(self, key: Any, where: str) -> Any:
         if isinstance(key, Tensor):
             raise self._unknown(key, f"{where}: a key")
-        return self.encode(key, f"{where}: the key {key!r}")
+        return self.encode(key, f"{where}: the key {_shown(key)}")
 
     def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
         require_storable(tensor, f"{self._label}{where}")
@@ -274,6 +280,13 @@ class _Encoder:
 
 def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _shown(key: Any) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return _name(type(key))
 
 
 def _base64(data: bytes) -> str:

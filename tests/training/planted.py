@@ -103,6 +103,12 @@ def rewritten(path: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
         return change
 
+    def same_part(body: dict[str, Any]) -> None:
+        body["tensors"] |= {f"values.extra.{number}": body["tensors"][weight] for number in range(1000)}
+        tensors = [{"$tensor": [number, "float64", [5, 3], False, "Tensor"]} for number in range(1000)]
+        value(path, "extra", json.dumps({"tensors": tensors}))(body)
+        body["values"]["extra"][-1] = 1000
+
     chunk = ("tensors", weight, "chunks", 0)
     values = {
         "a deep value": "[" * 100_000 + "]" * 100_000,
@@ -155,6 +161,7 @@ def rewritten(path: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
         "another offset": at(*chunk, 3, thing=8),
         "a length without end": at(*chunk, 4, thing=2**80),
         "a digest of nothing": at(*chunk, 5, thing=""),
+        "one part for many tensors": same_part,
         "a value of many tensors": lambda body: body["values"]["extra"].__setitem__(-1, 10**12),
         "a value for a tensor": lambda body: body["values"].__setitem__(weight, body["values"]["extra"]),
         "no JSON at all": lambda body: b"7 7",
@@ -263,6 +270,13 @@ def changes(canary: Path) -> dict[str, Change]:
                 next(index for index in metadata.storage_data if index.fqn == weight)
             ]
 
+    def shared(path: Path, metadata: Metadata) -> None:
+        """One tensor of the files under many names."""
+        index = next(index for index in metadata.storage_data if index.fqn == weight)
+        for number in range(1000):
+            metadata.state_dict_metadata[f"model.{number}"] = metadata.state_dict_metadata[weight]
+            metadata.storage_data[replace(index, fqn=f"model.{number}")] = metadata.storage_data[index]
+
     def with_key(key: bytes) -> Callable[[zipfile.ZipFile], None]:
         """The pickle of a dictionary with such a key comes before the item's own."""
 
@@ -287,6 +301,7 @@ def changes(canary: Path) -> dict[str, Change]:
     return {
         **{f"{name} for {field}": with_field(field, thing) for field in fields for name, thing in things.items()},
         "more parts than bytes": crowded,
+        "one part for many tensors": shared,
         "a key of tuples": lambda path, metadata: b"\x80\x04}" + key + b"Ns.",
         "keys of tuples": lambda path, metadata: b"\x80\x04}(" + key + b"Nu.",
         "a dictionary of tuples": lambda path, metadata: b"\x80\x04(" + key + b"Nd.",

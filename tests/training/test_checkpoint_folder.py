@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import warnings
@@ -299,6 +300,26 @@ def test_a_checkpoint_replaced_while_it_is_read(
         assert said is None and held == right
     else:
         assert said is not None and "was replaced while it was loaded" in said and "Load it again" in said
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.jsonl"])
+def test_bytes_that_a_write_changes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A disk that stores other bytes than it was given."""
+    path, true_call, changed = tmp_path / "checkpoint", os.fsync, []
+
+    def fsync(file: int) -> None:
+        here = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if here.name == name:
+            Flip(name, here.stat().st_size - 9, 0).apply(here.parent)
+            changed.append(name)
+        true_call(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        save(0, 1, ONE, path)
+    said, before, after = load(path, ONE, 0, Topology(), trained=True)
+    assert changed == [name] and after == before
+    assert said is not None and f"is damaged: {name} is not as it was saved" in said
 
 
 def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

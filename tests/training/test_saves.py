@@ -73,7 +73,7 @@ def test_what_was_rewritten_is_refused_and_nothing_loaded(tmp_path: Path, what: 
     save(0, 1, ONE, path)
     rewrite(path, rewritten(path)[what])
     said, before, after = load(path, ONE, 0, ALONE, trained=True)
-    assert said is not None and str(path) in said and len(said) < 1000
+    assert said is not None and str(path) in said and len(said) < 1000 and " failed on rank" not in said
     assert after == before and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -28,6 +28,7 @@ from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.plain_values import DTYPES, tensor_bytes
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
+from tests.training.toy import Sizes, Toy
 
 ALONE = Topology()
 
@@ -47,11 +48,12 @@ class WithState(nn.Linear):
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer that stores an OrderedDict for each parameter."""
+    """An optimizer that stores plain values for each parameter."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {"counts": OrderedDict(steps=1)}
+            self.state[parameter] = {"step": 1, "counts": OrderedDict(steps=1), "kind": "text", "array": np.arange(3.0)}
+            self.state[parameter] |= {"tensors": [torch.ones(2)], "size": torch.Size([2, 3])}
 
 
 def test_ordered_dicts_round_trip(tmp_path: Path) -> None:
@@ -68,7 +70,29 @@ def test_ordered_dicts_round_trip(tmp_path: Path) -> None:
     nn.BatchNorm1d(3).load_state_dict(found)
     assert all(torch.equal(value, found[key]) for key, value in average.state_dict().items())
     assert type(loaded.average) is OrderedDict and list(loaded.average) == list(model.average)
-    assert other.state[loaded.weight]["counts"] == OrderedDict(steps=1)
+    assert len(other.state) == 2
+    for key, value in optimizer.state[model.weight].items():
+        assert_same(other.state[loaded.weight][key], value)
+
+
+EXTRA_STATES = [torch.arange(3), torch.zeros(0), torch.tensor(2.5), None, {"a": torch.ones(2)}]
+
+
+@pytest.mark.parametrize("before", range(len(EXTRA_STATES)))
+def test_extra_state_of_another_shape_is_loaded(tmp_path: Path, before: int) -> None:
+    """A new module has none yet, or a tensor of another shape or dtype."""
+    model, loaded = WithState(), WithState()
+    for state in EXTRA_STATES:
+        model.average = state
+        save_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
+        Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, model, None)
+        for load in (
+            lambda: load_checkpoint(tmp_path / "checkpoint", loaded, None, ALONE),
+            lambda: Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(loaded, None),
+        ):
+            loaded.average = EXTRA_STATES[before]
+            load()
+            assert_same(loaded.average, state)
 
 
 def _refresh(rank: int, world: int, folder: Path) -> str:
@@ -127,7 +151,7 @@ def kept_values() -> dict[str, Any]:
         "text": ["", "é\x1b\ud800", "$tuple", b"\0\xff", bytearray(b"1")],
         "tuples": ((), (1, (2, [3]))),
         "sets": [{1, "a", (2, 3)}, frozenset({4}), set()],
-        "keys": {1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
+        "keys": {10**5000: 1, (10**5000,): 2, 1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
         "tags": {"$tuple": [1], "a": {"$": 2}},
         "ordered": OrderedDict(b=1, a=OrderedDict()),
         "counter": Counter("abca"),
@@ -276,6 +300,23 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
     assert Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(WithState(), None) == {"step": 1}
 
 
+INEXACT = {
+    "two surrogates": "\ud83d\ude00",
+    "two surrogates in a key": {"\ud83d\ude00": 1},
+    "two surrogates of numpy": np.str_("\ud83d\ude00"),
+    "two surrogates in a path": Path("\ud83d\ude00"),
+    "a size below zero": torch.Size([-1]),
+    "a size of many dimensions": torch.Size([1] * 65),
+}
+
+
+@pytest.mark.parametrize("what", INEXACT)
+def test_values_that_a_load_would_change_are_rejected(tmp_path: Path, what: str) -> None:
+    with pytest.raises(ConfigError, match="extra cannot be stored exactly"):
+        save_checkpoint(tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE, {"mine": INEXACT[what]})
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_extra_that_is_no_dictionary_is_rejected(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     for call in (
@@ -366,6 +407,39 @@ def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> No
     ):
         load_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
     assert not model.buffer.any()
+
+
+@pytest.mark.parametrize(
+    ("have", "become", "number"),
+    [
+        (torch.float16, torch.float8_e8m0fnu, -1.0),
+        (torch.complex32, torch.float8_e8m0fnu, -1.0),
+        (torch.float8_e5m2, torch.float8_e5m2fnuz, math.inf),
+    ],
+)
+def test_numbers_that_a_dtype_of_one_byte_lacks_are_rejected(
+    tmp_path: Path, have: torch.dtype, become: torch.dtype, number: float
+) -> None:
+    save_checkpoint(tmp_path / "checkpoint", Buffers(torch.tensor([number]).to(have)), None, ALONE)
+    model = Buffers(torch.ones(1).to(become))
+    with pytest.raises(ConfigError, match=f"which {str(become).removeprefix('torch.')} cannot hold"):
+        load_checkpoint(tmp_path / "checkpoint", model, None, ALONE)
+    assert model.buffer.float() == 1
+
+
+def _reject_sparse(rank: int, world: int, path: Path) -> str:
+    sizes = Sizes(2, ep=2)
+    model = Toy(sizes, rank)
+    optimizer = torch.optim.SGD([model.experts.w1])
+    optimizer.state[model.experts.w1]["x"] = model.experts.w1.detach().to_sparse()
+    with pytest.raises(ConfigError) as caught:
+        save_checkpoint(path, model, optimizer, sizes.topology())
+    return str(caught.value)
+
+
+def test_sparse_state_of_split_parameters_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _reject_sparse, tmp_path / "checkpoint"):
+        assert re.search(r"optimizer\.state\.experts\.w1\.x has layout sparse_coo.*to_dense", said), said
 
 
 def _reject(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str, Any]]:
