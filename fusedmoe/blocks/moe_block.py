@@ -26,7 +26,7 @@ from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
-from fusedmoe.engine.module_hooks import first_hook, has_parametrisations, overrides_forward, why_called
+from fusedmoe.engine.module_hooks import first_hook, has_parametrisations, replaced_forward
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts
@@ -142,8 +142,7 @@ class MoEBlock:
         dense, layer = self._dense.dense, self.layer
         # What shards a dense part runs in each of its calls.
         hook = first_hook(dense, ("fusedmoe", "torch.distributed")) or first_hook(layer, ("fusedmoe",))
-        if hook is None and overrides_forward(type(layer.experts)):
-            hook = why_called(layer.experts)
+        hook = hook or replaced_forward(layer.experts) or replaced_forward(layer.gate)
         parts = [dense, layer.gate, layer.shared, None if layer.experts.reads_once else layer.experts]
         parametrised = (part for part in parts if part is not None and has_parametrisations(part))
         return hook or next((f"a parametrisation in {type(part).__name__}" for part in parametrised), None)

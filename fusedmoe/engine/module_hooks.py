@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fusedmoe.compat.torch import GLOBAL_HOOKS, HOOK_KINDS, has_own_hooks, hooks_of
@@ -23,11 +24,8 @@ from fusedmoe.errors import RankError
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a call of a module, or of a module in it, runs hooks; or there are hooks of all modules.
-
-    A `forward` that an instance has of its own counts, too: accelerate and kernel libraries replace it that way.
-    """
-    return any(GLOBAL_HOOKS) or any(has_own_hooks(one) or "forward" in one.__dict__ for one in module.modules())
+    """Return whether a call of a module, or of a module in it, runs hooks; or there are hooks of all modules."""
+    return any(GLOBAL_HOOKS) or any(has_own_hooks(one) for one in module.modules())
 
 
 def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
@@ -41,8 +39,6 @@ def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
             if not _is_from(hook, ignored):
                 return f"the global {kind} hook {_name(hook)}"
     for path, one in module.named_modules():
-        if "forward" in one.__dict__ and not _is_from(one.forward, ignored):
-            return f"the replaced forward of {type(one).__name__}{path and f' ({path})'}"
         for kind, hooks in zip(HOOK_KINDS, hooks_of(one), strict=True):
             for hook in hooks.values():
                 if not _is_from(hook, ignored):
@@ -64,26 +60,34 @@ def must_be_called(experts: Any) -> bool:
     """
     if not hasattr(experts, "modules"):
         return False
-    if overrides_forward(type(experts)) or has_hooks(experts):
+    if replaced_forward(experts) is not None or has_hooks(experts):
         return True
     return not getattr(experts, "reads_once", False) and has_parametrisations(experts)
 
 
 def why_called(experts: Any) -> str:
     """Describe what `must_be_called` finds."""
-    if overrides_forward(type(experts)):
-        return f"the forward of {type(experts).__name__}, which overrides that of its base"
-    return first_hook(experts) or "a parametrisation of the experts"
+    return replaced_forward(experts) or first_hook(experts) or "a parametrisation of the experts"
 
 
-def overrides_forward(kind: type) -> bool:
-    """Return whether a class defines `forward` anew, and inherits chunks by kernels (`reads_once`) that skip it."""
-    defines_forward = False
-    for base in kind.__mro__:
+def replaced_forward(module: Any) -> str | None:
+    """Describe a `forward` of a user's own that chunks by kernels would skip; None without one.
+
+    Either a subclass defines it whose chunks are those of its base (`reads_once`), or an instance has it, as accelerate
+    sets it. Experts of other libraries are no modules here: their frameworks replace `forward` themselves.
+    """
+    if not isinstance(module, nn.Module):
+        return None
+    overrides = False
+    for base in type(module).__mro__:
         if "in_chunks" in vars(base):
-            return defines_forward and getattr(base, "reads_once", False) is True
-        defines_forward |= "forward" in vars(base)
-    return False
+            if overrides and getattr(base, "reads_once", False) is True:
+                return f"the forward of {type(module).__name__}, which overrides that of {base.__name__}"
+            break
+        overrides |= "forward" in vars(base)
+    if any("forward" in vars(one) for one in module.modules()):
+        return f"a forward that was set on {type(module).__name__} or a module in it"
+    return None
 
 
 @contextmanager
