@@ -202,7 +202,8 @@ def test_caches_of_fixed_length(family: str, attention: str, window: int | None,
     masked = fusedmoe.hf.mask_padding(copy.deepcopy(model))
     _, tokens, mask = sequences(8, True)
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
-    given |= {"attention_mask": mask, "cache_implementation": "static"}
+    # Trainers of other tests set use_cache=False in the shared configuration.
+    given |= {"attention_mask": mask, "cache_implementation": "static", "use_cache": True}
     wanted = model.generate(tokens, **given)
     counts: list[int] = []
     hook = experts_of(masked)[0].register_forward_pre_hook(

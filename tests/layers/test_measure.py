@@ -68,6 +68,8 @@ class EvenGate(Gate):
 
 
 class SlowExperts(Custom):
+    rank_specific = ("times",)
+
     def __init__(self, clock: Clock, times: float) -> None:
         super().__init__(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
         self.clock, self.times = clock, times
