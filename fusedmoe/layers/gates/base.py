@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,22 @@ class SoftRouting:
     logits_SE: Tensor | None
 
 
+class Packing(NamedTuple):
+    """The sequences of S tokens.
+
+    Attributes:
+        sequence_S: [S] int64 in [0, num_sequences), each token's sequence.
+        num_sequences: number of sequences, empty ones included.
+    """
+
+    sequence_S: Tensor
+    num_sequences: int
+
+    def select(self, index: Tensor) -> Packing:
+        """Return the sequences of the tokens at `index` alone. Sequences left without tokens are empty."""
+        return self._replace(sequence_S=self.sequence_S.index_select(0, index))
+
+
 def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:
     """Returns whether the class that says a trait is not behind one that defines any of these methods anew."""
     for base in cls.__mro__:
@@ -129,6 +145,8 @@ class Gate(Constructed, nn.Module):
     """
     balances: ClassVar[bool] = False
     """True where the gate does something with the load that `update` gives it."""
+    packs: ClassVar[bool] = False
+    """True where the gate defines `choose_packed`, which takes the balance loss in each packed sequence."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
@@ -210,8 +228,10 @@ class Gate(Constructed, nn.Module):
         for parameter in self.parameters(recurse=False):
             fill_normal(parameter, INIT_STD)
 
-    def forward(self, x_SM: Tensor) -> Routing | SoftRouting:
+    def forward(self, x_SM: Tensor, packing: Packing | None = None) -> Routing | SoftRouting:
         """Routes S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64), never autocast.
+
+        `packing`: the tokens' sequences, where the gate takes its loss in each of them.
 
         Raises:
             ConfigError: before `setup`, or when the input is not [S, model_dim] floats.
@@ -223,12 +243,21 @@ class Gate(Constructed, nn.Module):
         # In half precision near logits would change places, and with them the experts of a token.
         with outside_autocast(x_SM.device.type):
             if self.tap is None:
-                return self.route(x_SM)
+                return self._route(x_SM, packing)
             with Choosing(self.experts, self.tap.give) as choice:
-                routing = self.route(x_SM)
+                routing = self._route(x_SM, packing)
             assert isinstance(routing, Routing)
             self.tap.note(choice.chosen_TK, routing.expert_SK)
             return routing
+
+    def _route(self, x_SM: Tensor, packing: Packing | None) -> Routing | SoftRouting:
+        if packing is None:
+            return self.route(x_SM)
+        return self.choose_packed(packing, *self.score(x_SM, *self.draw(x_SM)))
+
+    def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
+        """Routes as `choose` does, with the balance loss taken in each packed sequence."""
+        raise NotImplementedError(f"{type(self).__name__} defines no choose_packed()")
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         """Routes checked tokens [S, M], outside autocast: the three steps one after the other."""
