@@ -6,6 +6,8 @@ zero, never NaN. Coefficients are the caller's (a gate's `aux` argument).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,22 @@ __all__ = ["balance_loss", "load_importance_loss", "z_loss"]
 
 # Keeps cv² finite when nothing was routed.
 _MEAN_FLOOR = 1e-10
+
+
+class Packing(NamedTuple):
+    """The sequences of S tokens.
+
+    Attributes:
+        sequence_S: [S] int64 in [0, num_sequences), each token's sequence.
+        num_sequences: number of sequences, empty ones included.
+    """
+
+    sequence_S: Tensor
+    num_sequences: int
+
+    def select(self, index: Tensor) -> Packing:
+        """Return the sequences of the tokens at `index` alone. Sequences left without tokens are empty."""
+        return self._replace(sequence_S=self.sequence_S.index_select(0, index))
 
 
 def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = None) -> Tensor:
@@ -51,14 +69,13 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     return loss if sequence is None else loss / max(B, 1)
 
 
-def packed_balance_loss(prob_SE: Tensor, expert_SK: Tensor, sequence_S: Tensor, num_sequences: int) -> Tensor:
+def packed_balance_loss(prob_SE: Tensor, expert_SK: Tensor, packing: Packing) -> Tensor:
     """`balance_loss` of each packed sequence, averaged over the sequences that have tokens, each with weight one.
 
     Args:
         prob_SE, expert_SK: see `balance_loss`.
-        sequence_S: [S] int64 in [0, num_sequences), each token's sequence.
-        num_sequences: number of sequences, empty ones included.
     """
+    sequence_S, num_sequences = packing
     (S, E), K = prob_SE.shape, expert_SK.shape[1]
     length_B = torch.zeros(num_sequences, dtype=torch.int64, device=prob_SE.device)
     length_B.scatter_add_(0, sequence_S, torch.ones_like(sequence_S))

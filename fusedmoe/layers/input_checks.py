@@ -21,8 +21,9 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_bad
 from fusedmoe.layers.gates import Gate
-from fusedmoe.layers.gates.base import Packing, Routing, SoftRouting
+from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.gates.packing import pack
+from fusedmoe.losses import Packing
 
 
 class NonFiniteMonitor:

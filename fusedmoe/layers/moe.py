@@ -32,12 +32,13 @@ from fusedmoe.layers.assembly import (
     set_up_experts,
 )
 from fusedmoe.layers.expert_networks import Experts, require_own_experts
-from fusedmoe.layers.gates.base import Gate, Packing, SoftRouting
+from fusedmoe.layers.gates.base import Gate, SoftRouting
 from fusedmoe.layers.gates.whole_batch import ExpertChoice
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
+from fusedmoe.losses import Packing
 from fusedmoe.runtime.recorder import Recorder, in_layer, span
 from fusedmoe.schedule.task import Task
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from fusedmoe.kernels.backend import require_floats, uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
-from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
+from fusedmoe.losses import Packing, balance_loss_of_sums, z_loss_of_sums
 from fusedmoe.sizes import MOST, require_room
 
 # Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
@@ -70,22 +70,6 @@ class SoftRouting:
     slots: int
     aux_loss: Tensor
     logits_SE: Tensor | None
-
-
-class Packing(NamedTuple):
-    """The sequences of S tokens.
-
-    Attributes:
-        sequence_S: [S] int64 in [0, num_sequences), each token's sequence.
-        num_sequences: number of sequences, empty ones included.
-    """
-
-    sequence_S: Tensor
-    num_sequences: int
-
-    def select(self, index: Tensor) -> Packing:
-        """Return the sequences of the tokens at `index` alone. Sequences left without tokens are empty."""
-        return self._replace(sequence_S=self.sequence_S.index_select(0, index))
 
 
 def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
 from fusedmoe.kernels.gate import share_of_sum
-from fusedmoe.layers.gates.base import Packing, RouterGate, Routing, check_count
+from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
 from fusedmoe.layers.gates.topk import pick, top_experts
-from fusedmoe.losses import balance_loss, packed_balance_loss, z_loss
+from fusedmoe.losses import Packing, balance_loss, packed_balance_loss, z_loss
 
 
 class Sigmoid(RouterGate):
@@ -147,7 +147,7 @@ class DeepSeekV3(RouterGate):
 
         def balance() -> Tensor:
             if packing is not None:
-                return packed_balance_loss(share_of_sum(score_SE), expert_SK, *packing)
+                return packed_balance_loss(share_of_sum(score_SE), expert_SK, packing)
             return balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence)
 
         terms = {
