@@ -225,3 +225,19 @@ def _refused(rank: int, world: int) -> None:
 
 def test_all_ranks_refuse(cluster: Cluster) -> None:
     cluster.run(2, _refused)
+
+
+def _beside_a_graph(rank: int, world: int) -> None:
+    torch._dynamo.reset()
+    layer = build(topology=Topology.from_sizes(world))
+    compiled, ends = torch.compile(layer, backend="eager"), ends_of(2, 3)
+    x = tokens(5, seed=rank).requires_grad_()
+    (compiled(x, cu_seqlens=ends).sum() * 0 + layer.aux_loss).backward()
+    found = (layer.aux_loss.detach(), x.grad, layer.gate.weight_EM.grad)
+    torch.testing.assert_close(found, grads_of(layer, reference(layer, list(x.split((2, 3)))), x))
+    with pytest.raises(RankError, match="cu_seqlens must ascend"):
+        compiled(x, cu_seqlens=ends[: 3 - rank])
+
+
+def test_a_compiled_model_over_ranks_calls_the_layer_as_it_is(cluster: Cluster) -> None:
+    cluster.run(2, _beside_a_graph)
