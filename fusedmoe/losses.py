@@ -6,6 +6,8 @@ zero, never NaN. Coefficients are the caller's (a gate's `aux` argument).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,22 @@ __all__ = ["balance_loss", "load_importance_loss", "z_loss"]
 
 # Keeps cv² finite when nothing was routed.
 _MEAN_FLOOR = 1e-10
+
+
+class Packing(NamedTuple):
+    """The sequences of S tokens.
+
+    Attributes:
+        sequence_S: [S] int64 in [0, num_sequences), each token's sequence.
+        num_sequences: number of sequences, empty ones included.
+    """
+
+    sequence_S: Tensor
+    num_sequences: int
+
+    def select(self, index: Tensor) -> Packing:
+        """Return the sequences of the tokens at `index` alone. Sequences left without tokens are empty."""
+        return self._replace(sequence_S=self.sequence_S.index_select(0, index))
 
 
 def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = None) -> Tensor:
@@ -49,6 +67,28 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     mean_BE = prob_SE.reshape(B, length, E).sum(1) / max(length, 1)
     loss = E * (mean_BE * share_BE).sum()
     return loss if sequence is None else loss / max(B, 1)
+
+
+def packed_balance_loss(prob_SE: Tensor, expert_SK: Tensor, packing: Packing) -> Tensor:
+    """`balance_loss` of each packed sequence, averaged over the sequences that have tokens, each with weight one.
+
+    Args:
+        prob_SE, expert_SK: see `balance_loss`.
+    """
+    sequence_S, num_sequences = packing
+    (S, E), K = prob_SE.shape, expert_SK.shape[1]
+    length_B = torch.zeros(num_sequences, dtype=torch.int64, device=prob_SE.device)
+    length_B.scatter_add_(0, sequence_S, torch.ones_like(sequence_S))
+    # Column 0 collects the -1 of empty slots.
+    pair_N = (sequence_S[:, None] * (E + 1) + expert_SK + 1).reshape(S * K)
+    count_BE = torch.zeros(num_sequences * (E + 1), dtype=torch.int64, device=prob_SE.device)
+    count_BE = count_BE.scatter_add_(0, pair_N, torch.ones_like(pair_N)).view(num_sequences, E + 1)[:, 1:]
+    num_filled = (length_B > 0).sum().clamp(min=1)
+    # Σ/length is the mean, count/(length·K) the share. Lengths are squared as floats.
+    length_B1 = length_B.clamp(min=1).to(prob_SE.dtype)[:, None]
+    weight_BE = count_BE.to(prob_SE.dtype) * (E / K) / (length_B1 * length_B1 * num_filled)
+    # Sums over tokens in one fixed order; `index_add` of the probabilities would not have one on CUDA.
+    return (prob_SE * weight_BE.index_select(0, sequence_S)).sum()
 
 
 def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int) -> Tensor:

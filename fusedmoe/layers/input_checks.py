@@ -22,6 +22,8 @@ from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_bad
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.gates.packing import pack
+from fusedmoe.losses import Packing
 
 
 class NonFiniteMonitor:
@@ -296,6 +298,25 @@ def real_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
             return real_S, None
         refusal = _cut_sequences("MoELayer", gate.loss_sequence)
     return torch.empty(0, dtype=torch.long, device=x.device if isinstance(x, Tensor) else None), refusal
+
+
+def packing_of(
+    cu_seqlens: object, x: Tensor, refusal: str | None, gate: Gate, joint: bool
+) -> tuple[Packing | None, str | None]:
+    """Returns the packed sequences of the tokens of x, [..., M], or what is wrong with them.
+
+    Args:
+        refusal: of x; then there are no sequences.   joint: the MP ranks route slices of the same tokens.
+    """
+    if refusal is None and joint:
+        # A slice would cut sequences: its loss would need sums over the MP group.
+        refusal = 'MoELayer got cu_seqlens, but its MP ranks route slices of the same tokens; use mp_input="split"'
+    if refusal is not None:
+        return None, refusal
+    try:
+        return pack(gate, cu_seqlens, x), None
+    except ConfigError as error:
+        return None, str(error)
 
 
 def of_mask(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:

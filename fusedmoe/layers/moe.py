@@ -38,6 +38,7 @@ from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
+from fusedmoe.losses import Packing
 from fusedmoe.runtime.recorder import Recorder, in_layer, span
 from fusedmoe.schedule.task import Task
 
@@ -185,13 +186,17 @@ class MoELayer(nn.Module):
         self.aux_loss = torch.zeros((), device="cpu")
         self.register_load_state_dict_pre_hook(require_own_experts)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
 
         `mask` [...], booleans, is true for tokens and false for padding. What is padding takes no part: it has no
         expert, no place in a capacity, no share in loads, losses and metrics, and its output is zero, the shared
         expert's too. All else is as if the padding were not there. Hooks see all of x and y. How many tokens there are
         is asked of the mask's device, once a forward: on CUDA that waits, unless the mask is on the host.
+
+        `cu_seqlens` [sequences + 1], int32 or int64, as FlashAttention has them: the gate's balance loss is then taken
+        in each packed sequence of this rank's tokens, padding left out, and averaged over the sequences that have any.
+        For `DeepSeekV3` without `sequence`, and MP ranks with mp_input="split"; others are refused.
 
         `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, MP ranks, placements, a mask before
         `ExpertChoice` or, with a schedule, experts of your own. Else, and with a mask or rows that travel without
@@ -200,13 +205,15 @@ class MoELayer(nn.Module):
         """
         # How many tokens a mask leaves is known when a graph runs, and `ExpertChoice` would need to know before.
         takes = mask is None or (graph_takes_sizes() and not isinstance(self.gate, ExpertChoice))
+        # A graph checks cu_seqlens on this rank alone, and other ranks would wait for it.
+        takes = takes and (cu_seqlens is None or self.topology.size == 1)
         if torch.compiler.is_compiling() and self._compiles and takes:
             if self.require_wrapper is not None:
                 self.require_wrapper()
-            return self._forward(x, mask)
-        return self._guarded(x, mask)
+            return self._forward(x, mask, cu_seqlens)
+        return self._guarded(x, mask, cu_seqlens)
 
-    def _guarded(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _guarded(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         # Asked here, where nearly always nothing has changed: a token's way has no call for it then.
         if (check := self.require_wrapper) is not None and (
             DistributedDataParallel._active_ddp_module is not None
@@ -217,7 +224,7 @@ class MoELayer(nn.Module):
             raise not_traced()
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()
-            return self._forward(x, mask)
+            return self._forward(x, mask, cu_seqlens)
 
     @property
     def _compiles(self) -> bool:
@@ -232,29 +239,43 @@ class MoELayer(nn.Module):
     def _by_plan(self) -> bool:
         return self.dispatcher.follows_plans and not self._plans.plans_nothing
 
-    def _forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         recorder = in_layer(self.recorder, self.number)
         x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
+        packing = None
+        if cu_seqlens is not None:
+            packing, refusal = input_checks.packing_of(cu_seqlens, x, refusal, self.gate, self.mp_tokens.joint)
         if mask is not None:  # from here to the end the padding is not there
             real_S, refusal = input_checks.real_tokens(mask, x, refusal, self.gate)
             x_SM = x_SM.index_select(0, real_S)
+            packing = packing and packing.select(real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
             counts = self.mp_tokens.counts(len(x_SM))
             y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder, mask is not None)
             y_SM = self.mp_tokens.join(y_SM, counts, recorder)
         else:
-            y_SM = self._route(x_SM, refusal, recorder, mask is not None)
+            y_SM = self._route(x_SM, refusal, recorder, mask is not None, packing)
         if mask is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, real_S, y_SM)
         y = y_SM.view(x.shape)
         return leave(self.hooks, y) if self.hooks else y
 
-    def _route(self, x_SM: Tensor, refusal: str | None, recorder: Recorder | None, masked: bool) -> Tensor:
+    def _route(
+        self,
+        x_SM: Tensor,
+        refusal: str | None,
+        recorder: Recorder | None,
+        masked: bool,
+        packing: Packing | None = None,
+    ) -> Tensor:
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
-            routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
+            if packing is not None:
+                routing = self.gate(x_SM, packing)
+            else:
+                routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
             refusal = refusal or self.checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.no_routing(x_SM)  # this rank sends nothing but why

@@ -22,7 +22,7 @@ from fusedmoe.kernels.backend import require_floats, uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
-from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
+from fusedmoe.losses import Packing, balance_loss_of_sums, z_loss_of_sums
 from fusedmoe.sizes import MOST, require_room
 
 # Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
@@ -129,6 +129,8 @@ class Gate(Constructed, nn.Module):
     """
     balances: ClassVar[bool] = False
     """True where the gate does something with the load that `update` gives it."""
+    packs: ClassVar[bool] = False
+    """True where the gate defines `choose_packed`, which takes the balance loss in each packed sequence."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
@@ -210,8 +212,10 @@ class Gate(Constructed, nn.Module):
         for parameter in self.parameters(recurse=False):
             fill_normal(parameter, INIT_STD)
 
-    def forward(self, x_SM: Tensor) -> Routing | SoftRouting:
+    def forward(self, x_SM: Tensor, packing: Packing | None = None) -> Routing | SoftRouting:
         """Routes S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64), never autocast.
+
+        `packing`: the tokens' sequences, where the gate takes its loss in each of them.
 
         Raises:
             ConfigError: before `setup`, or when the input is not [S, model_dim] floats.
@@ -223,12 +227,21 @@ class Gate(Constructed, nn.Module):
         # In half precision near logits would change places, and with them the experts of a token.
         with outside_autocast(x_SM.device.type):
             if self.tap is None:
-                return self.route(x_SM)
+                return self._route(x_SM, packing)
             with Choosing(self.experts, self.tap.give) as choice:
-                routing = self.route(x_SM)
+                routing = self._route(x_SM, packing)
             assert isinstance(routing, Routing)
             self.tap.note(choice.chosen_TK, routing.expert_SK)
             return routing
+
+    def _route(self, x_SM: Tensor, packing: Packing | None) -> Routing | SoftRouting:
+        if packing is None:
+            return self.route(x_SM)
+        return self.choose_packed(packing, *self.score(x_SM, *self.draw(x_SM)))
+
+    def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
+        """Routes as `choose` does, with the balance loss taken in each packed sequence."""
+        raise NotImplementedError(f"{type(self).__name__} defines no choose_packed()")
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         """Routes checked tokens [S, M], outside autocast: the three steps one after the other."""

@@ -12,7 +12,7 @@ from fusedmoe.autograd.gate import GateRule
 from fusedmoe.kernels.gate import share_of_sum
 from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
 from fusedmoe.layers.gates.topk import pick, top_experts
-from fusedmoe.losses import balance_loss, z_loss
+from fusedmoe.losses import Packing, balance_loss, packed_balance_loss, z_loss
 
 
 class Sigmoid(RouterGate):
@@ -63,10 +63,11 @@ class DeepSeekV3(RouterGate):
         route_scale: factor on the weights (V3: 2.5).
         bias_rate: step of the bias (V3: 0.001); 0 leaves it.
         sequence: tokens per sequence, for a balance loss per sequence, which a mask may leave out but not cut; None:
-            over all tokens of the rank.
+            over all tokens of the rank, or per packed sequence where `MoELayer` is called with `cu_seqlens`.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
+    packs: ClassVar[bool] = True
     bias_E: Tensor
 
     def __init__(
@@ -131,15 +132,26 @@ class DeepSeekV3(RouterGate):
         return self.bias_E
 
     def choose(self, *scores: Tensor) -> Routing:
-        (logits_SE,) = scores
+        return self._choose(*scores)
+
+    def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
+        return self._choose(*scores, packing=packing)
+
+    def _choose(self, logits_SE: Tensor, *, packing: Packing | None = None) -> Routing:
         score_SE = logits_SE.sigmoid()
         # The bias enters the choice alone: the weight that the loss sees is the score's, without it.
         expert_SK = self._best(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)
         if self.normalize and self.k > 1:
             weight_SK = share_of_sum(weight_SK)
+
+        def balance() -> Tensor:
+            if packing is not None:
+                return packed_balance_loss(share_of_sum(score_SE), expert_SK, packing)
+            return balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence)
+
         terms = {
-            "balance": lambda: balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence),
+            "balance": balance,
             "z": lambda: z_loss(logits_SE),
         }
         return self.routing(expert_SK, weight_SK * self.route_scale, logits_SE, terms)
