@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fusedmoe.engine.module_hooks import has_hooks
+from fusedmoe.engine.module_hooks import first_hook
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.low_rank import Adapters, LowRank
 
 _MATRICES = ("w1", "w2")
+# Hooks of all modules that only note which module runs, as for PyTorch's counter of FLOPs.
+_OBSERVERS = ("torch.utils.module_tracker",)
 
 
 class LowRankUpdate(nn.Module):
@@ -108,7 +110,7 @@ def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters]
     then the sums are read, which evaluates each parametrisation once.
     """
     updates, frozen = [_update(experts, name) for name in _MATRICES], []
-    if any(update is not None and has_hooks(update) for update in updates):
+    if any(update is not None and first_hook(update, _OBSERVERS) is not None for update in updates):
         return None
     if any(parametrize.is_parametrized(experts, name) for name in ("b1", "b2")):
         return None

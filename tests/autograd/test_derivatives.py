@@ -218,7 +218,8 @@ def subclasses(of: type) -> set[type]:
 
 def test_every_function_follows_the_rule() -> None:
     for path in SOURCES.rglob("*.py"):
-        assert path.name == "derivatives.py" or not re.search(AROUND_IT, path.read_text()), path
+        # compat/torch.py recognises functions of others, and defines none.
+        assert path.name in ("derivatives.py", "torch.py") or not re.search(AROUND_IT, path.read_text()), path
     twice = set()
     for function in subclasses(Function):
         assert function.operation
