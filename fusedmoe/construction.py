@@ -126,13 +126,23 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
     if isinstance(value, Constructed):
         return mapping(facts_of(value, "part", only_arguments=True))
     if isinstance(value, nn.Module):
-        own = {
-            key: part for key, part in vars(value).items() if key not in _OF_MODULES and not isinstance(part, Tensor)
-        }
+        own = {key: part for key, part in vars(value).items() if key not in _OF_MODULES and _configures(key, part)}
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         shapes = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors}
         return f"{_name_of(type(value))}({mapping(own | shapes | dict(value.named_children()))})"
     return _object(value, mapping)
+
+
+def _configures(key: str, part: object) -> bool:
+    """Return whether an attribute of a module of any library is configuration.
+
+    Wrappers such as FSDP keep state of the rank in other attributes: objects, and names with an underscore.
+    """
+    if key.startswith("_") or isinstance(part, (Tensor, np.ndarray)):
+        return False
+    if isinstance(part, (list, tuple)):
+        return all(_plain(each) is not None for each in part)
+    return isinstance(part, _BY_CODE) or _plain(part) is not None
 
 
 def _plain(value: Any) -> str | None:
