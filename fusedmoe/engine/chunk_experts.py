@@ -244,8 +244,10 @@ class AutogradExperts:
         owner = compute if owner is None else owner
         self._name = type(owner).__qualname__ if isinstance(owner, torch.nn.Module) else repr(owner)
         self._training = bool(getattr(owner, "training", True))
-        # Owners of other classes are checked in each call.
-        self._checked = _CHECKED.setdefault(owner, set()) if isinstance(owner, torch.nn.Module) else set()
+        # Owners of other classes are checked in each call. A compiler makes experts to read their parameters, and runs
+        # no chunk: a graph that looked owners up would serve that number of them alone.
+        known = isinstance(owner, torch.nn.Module) and not torch.compiler.is_compiling()
+        self._checked = _CHECKED.setdefault(owner, set()) if known else set()
 
     def for_backward(self) -> AutogradExperts:
         # What chunks keep has the graph; with the module in it, a layer that holds a tensor of it would never go.
