@@ -249,9 +249,10 @@ def answers(rank: int, world: int, folder: str) -> None:
     refuses("it is compiled; leave compile")
     layers[0]._compiled_call_impl = None
     refuses("a tensor .7, 2., which nobody knows how to split into", other=torch.zeros(7, 2))
-    hook = layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    forward = layers[0].forward
+    layers[0].forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
     refuses("is not called with what the block before it returned")
-    hook.remove()
+    layers[0].forward = forward
     fusedmoe.hf.mask_padding(model)
     refuses("mask_padding masks")
     for experts in registered_experts(model).values():
