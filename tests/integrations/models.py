@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ CONFIGS = {
 
 def make(family: str, experts: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with random parameters from PyTorch's generator, in evaluation mode."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], experts_implementation=experts)
+    # A copy: a model keeps its configuration, and tests and trainers change it.
+    config = copy.deepcopy(CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.3, 0.3)
