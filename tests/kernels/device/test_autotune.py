@@ -555,7 +555,7 @@ def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pyt
 
 def test_beside_communication_the_gluon_form_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tuner chooses for launches alone and beside communication, from times of their own."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(autotune, "generation_of", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
