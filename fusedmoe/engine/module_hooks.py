@@ -39,6 +39,8 @@ def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
             if not _is_from(hook, ignored):
                 return f"the global {kind} hook {_name(hook)}"
     for path, one in module.named_modules():
+        if not any(hooks_of(one)):  # nearly always, and a pipeline asks for each of its modules in each forward
+            continue
         for kind, hooks in zip(HOOK_KINDS, hooks_of(one), strict=True):
             for hook in hooks.values():
                 if not _is_from(hook, ignored):
