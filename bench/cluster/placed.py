@@ -224,6 +224,8 @@ class _Model(nn.Module):
 class _Given(Gate):
     """Gives each expert as many of a rank's tokens as a trace says for the step, each to one expert."""
 
+    rank_specific = ("tokens_IE", "_tokens_IE")
+
     def __init__(self, experts: int, tokens_IE: np.ndarray) -> None:
         super().__init__(experts)
         self._tokens_IE, self.step = tokens_IE, 0

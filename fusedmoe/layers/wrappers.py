@@ -14,7 +14,6 @@ from weakref import WeakSet, getweakrefs, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.compat.torch import active_ddp, check_averages, fsdp_parameters, module_states
@@ -156,6 +155,8 @@ def _refuse(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, c
 
 
 def _is_cut_over(parameter: Tensor, ranks: list[int]) -> bool:
+    from torch.distributed.tensor import DTensor  # its import takes 0.5 s, and most models have none
+
     if not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements):
         return False
     return len(set(ranks).intersection(parameter.device_mesh.mesh.flatten().tolist())) > 1
@@ -178,6 +179,8 @@ def _before_fsdp1(parameters: list[Tensor], groups: list[Any]) -> None:
 def _before_state_dict(model: nn.Module, options: Any) -> None:
     if options is None or not options.full_state_dict:
         return  # a rank's own state
+    from torch.distributed.tensor import DTensor
+
     # A DTensor is gathered and scattered whole, unless its mesh has only the ranks that hold copies of these experts.
     whole = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for check in list(_checks):
