@@ -1,5 +1,5 @@
 """Small models that reach the library otherwise than by `MoELayer`: its functions, Tutel's layer, and experts of
-transformers and torchtitan. Their gradients are summed by hand, so that only the integration communicates between
+transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration communicates between
 the ranks."""
 
 from __future__ import annotations
@@ -177,17 +177,90 @@ class Titan(_OwnRouter):
         return y_1SM[0]
 
 
+class _GivenRouting(nn.Module):
+    """Router of a Megatron layer that returns the routing it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, *_: Any) -> tuple[Tensor, Tensor]:
+        assert self.routing is not None
+        return self.routing
+
+    def set_layer_number(self, number: int) -> None:
+        """Megatron's layer calls this."""
+
+
+class Megatron(_OwnRouter):
+    """Megatron-core's MoE layer with `fusedmoe.megatron.routed_experts`."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._layer: Any = None
+        if topology.size > 1:
+            self._layer = self._over_ranks(topology)
+
+    def _over_ranks(self, topology: Topology) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        import fusedmoe.megatron
+
+        config = TransformerConfig(
+            num_layers=1,
+            num_attention_heads=1,
+            hidden_size=DIM,
+            ffn_hidden_size=HIDDEN,
+            moe_ffn_hidden_size=HIDDEN,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=K,
+            expert_model_parallel_size=topology.size,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=nn.functional.silu,
+            bias_activation_fusion=False,
+            use_cpu_initialization=True,
+            params_dtype=torch.float64,
+        )
+        own, alone = topology.ep.handle, dist.new_group([topology.rank], use_local_synchronization=True)
+        single = dict.fromkeys(("tp", "cp", "tp_cp", "expt_tp", "expt_dp"), alone)
+        groups = ProcessGroupCollection(ep=own, tp_ep=own, tp_dp_cp=own, **single)
+        spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
+        layer: Any = fusedmoe.megatron.routed_experts(spec, timeout_s=topology.job.timeout_s)(
+            config=config, pg_collection=groups
+        )
+        layer.router = _GivenRouting()
+        with torch.no_grad():
+            for w1, w2, expert in zip(self.w1, self.w2, layer.experts.local_experts, strict=True):
+                expert.linear_fc1.weight.copy_(w1.flatten(0, 1))
+                expert.linear_fc2.weight.copy_(w2)
+        del self.w1, self.w2  # Megatron's parameters are updated instead
+        return layer
+
+    def routed(self, x_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        if self._layer is None:
+            return super().routed(x_SM, expert_SK, weight_SK)
+        zeros_SE = x_SM.new_zeros(len(x_SM), EXPERTS)
+        chosen_SE = zeros_SE.bool().scatter(1, expert_SK, True)
+        self._layer.router.routing = (zeros_SE.scatter(1, expert_SK, weight_SK), chosen_SE)
+        y_S1M, _ = self._layer(x_SM[:, None])
+        return y_S1M[:, 0]
+
+
 def _mesh(group: Any) -> DeviceMesh:
     """Return a mesh over a group that exists: PyTorch's own errors while it makes one are not tested here."""
     return DeviceMesh.from_group(group, "cpu")
 
 
-Door = Functions | Tutel | HuggingFace | Titan
+Door = Functions | Tutel | HuggingFace | Titan | Megatron
 DOORS: dict[str, Callable[[Topology], Door]] = {
     "functions": Functions,
     "tutel": Tutel,
     "hf": HuggingFace,
     "titan": Titan,
+    "megatron": Megatron,
 }
 
 

@@ -68,7 +68,14 @@ PLACES: dict[str, Place] = {
     "blocks": Place((("blocks/pipeline.py", ""), ("blocks/forward.py", ""), ("blocks/backward.py", ""))),
     "functions": Place((("autograd/moves.py", ""), ("comm/all_to_all.py", "make_all_to_all"))),
     "tutel": Place((("tutel/", ""),)),
-    "integrations": Place((("fusedmoe/hf/", ""), ("fusedmoe/titan.py", ""), ("layers/scheduled_exchange.py", ""))),
+    "integrations": Place(
+        (
+            ("fusedmoe/hf/", ""),
+            ("fusedmoe/titan.py", ""),
+            ("fusedmoe/megatron.py", ""),
+            ("layers/scheduled_exchange.py", ""),
+        )
+    ),
     "graph": Place((("/graph/", ""), ("autograd/exchange_operators.py", ""))),
     "tuning": Place((("layers/measure.py", ""), ("layers/schedule.py", ""), ("runtime/profiler.py", ""))),
     "profile": Place((("runtime/cache.py", "cached_profile"),)),

@@ -75,7 +75,7 @@ class Layout:
     @property
     def meshes(self) -> bool:
         """Whether the job makes device meshes, which PyTorch keeps until the process ends."""
-        return self.door in ("hf", "titan")
+        return self.door in ("hf", "titan", "megatron")
 
     @property
     def mp(self) -> int:
@@ -100,6 +100,7 @@ LAYOUTS: dict[str, Layout] = {
     "tutel 2": Layout(2, (2, 1, 1), door="tutel"),
     "hf 2": Layout(2, (2, 1, 1), door="hf"),
     "titan 2": Layout(2, (2, 1, 1), door="titan"),
+    "megatron 2": Layout(2, (2, 1, 1), door="megatron"),
     "hooks 2": Layout(2, (2, 1, 1), hooked=True),
     "hooks chunks 2": Layout(2, (2, 1, 1), _CHUNKS, hooked=True),
     "hooks blocks 2": Layout(2, (2, 1, 1), _BLOCKS, hooked=True),
