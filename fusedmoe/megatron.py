@@ -13,9 +13,10 @@ width, N rows sorted by expert, R tokens received, S either tokens or received t
 
 from __future__ import annotations
 
+from fusedmoe.compat.megatron import VERSIONS
 from fusedmoe.versions import refused
 
-if (error := refused("megatron-core", "0.16", "0.20", "fusedmoe.megatron")) is not None:
+if (error := refused("megatron-core", *VERSIONS, "fusedmoe.megatron")) is not None:
     raise error
 
 from collections.abc import Callable, Sequence

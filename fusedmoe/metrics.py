@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import ProfilerConfig, profiler_is_on
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import TERMS, RoutingCounters
@@ -367,7 +367,7 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Itera
     wanted = Path(os.path.expanduser(path))
     if not wanted.parent.is_dir():
         raise ConfigError(f"fusedmoe.trace: there is no folder {wanted.parent}; make it first")
-    if torch.autograd.profiler._is_profiler_enabled:
+    if profiler_is_on():
         raise ConfigError("fusedmoe.trace: a profiler is on already, and shows the same ranges: leave one of them out")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         stem, dot, ending = wanted.name.partition(".")
@@ -377,7 +377,7 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Itera
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as found:
+    with profile(activities=activities, experimental_config=ProfilerConfig(profile_all_threads=True)) as found:
         yield wanted
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what was issued inside belongs to it

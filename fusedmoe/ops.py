@@ -38,7 +38,15 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
-from fusedmoe.kernels.derivatives import Function, Move, count_flops, graph_takes_sizes, linear, numbers_only
+from fusedmoe.kernels.derivatives import (
+    Function,
+    Move,
+    constant_in_graphs,
+    count_flops,
+    graph_takes_sizes,
+    linear,
+    numbers_only,
+)
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.low_rank import Adapters, LowRank, Matrices, StoredWeights
@@ -59,4 +67,13 @@ __all__ += [
     "through_experts",
 ]
 __all__ += ["gather_rows", "join_rows", "name_for_graphs", "reduce_scatter_rows", "split_counts", "split_rows"]
-__all__ += ["Function", "Move", "count_flops", "graph_takes_sizes", "linear", "numbers_only", "require_values"]
+__all__ += [
+    "Function",
+    "Move",
+    "constant_in_graphs",
+    "count_flops",
+    "graph_takes_sizes",
+    "linear",
+    "numbers_only",
+    "require_values",
+]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.compat import megatron, torchtitan
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import ExpertChoice, SoftMoE
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap
@@ -31,8 +32,8 @@ from fusedmoe.layers.moe import MoELayer
 
 __all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]
 
-# What wrappers put into the names of modules: DDP, FSDP, torch.compile, checkpoints, PEFT.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+# Names that DDP and PEFT give to the module that they wrap.
+_WRAPPED = {"module", "base_layer"}
 
 
 class _Router(NamedTuple):
@@ -43,7 +44,7 @@ class _Router(NamedTuple):
         num_experts: E.
         dims: of the scores.
         used: tells by the forward's output which experts are used; None: it does not say.
-        experts: a module that is called with them in that forward, if there is one.
+        experts: a module that is called with numbers of all ranks' experts in that forward, if there is one.
     """
 
     path: str
@@ -324,8 +325,7 @@ class _TappedForward:
             seen.append(named["top_k_index"] if "top_k_index" in named else given[1])
 
         hook = None
-        # Where transformers splits experts over ranks, the numbers that they are called with are one rank's.
-        if router.experts is not None and not router.experts._is_expert_parallel:
+        if router.experts is not None:
             hook = router.experts.register_forward_pre_hook(see, with_kwargs=True)
         try:
             with Choosing(router.num_experts, tap.give, router.dims) as choice:
@@ -354,13 +354,27 @@ def _found(model: nn.Module) -> dict[str, MoELayer | _Router]:
         if (router := _router(path, module, modules)) is None:
             continue
         path = router.path if isinstance(router, _Router) else path
-        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or type(module).__name__
+        name = _without_wrappers(path, modules) or type(module).__name__
         if name in by_name:
             raise ConfigError(f"fusedmoe.routing: {name} has two routers, and nobody can say which tokens are whose")
         by_name[name] = router
     if not by_name:
         raise ConfigError(f"fusedmoe.routing: {type(model).__name__} has no layers of experts that it knows")
     return by_name
+
+
+def _is_wrapped(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a wrapper holds a module: FSDP, torch.compile and checkpoints under a private name."""
+    owner, _, name = path.rpartition(".")
+    alone = name.startswith("_") and sum(1 for _ in modules[owner].children()) == 1
+    return alone or name in _WRAPPED
+
+
+def _without_wrappers(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of a module without the parts that wrappers have put into it."""
+    parts = path.split(".")
+    paths = (".".join(parts[: place + 1]) for place in range(len(parts)))
+    return ".".join(part for part, to in zip(parts, paths, strict=True) if not _is_wrapped(to, modules))
 
 
 def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELayer | _Router | None:
@@ -370,18 +384,22 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
             gate = type(module.gate).__name__
             raise ConfigError(f"fusedmoe.routing: {path or 'the layer'} has a {gate} gate, whose tokens choose nothing")
         return module
-    if "_is_expert_parallel" in vars(module):  # transformers'
-        parts = path.split(".")
-        while parts[-1] in _WRAPPERS:
-            parts.pop()
-        around = ".".join(parts[:-1])
-        # Where experts are split, their number is one rank's, and the parameters are those of all.
-        num_experts = len(module.down_proj) if module._is_expert_parallel else int(module.num_experts)
-        return _Router(around, modules[around], num_experts, experts=module)
-    if type(module).__name__ == "TokenChoiceTopKRouter":
-        # Torchtitan's: scores are [B, L, E]; it gives weights, numbers and scores.
-        return _Router(path, module, int(module.num_experts), 3, lambda output: _flat(output[1]))
-    if type(module).__name__ == "TopKRouter" and hasattr(module, "routing"):  # Megatron's
+    if {"is_transposed", "is_concatenated"} <= vars(module).keys():  # transformers'
+        from fusedmoe.compat.transformers import is_expert_parallel
+
+        while _is_wrapped(path, modules):
+            path = path.rpartition(".")[0]
+        around = path.rpartition(".")[0]
+        # Where experts are split, their number is one rank's, and the parameters are those of all. What they are called
+        # with are numbers of one rank, too.
+        split = is_expert_parallel(module)
+        num_experts = len(module.down_proj) if split else int(module.num_experts)
+        return _Router(around, modules[around], num_experts, experts=None if split else module)
+    if torchtitan.is_router(module):
+        return _Router(
+            path, module, int(module.num_experts), 3, lambda output: _flat(torchtitan.chosen_experts(output))
+        )
+    if megatron.is_router(module):
         return _Router(path, module, int(module.num_experts))
     if hasattr(module, "num_global_experts") and hasattr(module, "gates"):  # Tutel's
         return _Router(path, module, int(module.num_global_experts))

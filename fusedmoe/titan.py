@@ -15,9 +15,10 @@ received, S either tokens or received tokens.
 
 from __future__ import annotations
 
+from fusedmoe.compat.torchtitan import VERSIONS
 from fusedmoe.versions import refused
 
-if (error := refused("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
+if (error := refused("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
     raise error
 
 import warnings

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.compat.torch import is_forward_mode_enabled
 from fusedmoe.errors import DerivativeError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
@@ -16,7 +17,7 @@ def in_function() -> bool:
 
     There, and in inference mode, forward mode is off as well; `torch.no_grad()` leaves it on.
     """
-    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
+    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode_enabled())
 
 
 def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:

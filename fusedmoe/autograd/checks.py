@@ -27,7 +27,7 @@ def refuse(operation: str, text: str) -> NoReturn:
 def require_values(operation: str, holds: Tensor, text: str) -> None:
     """Refuses unless a scalar tensor is true."""
     if uses_triton(holds) or torch.compiler.is_compiling():
-        torch._assert_async(holds, f"{operation}: {text}")
+        torch.ops.aten._assert_async.msg(holds, f"{operation}: {text}")
     elif not holds.is_meta and not holds:
         refuse(operation, text)
 

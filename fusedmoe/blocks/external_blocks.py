@@ -21,6 +21,7 @@ from fusedmoe.blocks.cuts import ExternalCall
 from fusedmoe.blocks.moe_block import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.compat.torch import is_compiled, version_of
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import first_hook
 from fusedmoe.engine.run import Plans
@@ -165,11 +166,12 @@ class BlockDense(RoutingDense):
         args, kwargs = beside
         name, _, owner, attribute, _ = self._external
         experts = owner.get_submodule(attribute)
-        owner._modules[attribute] = stand_in = _StandIn(experts, self._door)
+        stand_in = _StandIn(experts, self._door)
+        owner.register_module(attribute, stand_in)
         try:
             y = self._forward(x, *args, **kwargs)
         finally:
-            owner._modules[attribute] = experts
+            owner.register_module(attribute, experts)
         if len(stand_in.calls) != 1:
             raise ConfigError(f"{self._door.who}: {name} calls its experts {len(stand_in.calls)} times: use schedule=…")
         u_SM, number_SK, weight_SK = stand_in.calls[0]
@@ -272,7 +274,7 @@ class ExternalPipeline:
         if self.blocks.plans is None or torch.is_inference_mode_enabled():
             return True
         why = self._door.refuses(block, kwargs)
-        if block.module._compiled_call_impl is not None:
+        if is_compiled(block.module):
             why = "it is compiled; leave compile() of it out"
         elif isinstance(x, DTensor):
             why = "tensor parallelism splits its tokens; leave that out"
@@ -344,7 +346,7 @@ class ExternalPipeline:
         if (
             first is None
             or len(self._calls) != number
-            or (x.shape, x.data_ptr(), x._version) != (first.shape, first.data_ptr(), first._version)
+            or (x.shape, x.data_ptr(), version_of(x)) != (first.shape, first.data_ptr(), version_of(first))
         ):
             raise ConfigError(
                 f"{who}: {name} is not called with what the block before it returned: its model does more between "
@@ -427,7 +429,7 @@ def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
                 "Leave what wraps blocks out (in place of activation checkpoints give recompute=True), or use "
                 "schedule=… for this model"
             )
-        place = blocks, list(modules[blocks]._modules).index(key)
+        place = blocks, [name for name, _ in modules[blocks].named_children()].index(key)
         if runs and place == (before[0], before[1] + 1):
             runs[-1].append(block)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fusedmoe.cli.settings import add_parser
+from fusedmoe.cli.settings import Commands, add_parser
 from fusedmoe.errors import printable
 from fusedmoe.training import convert_checkpoint
 
@@ -21,7 +21,7 @@ examples:
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `convert-checkpoint` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "convert-checkpoint", __doc__, EXAMPLES, run)
     parser.usage = "fusedmoe convert-checkpoint OLD NEW"

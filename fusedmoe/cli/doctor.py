@@ -36,7 +36,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fusedmoe
-from fusedmoe.cli.settings import add_parser
+from fusedmoe.cli.settings import Commands, add_parser
 from fusedmoe.ranks import BACKENDS, no_gpu, not_for_torch, nvshmem_packages
 from fusedmoe.threads import Helper
 
@@ -54,7 +54,7 @@ PROBE_S = 10.0
 SHARED_MEMORY = "/dev/shm"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Adds `doctor` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "doctor", __doc__, EXAMPLES, run)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import select
 import sys
 import time
@@ -29,7 +30,7 @@ class _Command(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            flags = [flag for action in self._actions for flag in action.option_strings]
+            flags = re.findall(r"--[\w-]+", self.format_help())
             # A misspelt flag is the commonest mistake; argparse itself suggests nothing.
             near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
             advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"

@@ -47,6 +47,7 @@ from fusedmoe.cli.job import Launch, Sizes, in_words, ranks_of, settle
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
 from fusedmoe.cli.settings import (
     STEP_FLAGS,
+    Commands,
     Settings,
     add_flags,
     add_parser,
@@ -296,7 +297,7 @@ examples:
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Adds `plan` to the commands of `fusedmoe`."""
     policies = "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items())
     machines = "\n".join(f"  {name:15}{machine.words}" for name, machine in MACHINES.items())

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.text import Text
 
 from fusedmoe.cli.job import Launch, ranks_of, settle
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
+from fusedmoe.cli.settings import Commands, Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
 from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import sealed
@@ -52,7 +52,7 @@ _WORKS = {"compute": "products", "intra": "links inside a node", "inter": "links
 MOST_S = 100.0
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Adds `profile` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "profile", __doc__, EXAMPLES, run)
     group = parser.add_argument_group("profile")

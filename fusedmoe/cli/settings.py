@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import parse_json, read_text
@@ -292,8 +292,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 }
 
 
+class Commands(Protocol):
+    """Parent of the commands' parsers, as `argparse.ArgumentParser.add_subparsers` returns it."""
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """Make the parser of a command."""
+
+
 def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     text: str | None,
     epilog: str,
@@ -348,7 +355,7 @@ def add_flags(
                 "experts. The other flags change it; their defaults are those of bytes-small",
             )
         for flag in flags:
-            _add_flag(group, flag, reduce(getattr, flag.setting.split("."), defaults))
+            _add_flag(group.add_argument, flag, reduce(getattr, flag.setting.split("."), defaults))
         if any(flag.name == "--gate" for flag in flags):
             group.add_argument(
                 "--gate-option",
@@ -359,7 +366,7 @@ def add_flags(
             )
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag, default: Any) -> None:
+def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:
     shown = flag.chosen if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
     more: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar or ("N" if flag.kind is int else "X")}
     help, known = flag.help, flag.known
@@ -371,7 +378,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, default: Any) -> None:
         more |= {"choices": known, "metavar": "NAME"}
     elif known:
         more |= {"choices": known, "metavar": "{" + ",".join(known) + "}"}
-    group.add_argument(flag.name, dest=flag.setting, help=f"{help} (default: {shown})", **more)
+    add_argument(flag.name, dest=flag.setting, help=f"{help} (default: {shown})", **more)
 
 
 def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, in_words, ranks_of, settle
 from fusedmoe.cli.settings import (
     STEP_FLAGS,
+    Commands,
     Settings,
     add_flags,
     add_parser,
@@ -74,7 +75,7 @@ _WARM_UP = 2
 _STEPS = 5
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Adds `trace` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "trace", __doc__, EXAMPLES, run)
     group = parser.add_argument_group("trace")

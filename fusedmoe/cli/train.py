@@ -55,7 +55,7 @@ from fusedmoe.cli.job import (
     settle,
 )
 from fusedmoe.cli.run_dir import LoadLog, RunDir
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
+from fusedmoe.cli.settings import Commands, Settings, add_flags, add_parser, changes_of, describe, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
 from fusedmoe.cli.trainer import Trainer
@@ -96,7 +96,7 @@ METRICS_EVERY = 10
 STOPPED = 130
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Adds `train` to the commands of `fusedmoe`."""
     parser = add_parser(commands, "train", __doc__, EXAMPLES, run)
     where = parser.add_argument_group("run folder")

@@ -302,7 +302,7 @@ class Sized(Part):
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
         wrong_R = wrong_codes(code_P, counts_RE, self.tokens_R, k)
         if wrong_R.is_cuda:  # the host does not wait to know: the device ends the process
-            torch._assert_async(~wrong_R.any(), "codes of other pairs than the ranks had told each other")
+            torch.ops.aten._assert_async.msg(~wrong_R.any(), "codes of other pairs than the ranks had told each other")
         elif bool(wrong_R.any()):
             ep, esp = self.algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)

@@ -68,7 +68,9 @@ class Forwarding:
         tokens_R = torch.from_numpy(self._nodes_npN[self._held_np].reshape(-1)).to(code_P.device)
         wrong_R = wrong_codes(code_P, held_RP, tokens_R, places)
         if wrong_R.is_cuda:  # the host does not wait to know: the device ends the process
-            torch._assert_async(~wrong_R.any(), "places of other tokens than the ranks had told each other")
+            torch.ops.aten._assert_async.msg(
+                ~wrong_R.any(), "places of other tokens than the ranks had told each other"
+            )
         else:
             wrong_W = np.zeros(self._nodes_npN.shape[:2], bool)
             wrong_W[:, algorithm.crossed] = wrong_R.view(nodes, -1).numpy()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from fusedmoe.comm.failure.blame import lost
 from fusedmoe.comm.failure.board import Board, attempt
 from fusedmoe.comm.patient_store import PatientStore
+from fusedmoe.compat.torch import default_store, destroy_group, make_group, register_group, set_timeout
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -236,11 +237,9 @@ class ProcessGroups:
         """Frees a process group that none of its members uses any more, unless a newer one has replaced it."""
         if self._made.get(lease.key) is lease:
             del self._made[lease.key]
-            c10d, handle = cast("Any", dist.distributed_c10d), lease.handle()
-            tag = c10d._world.pg_to_tag.get(handle)
-            dist.destroy_process_group(handle)
-            # PyTorch leaves an empty list there.
-            c10d._world.tags_to_pg.pop(tag, None)
+            handle = lease.handle()
+            if handle is not None:  # by None PyTorch would mean the default group
+                destroy_group(handle)
 
 
 _OF_JOB: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
@@ -256,15 +255,13 @@ def process_groups() -> ProcessGroups:
 
 def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     """Makes a process group of these ranks, in this order. Collective over them, under the same name."""
-    c10d: Any = dist.distributed_c10d
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
     assert board is not None
     backend, bound = dist.Backend(dist.get_backend()), _to_connect(patience)
     # Gloo waits for the address of each rank as long as for a fifth of a connection: no longer than a rank may pause.
-    store = c10d._get_default_store() if bound == patience else PatientStore(c10d._get_default_store(), patience)
-    places = len(ranks), ranks.index(job.rank), list(ranks)
-    make = partial(c10d._new_process_group_helper, *places, backend, store, name, timeout=bound)
+    store = default_store() if bound == patience else PatientStore(default_store(), patience)
+    make = partial(make_group, ranks, ranks.index(job.rank), backend, store, name, bound)
     try:
         with _unbound():
             # In a thread that is left behind: where the store's host is stopped, its client blocks for ever.
@@ -275,8 +272,8 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                 except NoAnswer:
                     board.waits(f"{operation} over {where}", ranks)
                     noted = True
-            handle, _ = making.result(0.0)
-            _set_timeout(patience, handle)
+            handle = making.result(0.0)
+            set_timeout(patience, handle)
             if noted:
                 board.waits("")
     except (RuntimeError, NoAnswer) as error:
@@ -290,7 +287,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
         exit_s = max(1.0, deadline - time.monotonic())
         raise lost(board, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
-    c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
+    register_group(handle, ranks)
     _STORES[handle] = store
     return handle
 
@@ -301,10 +298,9 @@ _STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 def _unmake(making: Future[Any]) -> None:
     """Frees a process group that was made after this rank had stopped waiting for it."""
-    c10d: Any = dist.distributed_c10d
     if making.exception() is None:
-        handle, _ = making.result()
-        c10d._world.pg_group_ranks[handle] = {}
+        handle = making.result()
+        register_group(handle, ())
         # Unless it went with the default group.
         with suppress(ValueError):
             dist.destroy_process_group(handle)
@@ -321,12 +317,6 @@ def _patience(job: Job) -> timedelta:
     return timedelta(seconds=job.timeout_s + 2.0)
 
 
-def _set_timeout(patience: timedelta, handle: dist.ProcessGroup) -> None:
-    c10d: Any = dist.distributed_c10d
-    # Public from PyTorch 2.14 on.
-    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(patience, handle)
-
-
 @contextmanager
 def bounded(group: Group, operation: str) -> Iterator[None]:
     """Wraps collectives of PyTorch's own over a group: bounds them by the job's time-out, notes them on the board.
@@ -339,7 +329,7 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
         yield
         return
     # PyTorch's own collectives wait as long as their process group says.
-    _set_timeout(timedelta(seconds=job.timeout_s), handle)
+    set_timeout(timedelta(seconds=job.timeout_s), handle)
     try:
         with group.board.noted(f"{operation} over the {group}", group.ranks):
             yield
@@ -353,7 +343,7 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
             exit_s, absent = 1.0, group.board.absent(group.ranks)
         raise lost(group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
     finally:
-        _set_timeout(_patience(job), handle)
+        set_timeout(_patience(job), handle)
 
 
 def _to_connect(patience: timedelta) -> timedelta:

@@ -13,13 +13,13 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import _StopRecomputationError
 
 from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
 from fusedmoe.comm.group import Group, Held, Job, Leased, launch_in_order_of_issue, process_groups
 from fusedmoe.comm.job_identity import identity, require_one_job
+from fusedmoe.compat.torch import default_store, graph_task_id, is_early_stop
 from fusedmoe.errors import ConfigError, RankError
 
 # The job of ranks that have met, and the process groups that each of them holds.
@@ -374,8 +374,7 @@ class Topology:
         """Posts an exception of this rank, unless the rank at fault, or the first to notice, has posted it already."""
         if self.size > 1:
             _forget_failed_backward()
-        # Checkpointing ends a recomputation that has all it needs by raising the latter: no failure.
-        if not isinstance(error, (RankError, _StopRecomputationError)):
+        if not isinstance(error, RankError) and not is_early_stop(error):
             self.fail(operation, f"{type(error).__name__}: {error}")
 
     @contextmanager
@@ -407,7 +406,7 @@ def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
     Nothing is sent. `name`: the word for the group in errors.
     """
     rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
-    job = Job(rank, timeout_s, Board(dist.distributed_c10d._get_default_store(), rank))
+    job = Job(rank, timeout_s, Board(default_store(), rank))
     return Group(name, ranks, ranks.index(rank), handle, job)
 
 
@@ -415,7 +414,7 @@ def _forget_failed_backward() -> None:
     """Frees what a backward pass that raised has left to do, and with it the process groups that its graph holds."""
     # The queue of this thread keeps the nodes that were ready, and so their graph, until it runs another pass. As long
     # as this rank has a process group, its peers cannot free theirs: Gloo waits there for what this rank owes.
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         return  # inside a backward pass, whose nodes are still wanted
     # Whatever goes wrong here must not hide the error itself.
     with suppress(Exception), torch.inference_mode(False), torch.enable_grad():
@@ -456,7 +455,7 @@ def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) 
     if dist.get_backend() == "nccl":
         launch_in_order_of_issue()
     rank = dist.get_rank()
-    board = Board(dist.distributed_c10d._get_default_store(), rank)
+    board = Board(default_store(), rank)
     tell_others_of_uncaught(board)
     # One meeting for both: the ranks compare arguments, and hold what their process groups are made from.
     facts = board.meet(ranks, (arguments, process_groups().held(timeout_s), identity()), timeout_s)

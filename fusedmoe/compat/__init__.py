@@ -6,6 +6,10 @@ instead of changing results.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
 
 def require_names(library: str, version: str, checked: str, owner: object, *names: str) -> None:
     """Raise ImportError if `owner` lacks a private name that fusedmoe uses.
@@ -23,4 +27,22 @@ def require_names(library: str, version: str, checked: str, owner: object, *name
         raise ImportError(
             f"fusedmoe uses {', '.join(f'{place}.{name}' for name in missing)}, which {library} {version} lacks. "
             f"Install {library} {checked}."
+        )
+
+
+def require_parameters(
+    library: str, version: str, checked: str, function: Callable[..., Any], *names: str, keywords: Collection[str] = ()
+) -> None:
+    """Raise ImportError if a function that fusedmoe replaces has other parameters than the checked versions give it.
+
+    Args:
+        library, version, checked: as for `require_names`.
+        names: of the first parameters, in order.
+        keywords: names of further parameters.
+    """
+    found = list(inspect.signature(function).parameters)
+    if tuple(found[: len(names)]) != names or not set(keywords) <= set(found):
+        raise ImportError(
+            f"fusedmoe replaces {function.__qualname__}({', '.join((*names, *keywords))}). {library} {version} has the "
+            f"parameters ({', '.join(found)}) there. Install {library} {checked}."
         )

@@ -9,9 +9,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from fusedmoe.compat import require_names
+from fusedmoe.compat import require_names, require_parameters
 
 CHECKED = "0.21"
+_LORA = "peft.tuners.lora.layer"
 
 
 def lora_module() -> Any | None:
@@ -25,20 +26,34 @@ def lora_module() -> Any | None:
     found = version("peft")
     if not found.startswith(f"{CHECKED}."):
         return None
-    layer = import_module("peft.tuners.lora.layer")
+    layer = import_module(_LORA)
     require_names("peft", found, CHECKED, layer.ParamWrapper, "_activate_lora")
-    require_names("peft", found, CHECKED, layer, "_LoraFactorsProxy", "_LoraParameterProxy")
+    require_parameters("peft", found, CHECKED, layer.ParamWrapper._activate_lora, "self", "active_adapters")
     return layer
+
+
+def replace_activation(make: Callable[[Any], Any]) -> None:
+    """Have what `make` returns activate adapters in place of peft's own function, which it gets. Once in a process.
+
+    Without effect where peft is not installed, or is another version than the checked one.
+    """
+    layer = lora_module()
+    if layer is not None and not hasattr(layer.ParamWrapper._activate_lora, "original"):
+        layer.ParamWrapper._activate_lora = make(layer.ParamWrapper._activate_lora)
 
 
 def is_factors_proxy(parametrization: Any) -> bool:
     """Return whether a parametrization is one adapter of peft, which holds the factors `lhs`, `rhs` and `scaling`."""
-    return type(parametrization).__name__ == "_LoraFactorsProxy"
+    return _is_lora(parametrization) and hasattr(parametrization, "lhs")
 
 
 def is_full_proxy(parametrization: Any) -> bool:
     """Return whether a parametrization is the sum of peft's active adapters, as a tensor of the parameter's size."""
-    return type(parametrization).__name__ == "_LoraParameterProxy"
+    return _is_lora(parametrization) and hasattr(parametrization, "delta_weight")
+
+
+def _is_lora(parametrization: Any) -> bool:
+    return type(parametrization).__module__ == _LORA
 
 
 def call_after_injection(call: Callable[[], None]) -> None:

@@ -7,38 +7,61 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cache, partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _get_tracing_state as _get_tracing_state  # None unless torch.jit traces
+from torch._guards import TracingContext
+from torch.autograd import Variable, forward_ad, profiler
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.algorithms.model_averaging import utils as averaging
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusedmoe.compat import require_names
+from fusedmoe.compat import require_names, require_parameters
 from fusedmoe.errors import ConfigError
 
 CHECKED = "2.11 to 2.15"
 _TESTED_BELOW = (2, 16)
 
-_autograd = torch._C._autograd
+_C: Any = torch._C
+_c10d: Any = dist.distributed_c10d
+_engine: Any = Variable._execution_engine
+_DISPATCH = (
+    *("_AutoDispatchBelowAutograd", "_after_autograd_keyset", "_are_functorch_transforms_active"),
+    *("_current_graph_task_id", "_dispatch_tls_is_dispatch_key_excluded", "_dispatch_tls_set_dispatch_key_excluded"),
+    "_is_fwd_grad_enabled",
+)
 _HOOKS = ("_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks")
+_WRAPPER = ("_pre_forward", "_set_params_and_buffers_to_ignore_for_model")
 for _owner, _names in (
-    (torch._C, ("_current_graph_task_id",)),
-    (_autograd, _HOOKS),
+    (torch.cuda, ("_compile_kernel",)),
+    (_C, _DISPATCH),
+    (_C._autograd, (*_HOOKS, "_get_current_graph_task_keep_graph")),
+    (_C._distributed_c10d, ("_SymmetricMemory",)),
+    (_C._profiler, ("_ExperimentalConfig",)),
     (torch.autograd.function, ("BackwardCFunction",)),
-    (checkpoint, ("_CheckpointFrame", "_CachingTorchDispatchMode", "_CachedTorchDispatchMode")),
-    (DistributedDataParallel, ("_active_ddp_module",)),
+    (torch.fx.graph, ("_BoxedCodeGen",)),
+    (forward_ad, ("_current_level",)),
+    (profiler, ("_is_profiler_enabled",)),
+    (_engine, ("queue_callback",)),
+    (Tensor, ("_version",)),
+    (nn.Module, ("_compiled_call_impl",)),
+    (DistributedDataParallel, _WRAPPER),
+    (_c10d, ("_new_process_group_helper", "_world")),
+    (_c10d, ("set_timeout",) if hasattr(_c10d, "set_timeout") else ("_set_pg_timeout",)),
+    (_c10d._world, ("pg_group_ranks", "pg_map", "pg_names", "pg_to_tag", "tags_to_pg")),
     (averaging, ("average_parameters",)),
     (TorchDispatchMode, ("__torch_dispatch__", "__enter__", "__exit__")),
     (torch.ops.c10d, ("allreduce_", "alltoall_base_")),
@@ -51,19 +74,40 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= _TESTED_BELOW:
 # Every collective of PyTorch runs as an operator of one of these namespaces.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
+#: Return the level of dual numbers that forward mode is in; −1 outside of it.
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+#: Return whether forward mode is not switched off, as it is in the forward of an autograd function.
+is_forward_mode_enabled: Callable[[], bool] = _C._is_fwd_grad_enabled
+#: Return whether a transform of `torch.func` is under way.
+transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+#: Context in which operators skip their autograd kernels.
+below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
+KEYS_AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+#: Return whether a profiler of PyTorch is on.
+profiler_is_on: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
+#: Number of the backward pass that this thread is in; −1 outside of one.
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+#: Return whether the backward pass that this thread is in retains its graph.
+retains_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+#: Have a function called at the end of the backward pass that this thread is in.
+call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+#: Compile a kernel from CUDA source. Its second argument: the kernel's name.
+compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel
+#: Return the innermost saved-tensor hooks of this thread, (pack, unpack), or None. Its argument: also while tracing.
+saved_tensor_hooks = _C._autograd._top_saved_tensors_default_hooks
+
+#: Context without dispatch modes. It yields those of the caller.
+disable_current_modes = _disable_current_modes
+#: Dispatch modes of selective activation checkpoints, in a forward and in its recomputation.
+selective_modes = tuple(map(type, checkpoint.create_selective_checkpoint_contexts([])))
+
 #: Modules to which FSDP2 and other composable functions of PyTorch were applied, each with a reference to their state.
 module_states = _module_state_mapping
-
-disable_current_modes = _disable_current_modes
-dispatch_modes = _get_current_dispatch_mode_stack
-#: Dispatch modes of selective activation checkpoints, in a forward and in its recomputation.
-selective_modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-
-#: Number of the backward pass that this thread is in; −1 outside of one.
-graph_task_id = torch._C._current_graph_task_id
-
-#: Return the innermost saved-tensor hooks of this thread, (pack, unpack), or None. Its argument: also while tracing.
-saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
+tracing_context: Callable[[], TracingContext | None] = TracingContext.try_get
+#: Settings of PyTorch's profiler that are not arguments of `torch.profiler.profile`.
+ProfilerConfig: Any = _C._profiler._ExperimentalConfig
+SymmetricMemory: Any = _C._distributed_c10d._SymmetricMemory
 
 
 def unexpected(what: str) -> ConfigError:
@@ -71,9 +115,114 @@ def unexpected(what: str) -> ConfigError:
     return ConfigError(f"fusedmoe: {what} in PyTorch {torch.__version__} is not as expected; install torch {CHECKED}")
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel module whose forward is under way."""
-    return DistributedDataParallel._active_ddp_module
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records, also inside an operator, whose body runs below autograd."""
+    key = torch.DispatchKey.AutogradFunctionality
+    was_below = _C._dispatch_tls_is_dispatch_key_excluded(key)
+    _C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        _C._dispatch_tls_set_dispatch_key_excluded(key, was_below)
+
+
+def compile_passes(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], **compilers: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Capture forward and backward of a graph, and return what a compiler for each makes of them.
+
+    Args:
+        compilers: of the module and the example inputs of a pass: `fw_compiler`, `bw_compiler`, `inference_compiler`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled: Callable[..., Any] = aot_autograd(**compilers)(module, inputs)
+    return compiled
+
+
+def generate_boxed(graph: torch.fx.Graph) -> None:
+    """Have the code of a graph take its inputs as a list, and empty it, so that inputs are freed after their use."""
+    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def default_store() -> dist.Store:
+    """Return the store of `torch.distributed`'s default group."""
+    store: dist.Store = _c10d._world.pg_map[dist.group.WORLD][1]
+    return store
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, as operators refer to groups."""
+    named: dict[str, dist.ProcessGroup] = {its_name: group for group, its_name in _c10d._world.pg_names.items()}
+    if name not in named:
+        raise ConfigError(f"fusedmoe: no process group has the name {name!r}; make it before the graph that uses it")
+    return named[name]
+
+
+def make_group(
+    ranks: tuple[int, ...], rank: int, backend: dist.Backend, store: dist.Store, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a process group over a store, which `torch.distributed.new_group` does not take. `register_group` follows.
+
+    Args:
+        rank: this rank's place among `ranks`.
+    """
+    group, _ = _c10d._new_process_group_helper(len(ranks), rank, list(ranks), backend, store, name, timeout=timeout)
+    made: dist.ProcessGroup = group
+    return made
+
+
+def register_group(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    """Note the ranks of a process group of `make_group`."""
+    _c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Free a process group, with the empty list that PyTorch leaves under the group's tag."""
+    tag = _c10d._world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    _c10d._world.tags_to_pg.pop(tag, None)
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    (getattr(_c10d, "set_timeout", None) or _c10d._set_pg_timeout)(timeout, group)  # public from PyTorch 2.14 on
+
+
+class WatchedDataParallel(DistributedDataParallel):
+    """DistributedDataParallel whose own collectives before a forward run inside a context."""
+
+    def around_agreement(self) -> AbstractContextManager[Any]:
+        """Make the context."""
+        raise NotImplementedError
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.around_agreement():
+            return super()._pre_forward(*inputs, **kwargs)
+
+
+def hide_from_ddp(module: nn.Module, names: list[str]) -> None:
+    """Have DistributedDataParallel leave out parameters and buffers of a module."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def shard_over(mesh: DeviceMesh) -> Callable[[Any], Any] | None:
+    """Return a function from a placement to what FSDP2 takes for a parameter that it shards over a mesh of its own.
+
+    None where FSDP2 has one mesh for all parameters, before PyTorch 2.12.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        return None
+    over = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+    return lambda placement: ShardPlacementResult(placement, over)
 
 
 class ShardedParameter(NamedTuple):
@@ -88,12 +237,11 @@ def fsdp_parameters() -> Iterator[ShardedParameter]:
     """Iterate over the parameters that FSDP2 shards in this process."""
     if not module_states:
         return
-    # The import takes long and is needed only where some composable function was applied.
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.fsdp import FSDPModule  # takes long
 
-    for reference in list(module_states.values()):
+    for module, reference in list(module_states.items()):
         state = reference()
-        if not isinstance(state, FSDPState):
+        if state is None or not isinstance(module, FSDPModule):
             continue
         groups: list[Any]
         if hasattr(state, "_fsdp_param_groups"):
@@ -101,7 +249,7 @@ def fsdp_parameters() -> Iterator[ShardedParameter]:
         elif hasattr(state, "_fsdp_param_group"):  # PyTorch 2.11: one group at most
             groups = [state._fsdp_param_group]
         else:
-            raise unexpected("FSDPState (without parameter groups)")
+            raise unexpected(f"{type(state).__name__} (without parameter groups)")
         for group in filter(None, groups):
             yield from map(_sharded_parameter, group.fsdp_params)
 
@@ -170,6 +318,12 @@ def is_checkpoint_hook(pack: Any) -> bool:
     return getattr(pack, "__module__", None) == checkpoint.__name__
 
 
+def is_early_stop(error: BaseException) -> bool:
+    """Return whether a checkpoint raised an exception to end a recomputation that has all it needs: no failure."""
+    from_checkpoint = type(error).__module__ == checkpoint.__name__
+    return from_checkpoint and not isinstance(error, checkpoint.CheckpointError)
+
+
 @contextmanager
 def saved_tensor_hooks_removed(only_checkpoints: bool = False) -> Iterator[list[tuple[Any, Any]]]:
     """Remove this thread's saved-tensor hooks for the duration of a context, and yield them, the innermost first.
@@ -182,12 +336,12 @@ def saved_tensor_hooks_removed(only_checkpoints: bool = False) -> Iterator[list[
         while (top := saved_tensor_hooks(True)) is not None:
             if only_checkpoints and not is_checkpoint_hook(top[0]):
                 break
-            _autograd._pop_saved_tensors_default_hooks()
+            _C._autograd._pop_saved_tensors_default_hooks()
             hooks.append(top)
         yield hooks
     finally:
         for pack_and_unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+            _C._autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
 
 
 def _frame_of(pack: Any) -> tuple[Any, Any]:
@@ -202,7 +356,7 @@ def _frame_of(pack: Any) -> tuple[Any, Any]:
         frame = reference() if isinstance(reference, ref) else None
     else:
         frame = group = None
-    if not isinstance(frame, checkpoint._CheckpointFrame):
+    if type(frame).__module__ != checkpoint.__name__:
         raise unexpected(f"a hook of torch.utils.checkpoint (free variables {', '.join(free) or 'none'})")
     return frame, group
 
@@ -284,6 +438,19 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
     setattr(owner, name, checked)
 
 
+def check_after(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Have `check` called with the arguments of each call of a function of PyTorch, after the function has returned."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        check(*args, **kwargs)
+        return result
+
+    setattr(owner, name, checked)
+
+
 def check_averages(check: Callable[..., None]) -> None:
     """Have `check(parameters, process_group)` called before parameters are averaged over ranks.
 
@@ -297,30 +464,37 @@ def check_averages(check: Callable[..., None]) -> None:
         return average(iter(parameters), process_group)
 
     average = averaging.average_parameters
+    require_parameters("torch", torch.__version__, CHECKED, average, "params", "process_group")
     averaging.average_parameters = functools.wraps(average)(with_list)  # type: ignore[assignment]
 
 
-_OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
-require_names("torch", torch.__version__, CHECKED, nn.Module(), *_OWN_HOOKS)
-require_names("torch", torch.__version__, CHECKED, _module, *_GLOBAL_HOOKS)
+_OF_ALL = "_global"  # before the name of a module's hooks: that of the hooks of all modules
+
+
+def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
+    """Find where modules keep the hooks that a call runs: attributes of a module; mappings of those of all modules."""
+    names, probe = [], nn.Module()
+    for kind in HOOK_KINDS:
+        handle = getattr(probe, f"register_{kind}_hook")(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        names += [name for name, value in vars(probe).items() if isinstance(value, dict) and value is hooks]
+    of_all = [_OF_ALL + name for name in names]  # registering one would decide for full backward hooks
+    require_names("torch", torch.__version__, CHECKED, _module, *of_all)
+    if len(set(names)) != len(HOOK_KINDS):
+        raise unexpected(f"the hooks of a module ({', '.join(names) or 'none found'})")
+    return tuple(names), tuple(getattr(_module, name) for name in of_all)
+
 
 #: Names of the kinds of hooks that a call of a module runs.
 HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+_OWN_HOOKS, GLOBAL_HOOKS = _find_hooks()
 #: A module's hooks of each kind. No Python function: a layer asks it in each forward.
 hooks_of = attrgetter(*_OWN_HOOKS)
 
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Return whether a call of this module runs hooks of its own. A compiler takes it, as it does not `hooks_of`."""
-    own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    return bool(own)
-
-
-#: Hooks of all modules, of each kind.
-GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = attrgetter(*_GLOBAL_HOOKS)(_module)
+    for name in _OWN_HOOKS:  # noqa: SIM110 — compilers break graphs at generators
+        if getattr(module, name):
+            return True
+    return False

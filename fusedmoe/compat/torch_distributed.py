@@ -1,23 +1,34 @@
-"""Private names of PyTorch's FSDP1, ZeRO and distributed state dicts, checked against 2.11 to 2.15.
+"""Checks before calls of PyTorch's FSDP1, ZeRO and distributed state dicts, and the private names that these take.
 
-Their import takes 1.5 s.
+Checked against 2.11 to 2.15. Their import takes 1.5 s.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from fusedmoe.compat import require_names
+from fusedmoe.compat import require_names, require_parameters
 from fusedmoe.compat.torch import CHECKED, check_before
 
-require_names("torch", torch.__version__, CHECKED, state_dict, "_verify_options")
-require_names("torch", torch.__version__, CHECKED, fsdp1, "_init_param_handle_from_module")
+_VERSIONS = ("torch", torch.__version__, CHECKED)
+_FSDP_GROUPS, _FSDP_IGNORED = ("process_group", "device_mesh"), ("ignored_modules", "ignored_states")
+
+require_names(*_VERSIONS, state_dict, "_verify_options")
+require_parameters(*_VERSIONS, state_dict._verify_options, "model", keywords=["options"])
+require_parameters(
+    *_VERSIONS, FullyShardedDataParallel.__init__, "self", "module", keywords=[*_FSDP_GROUPS, *_FSDP_IGNORED]
+)
+require_parameters(*_VERSIONS, ZeroRedundancyOptimizer.step, "self")
 
 
 def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
@@ -31,14 +42,27 @@ def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
 
 def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
     """Have `check(parameters, process_groups)` called before FullyShardedDataParallel flattens parameters."""
+    initialise = FullyShardedDataParallel.__init__
+    signature = inspect.signature(initialise)
 
-    def initialise(state: Any, module: Any, *_: Any, **__: Any) -> None:
-        ignored = {id(parameter) for parameter in state._ignored_params}
-        parameters = [parameter for parameter in module.parameters() if id(parameter) not in ignored]
-        # Only sharding over several nodes has the second group; a missing attribute recurses without end here.
-        check(parameters, [vars(state)[name] for name in ("process_group", "_inter_node_pg") if name in vars(state)])
+    @functools.wraps(initialise)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        group, mesh, *ignored = (given.arguments.get(name) for name in (*_FSDP_GROUPS, *_FSDP_IGNORED))
+        # They may be iterators, which only one of the two can read.
+        ignored = [None if each is None else list(each) for each in ignored]
+        given.arguments |= {name: each for name, each in zip(_FSDP_IGNORED, ignored, strict=True) if each is not None}
+        left_out = [state for each in ignored if each is not None for state in each]
+        parameters = {id(parameter): parameter for parameter in given.arguments["module"].parameters()}
+        for state in left_out:
+            for parameter in state.parameters() if isinstance(state, nn.Module) else [state]:
+                parameters.pop(id(parameter), None)
+        # Sharding over several nodes has two groups, which together have all ranks unless they are given.
+        groups = [dist.group.WORLD] if group is None else [*group] if isinstance(group, tuple) else [group]
+        check(list(parameters.values()), groups if mesh is None else mesh.get_all_groups())
+        initialise(*given.args, **given.kwargs)
 
-    check_before(fsdp1, "_init_param_handle_from_module", initialise)
+    FullyShardedDataParallel.__init__ = checked  # type: ignore[method-assign]
 
 
 def check_zero_steps(check: Callable[[list[Any], Any], None]) -> None:

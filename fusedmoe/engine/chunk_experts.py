@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.experts import WeightParts, learning_weights, no_wider, shape_of
 from fusedmoe.autograd.moves import Compute
-from fusedmoe.compat.torch import RefuseCollectives
+from fusedmoe.compat.torch import RefuseCollectives, retains_graph
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
@@ -276,7 +276,7 @@ class AutogradExperts:
         grads: Iterator[Tensor | None] = iter(())
         if y_RM.requires_grad:
             # As in the backward around it (`retain_graph`): another one may follow.
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            again = retains_graph()
             with self._without_collectives("backward", len(dy_RM)):
                 grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
         dx_RM, dweight_R, *own = (

@@ -35,6 +35,7 @@ from fusedmoe.comm.exchange import Bad, Exchange, Sized
 from fusedmoe.comm.metadata import ExpertCalls
 from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import retains_graph
 from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
 from fusedmoe.engine.chunks import Kept, RowChunks, concatenated
 from fusedmoe.engine.dispatcher import (
@@ -471,7 +472,7 @@ class _ByPlan(Function):
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]
         kept = rest[:count] if batch.experts.any_degree else ctx.kept
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not retains_graph():
             ctx.kept = None
         parameters = rest[count:] if batch.experts.any_degree else rest
         if chunks is not forward_chunks:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.exchange import CHECK, Bad
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import dispatch_modes, graph_task_id, saved_tensor_hooks, selective_modes
+from fusedmoe.compat.torch import disable_current_modes, graph_task_id, saved_tensor_hooks, selective_modes
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
@@ -154,18 +154,15 @@ def refuse(topology: Topology, refusal: str | None) -> None:
 def selects() -> bool:
     """Tells whether a selective activation checkpoint, forward or when it recomputes, chooses among operators."""
     # Such a checkpoint lets each operator's result be taken once, in the order of the forward.
-    return any(isinstance(mode, selective_modes) for mode in dispatch_modes())
-
-
-def unchanged(tensor: Tensor) -> Tensor:
-    """Returns the tensor: a hook of saved tensors that stands in for others, which then see nothing."""
-    return tensor
+    if saved_tensor_hooks(True) is None:  # there is no checkpoint
+        return False
+    with disable_current_modes() as modes:
+        return any(isinstance(mode, selective_modes) for mode in modes)
 
 
 def packs() -> bool:
     """Tells whether hooks take what autograd saves here, as those of an activation checkpoint do."""
-    hooks = saved_tensor_hooks(True)
-    return hooks is not None and hooks[0] is not unchanged
+    return saved_tensor_hooks(True) is not None
 
 
 def recomputing() -> bool:

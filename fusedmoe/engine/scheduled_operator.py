@@ -26,6 +26,7 @@ from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
 from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.metadata import ExpertCalls
+from fusedmoe.compat.torch import recording
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
 from fusedmoe.engine.collectives_dispatcher import (
@@ -40,7 +41,7 @@ from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, sending
-from fusedmoe.kernels.derivatives import operator, recording, register_fake, register_flops, register_gradient
+from fusedmoe.kernels.derivatives import operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.instructions import is_all_to_all, is_random, is_start, is_wait, mutates, name_of
+from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_random, is_start, is_wait, mutates, name_of
 
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
@@ -232,7 +232,7 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -
         return None
     if node.target is operator.getitem:
         return None if crosses else _element(node, axis, chunks)
-    if not isinstance(node.target, torch._ops.OpOverload) or None in map(shape_of, node.all_input_nodes):
+    if not isinstance(node.target, OPERATOR) or None in map(shape_of, node.all_input_nodes):
         return None
     if node.target is torch.ops.aten.view.dtype:  # no reshape in spite of its name: bits as elements of another dtype
         return None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fusedmoe.compat.torch import compile_passes, generate_boxed, tracing_context
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.chunk_rows import IrregularAllToAlls
 from fusedmoe.graph.instructions import draw_by_shape, is_all_to_all, is_assertion, shift_in_one, wait_once
@@ -80,8 +81,6 @@ class GraphBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Called by `torch.compile` with each graph that it has captured."""
-        from torch._dynamo.backends.common import aot_autograd
-
         # Older captures keep parameters and buffers in the module; the passes then have them as their first inputs.
         own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
@@ -115,9 +114,8 @@ class GraphBackend:
         def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return self._compiled(graph_module, "inference", [])[0]
 
-        compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
-        compiled: Callable[..., Any] = compiler(gm, example_inputs)
-        return compiled
+        compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+        return compile_passes(gm, example_inputs, **compilers)
 
     def _compiled(
         self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
@@ -174,7 +172,7 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
 
 def _results(phase: str) -> int | None:
     """Returns how many results of the pass are not kept for the backward pass; None: all, or unknown."""
-    context = torch._guards.TracingContext.try_get()
+    context = tracing_context()
     metadata = None if context is None else context.fw_metadata
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
@@ -198,16 +196,17 @@ def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
     """Returns the graph as a function that empties the list of its inputs, which are freed as soon as they are used."""
-    codegen = getattr(torch.fx.graph, "_BoxedCodeGen", None)
-    if codegen is not None:
-        module.graph.set_codegen(codegen())
+    generate_boxed(module.graph)
     module.recompile()
     code = module.forward
-    # A PyTorch without such code keeps the inputs until the pass ends.
-    return (lambda args: code(*args)) if codegen is None else (lambda args: code(args))
+    return lambda args: code(args)
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one that takes its inputs as a list, which it empties."""
-    run._boxed_call = True  # type: ignore[attr-defined]
+    from functorch.compile import make_boxed_func
+
+    # Marked alike: PyTorch's own boxed function would keep its inputs.
+    marks = vars(make_boxed_func(lambda: None))
+    vars(run).update({name: mark for name, mark in marks.items() if name != "__wrapped__"})
     return run

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fusedmoe.comm.failure.board import Board, Verdict
+from fusedmoe.compat.torch import default_store, group_named
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S
 
@@ -49,7 +50,7 @@ class GraphRanks:
         self._timeout_s = timeout_s
         # They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a
         # graph which others do not is told so, and does not disturb what these send meanwhile.
-        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
+        self._board = None if len(self.ranks) < 2 else Board(default_store(), self._rank)
 
     def all(self, text: str, operation: str = _PLANNING) -> list[str]:
         """Returns what each rank brings, in the order of `ranks`; `RankError` where one failed or did not come.
@@ -133,5 +134,4 @@ class GraphRanks:
 
 def resolve(group: Any) -> Any:
     """Returns the process group of that name; a process group is itself."""
-    find: Any = dist.distributed_c10d._resolve_process_group
-    return find(group) if isinstance(group, str) else group
+    return group_named(group) if isinstance(group, str) else group

@@ -9,11 +9,15 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+#: The class of the operators of a graph.
+OPERATOR: type = type(torch.ops.aten.view.default)
 
 _COLLECTIVES = "_c10d_functional"
 _VIEWS = frozenset(
@@ -22,6 +26,16 @@ _VIEWS = frozenset(
         "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
     }
 )  # fmt: skip
+
+
+@cache
+def schema_of(target: Any) -> Any:
+    """Return the schema of an operator; None for any other callable."""
+    if not isinstance(target, OPERATOR):
+        return None
+    operation: Any = target
+    return get_signature_for_torch_op(operation, return_schemas=True)[1][0]  # type: ignore[index]
+
 
 # What a size is taken for that only values decide, as that of `nonzero`: the same on all ranks, whose plans must agree.
 _UNKNOWN_SIZE = 4096
@@ -60,7 +74,7 @@ def is_random(node: fx.Node) -> bool:
 
 def mutates(node: fx.Node) -> bool:
     """Returns whether the node may change memory that another one reads; so may all that nothing is known of."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and schema.is_mutable or node.op in ("call_module", "call_method")
 
 
@@ -83,7 +97,7 @@ def group_of(start: fx.Node) -> Any:
 
 def argument_of(node: fx.Node, name: str) -> Any:
     """Returns the argument of that name that an operator is given; None where it has none."""
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for place, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             given = node.args[place] if place < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)
@@ -291,5 +305,5 @@ def _space(node: fx.Node) -> str:
 
 def name_of(node: fx.Node) -> str:
     """Returns the operator's name without its namespace; "" where the node calls none."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return "" if schema is None else str(schema.name).partition("::")[2]

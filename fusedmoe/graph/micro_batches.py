@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_aggregate
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, copies_of, first_axes, outputs_from, way_of
@@ -189,7 +189,7 @@ def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
 
     def name(node: fx.Node) -> str:
         if node not in said:
-            said[node] = str(tree_map(describe, node.meta.get("val")))
+            said[node] = str(map_aggregate(node.meta.get("val"), describe))
         return said[node]
 
     lines = []

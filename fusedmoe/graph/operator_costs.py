@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx.node import map_aggregate
 
 from fusedmoe.files import cache_dir, read_kept
 from fusedmoe.graph.graph_ranks import GraphRanks, resolve
-from fusedmoe.graph.instructions import bytes_of, computes, concrete, group_of
+from fusedmoe.graph.instructions import OPERATOR, bytes_of, computes, concrete, group_of
 from fusedmoe.runtime.cache import fingerprint, write
+from fusedmoe.threads import Helper
+
+T = TypeVar("T")
 
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024
@@ -102,9 +106,11 @@ class MeasuredCosts:
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
     """Seconds of a node that computes; 0 for one that does not."""
     # Views and waits cost the device nothing, and functions of Python cannot be measured without their arguments.
-    if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if not computes(node) or not isinstance(node.target, OPERATOR):
         return 0.0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: tree_map(_plain, one.meta.get("val")))
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda one: map_aggregate(one.meta.get("val"), _plain)
+    )
     return costs.operator_s(node.target, args, kwargs)
 
 
@@ -126,6 +132,13 @@ def start_s(costs: OperatorCosts, node: fx.Node) -> float:
     return costs.collective_s(bytes_of(node.all_input_nodes[0]))
 
 
+def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """List what the arguments of an operator hold, in nested sequences and dictionaries too."""
+    leaves: list[Any] = []
+    map_aggregate((args, dict(kwargs)), leaves.append)
+    return leaves
+
+
 def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     def name(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -133,7 +146,7 @@ def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             return f"{str(value.dtype).removeprefix('torch.')}[{shape}:{stride}]@{value.device.type}"
         return str(concrete(value)) if isinstance(value, torch.SymInt) else repr(value)
 
-    return f"{target}({', '.join(map(name, tree_leaves((args, dict(kwargs)))))})"
+    return f"{target}({', '.join(map(name, _leaves(args, kwargs)))})"
 
 
 def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
@@ -150,32 +163,38 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
             flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
         return flat.as_strided(sizes, strides)
 
-    tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in _leaves(args, kwargs) if isinstance(value, torch.Tensor)]
     device = next((value.device for value in tensors), torch.device("cpu"))
     draws = torch.Tag.nondeterministic_seeded in target.tags
-    with as_at_run_time(), torch.no_grad(), torch.random.fork_rng(enabled=draws):
+
+    def run() -> list[float]:
+        own_args, own_kwargs = map_aggregate((args, dict(kwargs)), made)
+        timed(lambda: target(*own_args, **own_kwargs), device)
+        seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
+        while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
+            seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
+        return seconds
+
+    with torch.random.fork_rng(enabled=draws):
         try:
-            own_args, own_kwargs = tree_map(made, (args, dict(kwargs)))
-            timed(lambda: target(*own_args, **own_kwargs), device)
-            seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
-            while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
-                seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
+            seconds = outside_of_capture(run, device)
         except (RuntimeError, IndexError, TypeError, ValueError):  # it takes no made-up numbers
             moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
     return statistics.median_low(seconds)  # what disturbs a measurement makes it longer
 
 
-@contextmanager
-def as_at_run_time() -> Iterator[None]:
-    """A context inside a capture in which operators compute, as if nothing were captured."""
-    from torch._dispatch.python import no_python_dispatcher
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+def outside_of_capture(call: Callable[[], T], device: torch.device) -> T:
+    """Make a call inside a capture in which operators compute, as if nothing were captured."""
 
-    # With Python's dispatcher a collective keeps the interpreter's lock while it waits, and a thread of the process
-    # group that needs the lock waits for it in turn, for ever.
-    with unset_fake_temporarily(), no_python_dispatcher():
-        yield
+    def run() -> T:
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return call()
+
+    # Each thread has modes of its own, and a new one has none. (With the capture's dispatcher in Python a collective
+    # would keep the interpreter's lock while it waits, and a thread of its process group would wait for the lock.)
+    helper = Helper("fusedmoe-measure")
+    return helper.result(helper.begin(run))
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -210,8 +229,7 @@ def all_to_all_points(
     sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     missing = [size for size in sizes if str(size) not in known]
     if missing:
-        with as_at_run_time():
-            found = measure_points(group, device, missing, graph_ranks.wait)
+        found = outside_of_capture(partial(measure_points, group, device, missing, graph_ranks.wait), device)
         known |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.leader:
             write(path, json.dumps(known), "what all-to-alls take")

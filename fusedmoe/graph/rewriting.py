@@ -26,6 +26,7 @@ from fusedmoe.graph.instructions import (
     is_view,
     is_wait,
     mutates,
+    name_of,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.schedule.cost import Durations
@@ -130,7 +131,7 @@ def run_chunk(
     assert shape is not None and isinstance(axis, Axis)
     if target is operator.getitem:
         return call(target, args, kwargs)
-    name = target._schema.name  # type: ignore[union-attr]
+    name = f"{target.namespace}::{name_of(node)}"  # type: ignore[union-attr]
     if name in _SHAPED:
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
     if name == "aten::expand":
@@ -156,7 +157,7 @@ def run_chunk(
 
 def carried_from(node: fx.Node) -> fx.Node:
     """Returns of what a chunk needs the chunk before: of the result of a running sum, else of what is moved."""
-    return node if node.target._schema.name == "aten::cumsum" else node.all_input_nodes[0]  # type: ignore[union-attr]
+    return node if node.target is _aten.cumsum.default else node.all_input_nodes[0]
 
 
 def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
@@ -167,7 +168,7 @@ def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: in
     (given,) = way.inputs.values()
     if given == way.axis:
         return None
-    if node.target._schema.name == "aten::split":  # type: ignore[union-attr]
+    if name_of(node) == "split":
         return (args[0], size, *args[2:])
     assert isinstance(way.axis, Axis)
     start = start_of(node) * size // (shape_of(node) or ())[way.axis.dim]
@@ -423,8 +424,10 @@ def pipeline_s(
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
     """Returns whether a result lies in the memory of an argument."""
-    memory = [one.untyped_storage()._cdata for one in (result, *args) if isinstance(one, torch.Tensor)]
-    return isinstance(result, torch.Tensor) and memory[0] in memory[1:]
+    if not isinstance(result, torch.Tensor):
+        return False
+    memory = result.untyped_storage()
+    return any(isinstance(arg, torch.Tensor) and arg.untyped_storage() is memory for arg in args)
 
 
 def stage_plan(

@@ -24,16 +24,18 @@ from fusedmoe.versions import refused
 if (error := refused("transformers", "5.23", "6", "fusedmoe.hf")) is not None:
     raise error
 
+from functools import partial
+
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from fusedmoe.compat.peft import call_after_injection
+from fusedmoe.compat.peft import call_after_injection, replace_activation
 from fusedmoe.hf.callbacks import MetricsCallback, PlanTuningCallback
 from fusedmoe.hf.decoder_blocks import FAMILIES, pipeline
 from fusedmoe.hf.expert_parallel import ExpertParallel
 from fusedmoe.hf.module_experts import NAME, computes, experts_forward
 from fusedmoe.hf.padding import mask_padding
-from fusedmoe.hf.peft_adapters import replace_activation
+from fusedmoe.hf.peft_adapters import activation
 from fusedmoe.hf.set_experts import apply
 from fusedmoe.ops import count_flops
 from fusedmoe.plans import layer_policies
@@ -51,7 +53,7 @@ __all__ = [
 ]
 
 count_flops()
-replace_activation(computes)
+replace_activation(partial(activation, computes=computes))
 call_after_injection(ExpertParallel.check_adapters_again)
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)

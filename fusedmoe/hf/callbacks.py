@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from fusedmoe import MoELayer, Topology
+from fusedmoe.compat.transformers import is_expert_parallel, is_registered, recorders_of
 from fusedmoe.dispatchers import expert_load, trains_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
@@ -142,7 +143,7 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
 
     The mark is asked of the module itself: wrappers around it answer for it, too.
     """
-    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
+    return {name: module for name, module in model.named_modules() if is_registered(module)}
 
 
 def named_input(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> dict[str, Tensor]:
@@ -154,8 +155,7 @@ def _routers(model: Any) -> dict[type, int]:
     """Returns classes of routers, and the place of the logits in their outputs, as the models themselves say."""
     routers = {}
     for module in model.modules():
-        recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        for recorder in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+        for recorder in recorders_of(module, "router_logits"):
             if recorder is not None and hasattr(recorder, "target_class"):
                 routers[recorder.target_class] = recorder.index
     return routers
@@ -191,7 +191,7 @@ class PlanTuningCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         modules = registered_experts(model)
-        travels = any(module._is_expert_parallel for module in modules.values())
+        travels = any(is_expert_parallel(module) for module in modules.values())
         self.tuning = StepTuning(model, **self._given) if travels or not modules else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

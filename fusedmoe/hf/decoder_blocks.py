@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers.distributed.parallel_utils import _use_local_dtensor_params
-from transformers.utils.output_capturing import _active_collector
+from transformers.distributed.expert_parallel import ExpertParallelLayer
 
 from fusedmoe import PipelinedBlocks
+from fusedmoe.compat.torch import HOOK_KINDS, hooks_of
+from fusedmoe.compat.transformers import captures_outputs, is_expert_parallel
 from fusedmoe.dispatchers import EXCHANGE, ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import RouterMetrics, named_input, registered_experts
@@ -67,7 +68,7 @@ def pipeline(
     """
     door = TransformersBlocks()
     for name, module in registered_experts(model).items():
-        if module._is_expert_parallel and EXCHANGE not in vars(module):
+        if is_expert_parallel(module) and EXCHANGE not in vars(module):
             raise ConfigError(
                 f"{door.who}: transformers itself sends the tokens of {name} ({type(module).__name__}); load the model "
                 f"with DistributedConfig(…, ep_implementation={NAME!r})"
@@ -87,6 +88,13 @@ def pipeline(
     return pipeline_external(model, door, degrees, policy, recompute)
 
 
+class _LocalTensors(ExpertParallelLayer):
+    """Style of transformers whose context makes a module's DTensors the local tensors of this rank."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+
 class TransformersBlocks:
     """Blocks of transformers as `pipeline_external` sees them (`DecoderDoor`)."""
 
@@ -95,7 +103,7 @@ class TransformersBlocks:
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
         # Metrics count what experts are called with, by hooks.
-        for hook in experts._forward_pre_hooks.values():
+        for hook in hooks_of(experts)[HOOK_KINDS.index("forward_pre")].values():
             if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RouterMetrics):
                 hook(experts, args, kwargs)
         x_TH, number_TK, weight_TK = named_input(*args, **kwargs).values()
@@ -106,14 +114,14 @@ class TransformersBlocks:
         return int(experts.config.num_experts_per_tok)
 
     def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
-        return _use_local_dtensor_params(block.exchange.experts.module)
+        return _LocalTensors().context_around_forward(block.exchange.experts.module, None)
 
     def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
         module: Any = block.module
         # By the names of transformers until 5.23, and since 5.24.
         if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
             return "it has a cache; call the model with use_cache=False"
-        if _active_collector.get():
+        if captures_outputs():
             return "outputs of single blocks are asked for; leave output_router_logits and the like out"
         if module.gradient_checkpointing and module.training:
             return "gradient checkpointing is on; call gradient_checkpointing_disable() and give recompute=True"

@@ -107,6 +107,7 @@ class ExpertParallel(EPImplementation):
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
+        ops.constant_in_graphs(ops.graph_takes_sizes)
         self._unasked.add(self)
         self._layers.add(self)
         check_experts(experts)

@@ -8,7 +8,7 @@ activation by a kernel of ours or the module's own functions.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import Topology, ops
+from fusedmoe.compat.transformers import apply_gate, gate_of, has_default_gate, implementation_of, is_expert_parallel
 from fusedmoe.dispatchers import InputChecks, has_hooks, not_finite, unselected
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.peft_adapters import folded, is_evaluated, matrix, stored
@@ -61,7 +61,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     refuse_bad_numbers(self, hidden_states, top_k_weights)
     # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
     number_TK = (
-        top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
+        top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if is_expert_parallel(self) else top_k_index
     )
     layout = ops.order(number_TK, self.num_experts)
     x_TH = hidden_states.to(row_dtype(parameters.down, hidden_states))
@@ -142,7 +142,7 @@ def few_tokens(
     # By expert, so that each matrix is read once; one token has one row for each.
     number_N, pair_N = (number_P, None) if T == 1 else number_P.sort(stable=True)
     numbers = number_N.tolist()
-    if not experts._is_expert_parallel and max(numbers, default=0) >= E:
+    if not is_expert_parallel(experts) and max(numbers, default=0) >= E:
         raise ConfigError(f"fusedmoe.hf: chosen experts must be numbers from 0 to {E - 1}, got {max(numbers)}")
     here = [row for row, number in enumerate(numbers) if 0 <= number < E]
     if not here:
@@ -172,7 +172,7 @@ def few_tokens(
             [*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32, device="cpu"
         )
     rows_NI = _product(up, up_adapter, transposed, rows_NH, runs, ends_E, up_NI)
-    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NI = apply_gate(experts, rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = _product(down, down_adapter, transposed, rows_NI.to(dtype), runs, ends_E, down_NH)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
@@ -246,7 +246,7 @@ def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layo
     up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TH.dtype)
     adapters = ops.Adapters(up_adapter, down_adapter)
     bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
-    if bits and experts._is_expert_parallel:
+    if bits and is_expert_parallel(experts):
         _refuse_split(experts)
     # Products beside frozen ones know no gradient of these.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
@@ -270,7 +270,7 @@ def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layo
     if experts.has_gate and is_clamped_swiglu(experts):
         rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
     else:
-        rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+        rows_NI = apply_gate(experts, rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = _linear(experts, rows_NI.to(x_TH.dtype), layout, down, down_bias, adapters.down)
     if experts.has_post_expert_norm:
         # Before the weights, as in the module's own forward.
@@ -315,7 +315,7 @@ def is_clamped_swiglu(experts: Any) -> bool:
 
     A graph that is compiled before any such call has the module's own function.
     """
-    gate = vars(experts).get("_apply_gate", type(experts)._apply_gate), *_clamp(experts)
+    gate = gate_of(experts), *_clamp(experts)
     known: tuple[Any, bool] | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
     if known is not None and known[0] == gate:
         return known[1]
@@ -343,7 +343,7 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
     try:
         with torch.no_grad():
-            gated: Tensor = experts._apply_gate(tried_NH)
+            gated = apply_gate(experts, tried_NH)
     # It needs rows of the module's own width or dtype: then it is not this function.
     except Exception:
         return False
@@ -356,7 +356,7 @@ def fused_activation(experts: Any) -> str | None:
     if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
         return None
     # Somebody may have replaced the gate of one module, or have put hooks on its activation.
-    if experts.has_gate and ("_apply_gate" in vars(experts) or type(experts)._apply_gate is not _default_apply_gate):
+    if experts.has_gate and not has_default_gate(experts):
         return None
     plain = _activation(experts.act_fn)
     return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
@@ -384,13 +384,13 @@ def check_experts(experts: Any) -> None:
     """Refuses, by name, a module whose flags or parameters say nothing that this library computes."""
     # A decoder's few products take little longer than to look again at what is known. It is known of plain parameters
     # alone, by all that the checks depend on, so that it holds whatever becomes of the module.
-    held: dict[str, Any] = {} if torch.compiler.is_compiling() else experts._parameters
-    plain = [(name, p.dtype, p.dim()) for name, p in held.items() if type(p) is nn.Parameter]
+    held = () if torch.compiler.is_compiling() else experts.named_parameters(recurse=False)
+    plain = [(name, p.dtype, p.dim()) for name, p in held if type(p) is nn.Parameter]
     seen = (type(experts), *plain)
     if plain and experts.__dict__.get("_fusedmoe_seen") == seen:
         return
     who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
-    lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
+    lacks = [flag for flag in (*_FLAGS, "num_experts") if not hasattr(experts, flag)]
     if lacks:
         raise ConfigError(
             f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation gives them to modules of "
@@ -416,7 +416,7 @@ def _check_parameter(experts: Any, name: str, tensor: Any) -> None:
             f"{got}; load the model without quantisation, or with bitsandbytes' 4 bits or torchao's 8 for each "
             "expert, or choose another experts_implementation"
         )
-    if isinstance(tensor, QuantisedMatrices) and experts._is_expert_parallel:
+    if isinstance(tensor, QuantisedMatrices) and is_expert_parallel(experts):
         _refuse_split(experts)
     if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
         raise ConfigError(
@@ -436,8 +436,7 @@ def _refuse_split(experts: Any) -> NoReturn:
 def computes(experts: Any) -> bool:
     """Returns whether the forward of a module of experts is this library's."""
     # Without a config: a module of somebody else's, whose parameter has an adapter of peft.
-    config = getattr(experts, "config", None)
-    return getattr(config, "_experts_implementation", None) == NAME and owner(experts) in OWN
+    return implementation_of(experts) == NAME and owner(experts) in OWN
 
 
 def owner(module: Any) -> str:
@@ -445,13 +444,20 @@ def owner(module: Any) -> str:
     forward: Any = vars(module).get("forward", type(module).forward)
     while True:
         if isinstance(forward, partial):
-            # accelerate's hooks keep the forward that they call in `_old_forward`.
+            # accelerate's hooks are a partial object around the forward that they call.
             hooked = _home(forward.func) == "accelerate.hooks"
-            forward = module._old_forward if hooked else forward.func
-        elif hasattr(forward, "_torchdynamo_orig_callable"):
-            forward = forward._torchdynamo_orig_callable
+            forward = vars(forward)["__wrapped__"] if hooked else forward.func
+        elif hasattr(forward, "__wrapped__") and _home(forward) in _homes_of_compilers():
+            forward = forward.__wrapped__
         else:
             return _home(forward)
+
+
+@cache
+def _homes_of_compilers() -> set[str]:
+    """Return the Python modules of what wraps a function that a compiler takes, or leaves out."""
+    wrapped = (torch.compiler.disable(_home, recursive=recursive) for recursive in (True, False))
+    return {_home(torch.compile(_home)), *map(_home, wrapped)}
 
 
 def _home(function: Any) -> str:

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from fusedmoe import ops
 from fusedmoe.compat.torch import checkpoints
+from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
 from fusedmoe.dispatchers import Remembered, recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import named_input, registered_experts
@@ -60,8 +61,8 @@ def mask_padding(model: Any) -> Any:
 
 
 def _ours(experts: Any) -> bool:
-    if not experts._is_expert_parallel:
-        return bool(experts.config._experts_implementation == "fusedmoe")
+    if not is_expert_parallel(experts):
+        return implementation_of(experts) == "fusedmoe"
     # Transformers keeps what it calls in a closure.
     cells = getattr(experts.forward, "__closure__", None) or ()
     return any(type(cell.cell_contents).__module__.startswith("fusedmoe.") for cell in cells)

@@ -77,9 +77,6 @@ def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
 
 def stored(experts: Any, name: str) -> Any:
     """Returns a parameter without what adapters add to it: for its shape, dtype and device."""
-    parameter = experts._parameters.get(name)
-    if type(parameter) is nn.Parameter:
-        return parameter
     if (bits := quantised(experts, name)) is not None:
         return bits
     if parametrize.is_parametrized(experts, name) and not is_evaluated(experts, name):
@@ -92,17 +89,6 @@ def is_evaluated(experts: Any, name: str) -> bool:
     if not parametrize.is_parametrized(experts, name) or quantised(experts, name) is not None:
         return False
     return not all(is_factors_proxy(each) or is_full_proxy(each) for each in experts.parametrizations[name])
-
-
-def replace_activation(computes: Callable[[Any], bool]) -> None:
-    """Have peft's wrapper, if its version is known, leave an adapter's factors beside experts.
-
-    Args:
-        computes: returns whether this library computes a module of experts.
-    """
-    layer = lora_module()
-    if layer is not None and not hasattr(layer.ParamWrapper._activate_lora, "_fusedmoe"):
-        layer.ParamWrapper._activate_lora = _activation(layer.ParamWrapper._activate_lora, computes)
 
 
 def refuse_split_merges() -> None:
@@ -118,7 +104,14 @@ def refuse_split_merges() -> None:
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
 
 
-def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Activation:
+def activation(original: _Activation, computes: Callable[[Any], bool]) -> _Activation:
+    """Make the function by which peft's wrapper leaves an adapter's factors beside experts.
+
+    Args:
+        original: peft's own.
+        computes: returns whether this library computes a module of experts.
+    """
+
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
@@ -134,7 +127,7 @@ def _activation(original: _Activation, computes: Callable[[Any], bool]) -> _Acti
         finally:
             del held[parameter]
 
-    activate._fusedmoe, activate.original = True, original  # type: ignore[attr-defined]
+    activate.original = original  # type: ignore[attr-defined]
     return activate
 
 
@@ -143,8 +136,9 @@ def _merging(original: Callable[..., None]) -> Callable[..., None]:
         name = getattr(self, "parameter_name", "weight")  # of a linear layer
         # Where FSDP has split a linear layer with its adapter, peft adds parts to parts.
         parts = name == "weight" and all(isinstance(each, DTensor) for each in self.lora_A.parameters())
-        if isinstance(self.get_base_layer()._parameters.get(name), DTensor) and not parts:
-            _refuse_split(self.get_base_layer(), name, "merge it in one process, into a model that is not split")
+        layer = self.get_base_layer()
+        if isinstance(dict(layer.named_parameters(recurse=False)).get(name), DTensor) and not parts:
+            _refuse_split(layer, name, "merge it in one process, into a model that is not split")
         original(self, *args, **kwargs)
 
     merge._fusedmoe = True  # type: ignore[attr-defined]

@@ -119,8 +119,6 @@ def quantised(experts: Any, name: str) -> QuantisedMatrices | None:
     Raises:
         ConfigError: a parameter of which no expert can be made alone.
     """
-    if type(experts._parameters.get(name)) is nn.Parameter:
-        return None
     who = f"{type(experts).__name__}.{name}"
     if not parametrize.is_parametrized(experts, name):
         tensor: Any = getattr(experts, name, None)

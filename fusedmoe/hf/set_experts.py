@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fusedmoe import Schedule, Topology
+from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
 from fusedmoe.dispatchers import EXCHANGE
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import registered_experts
@@ -53,12 +54,12 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
             )
         check_experts(module)
     refuse_split_merges()
-    if any(module._is_expert_parallel for module in modules.values()):
+    if any(is_expert_parallel(module) for module in modules.values()):
         _share_adapters(model)
     for owner_of_experts in _outermost(model):
         owner_of_experts.set_experts_implementation(NAME)
     for name, module in modules.items():
-        chosen = getattr(module.config, "_experts_implementation", None)
+        chosen = implementation_of(module)
         # A model that does not pass the choice on to its parts, or a module outside of any model.
         if chosen != NAME:
             raise ConfigError(
@@ -90,7 +91,7 @@ def _set_schedule(modules: dict[str, Any], schedule: str | Schedule) -> None:
         exchange = getattr(module, EXCHANGE, None)
         if exchange is not None:
             exchange.set_schedule(schedule)
-        elif module._is_expert_parallel and schedule != "off":
+        elif is_expert_parallel(module) and schedule != "off":
             raise ConfigError(
                 f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), and no "
                 f"schedule has an effect; load the model with DistributedConfig(…, ep_implementation={NAME!r})"

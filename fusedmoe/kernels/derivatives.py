@@ -9,21 +9,26 @@ transforms of `torch.func` where gradients would go through them. (Operators und
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fusedmoe.compat.torch import (
+    KEYS_AFTER_AUTOGRAD,
+    below_autograd,
+    forward_level,
+    is_forward_mode_enabled,
+    tracing_context,
+    transforms_active,
+)
 from fusedmoe.errors import DerivativeError
 
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 @dataclass
@@ -61,7 +66,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
             @staticmethod
             def forward(ctx: Any, *inputs_and_keyset: Any) -> Any:
                 *inputs, keyset = inputs_and_keyset
-                with _below_autograd():
+                with below_autograd():
                     output = overload.redispatch(keyset, *inputs)
                 gradient.setup(ctx, inputs, output)
                 return output
@@ -76,57 +81,46 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
 
         def by_autograd(keyset: Any, *inputs: Any) -> Any:
             # What comes after autograd: the operator's body, a fake, a mode that looks on.
-            keyset = keyset & torch._C._after_autograd_keyset
-            differentiable = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+            keyset = keyset & KEYS_AFTER_AUTOGRAD
+            differentiable = False
+            if torch.is_grad_enabled():
+                for value in inputs:
+                    if isinstance(value, Tensor) and value.requires_grad:
+                        differentiable = True
+                        break
             # Also without a gradient: a tangent would be dropped in silence.
-            if forward_ad._current_level >= 0:
+            if forward_level() >= 0:
                 require_no_tangent(qualified, inputs)
             if not differentiable:
-                with _below_autograd():
+                with below_autograd():
                     return overload.redispatch(keyset, *inputs)
-            if _transformed():
+            if transforms_active():
                 _require_plain(qualified, inputs)
             return apply(*inputs, keyset)
 
         _library.impl(name, by_autograd, "Autograd", with_keyset=True)
-        # Transforms that differentiate meet `by_autograd`; vmap has a key of its own.
-        _library.impl(name, lambda *inputs: _one_by_one(overload, inputs), "FuncTorchBatched")
+        # Transforms that differentiate call `by_autograd`; vmap has a key of its own.
+        torch.library.register_vmap(qualified, partial(_one_by_one, overload), lib=_library)
         return overload
 
     return define
 
 
-@contextmanager
-def recording() -> Iterator[None]:
-    """A context in which autograd records, also within an operator, whose body runs below it."""
-    below = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
-    keys = torch._C._dispatch_tls_local_include_set(), below
-    with torch._C._ForceDispatchKeyGuard(*keys), torch.enable_grad():
-        yield
-
-
-def _one_by_one(overload: Any, inputs: tuple[Any, ...]) -> Any:
-    """Calls an operator under `torch.func.vmap` once for each element: PyTorch's fallback takes no lists of tensors."""
-    # Nobody else needs these modules, which take a while to load.
-    from torch._functorch.autograd_function import custom_function_call_vmap_helper
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+def _one_by_one(overload: Any, info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+    """Call an operator once for each element of a batch: PyTorch's fallback for `vmap` takes no lists of tensors."""
 
     def element(value: Any, dim: Any, number: int) -> Any:
         if isinstance(value, list):
             return [element(*pair, number) for pair in zip(value, dim, strict=True)]
         return value if dim is None else value.select(dim, number)
 
-    def batched(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
-        outputs = []
-        for number in range(info.batch_size):
-            given = (element(value, dim, number) for value, dim in zip(values, in_dims, strict=True))
-            outputs.append(overload(*given))
-        if isinstance(outputs[0], Tensor):
-            return torch.stack(outputs), 0
-        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
-
-    level: Any = retrieve_current_functorch_interpreter()
-    return custom_function_call_vmap_helper(level, batched, overload, *inputs)
+    outputs = []
+    for number in range(info.batch_size):
+        given = (element(value, dim, number) for value, dim in zip(values, in_dims, strict=True))
+        outputs.append(overload(*given))
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
 
 
 def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -139,22 +133,25 @@ def graph_takes_sizes() -> bool:
 
     With `fullgraph=True` it may; otherwise it would break at each operator with such results.
     """
-    context = torch._guards.TracingContext.try_get()
+    context = tracing_context()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
         return False
     return bool(context.fake_mode.shape_env.allow_dynamic_output_shape_ops)
 
 
-# The compiler calls it, and takes the answer as a constant. `torch.compiler.assume_constant_result` marks it alike, but
-# imports the compiler, which takes longer than all of this library.
-graph_takes_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@cache
+def keep_out_of_graphs(owner: type, method: str) -> None:
+    """Have compiled models call this method of a class as it is.
+
+    Called with the first object, not with the module: it imports the compiler, which takes longer than this library.
+    """
+    setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
 
 
 @cache
-def keep_out_of_graphs(owner: type, method: str) -> None:
-    """Has compiled models call this method of a class as it is. Said with the first object, not with the module: it
-    imports the compiler, too."""
-    setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
+def constant_in_graphs(function: Callable[..., Any]) -> None:
+    """Have the compiler call a function and take its result as a constant. Called with the first object, too."""
+    torch.compiler.assume_constant_result(function)
 
 
 # Formulas that PyTorch's counter does not have yet.
@@ -223,7 +220,7 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().apply(*args)
-        if forward_ad._current_level >= 0 or _transformed():
+        if forward_level() >= 0 or transforms_active():
             _require_plain(cls.name_of(args), args)
         outputs = super().apply(*args)
         # A backward with `create_graph` must refuse what goes through this function's inputs, some of which it may not
@@ -322,12 +319,12 @@ class _Refusing(torch.autograd.Function):
 
 def numbers_only() -> bool:
     """Returns whether only numbers are asked for: no graph, no tangent, no transform of `torch.func`."""
-    return not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed())
+    return not (torch.is_grad_enabled() or forward_level() >= 0 or transforms_active())
 
 
 def _require_plain(operation: str, args: Iterable[Any]) -> None:
     require_no_tangent(operation, args)
-    if _transformed():
+    if transforms_active():
         raise DerivativeError(
             f"{operation} has no part in transforms of torch.func (grad, vjp, jacrev, jvp, hessian, vmap); use "
             "torch.autograd.grad on a plain call"
@@ -336,7 +333,7 @@ def _require_plain(operation: str, args: Iterable[Any]) -> None:
 
 def require_no_tangent(operation: str, args: Iterable[Any]) -> None:
     """Refuses tensors that have one, in forward mode."""
-    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+    if forward_level() < 0 or not is_forward_mode_enabled():
         return
     if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in args):
         raise DerivativeError(

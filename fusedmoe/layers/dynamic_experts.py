@@ -28,6 +28,7 @@ from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, ma
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import version_of
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import require_no_tangent
@@ -269,7 +270,7 @@ class DynamicExperts:
 
     def _marked(self) -> list[tuple[int, int]]:
         """Versions and memory of parameters: whether these were changed, or moved away from their replicas."""
-        return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
+        return [(version_of(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
 
     def arrive(self) -> None:
         """Waits for what is on its way. Collective."""
@@ -405,7 +406,7 @@ class DynamicExperts:
             if self._returns is None:  # nobody called `begin` with gradients enabled
                 self._lay_way()
             assert self._returns is not None
-            versions = [parameter._version for parameter in self.parameters]
+            versions = [version_of(parameter) for parameter in self.parameters]
             back = partial(self._send_back, self._gathered, self._rows, self.owned, versions)
             tables = list(materialise(self._aliases, tables, self._returns, back))
             if any(self._returns.learn):
@@ -472,7 +473,7 @@ class DynamicExperts:
     ) -> SparseWork:
         self.learned = True
         # Gradients of old parameters must not go to new ones.
-        if versions != [parameter._version for parameter in self.parameters]:
+        if versions != [version_of(parameter) for parameter in self.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
                 "optimizer.step()"

@@ -91,13 +91,13 @@ class RanksOwn(Tensor):
     Saved any other way it is a plain tensor, as is what is computed from it; copies are of this class.
     """
 
-    # A checkpoint takes tensors of one name for copies, and keeps each as some rank has it: experts would be lost at
-    # the save, and nobody told before the load.
+    # A checkpoint takes tensors of one name for copies and keeps those of one rank: the save would lose experts.
     _COPIES: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        with torch.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
         return result.as_subclass(cls) if function in cls._COPIES else result
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
@@ -370,7 +370,7 @@ class Custom(RowExperts):
                 self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # the names have the numbers
+        super(Experts, self)._save_to_state_dict(destination, prefix, keep_vars)  # the names have the numbers
 
     def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = f"{prefix}experts."

@@ -129,10 +129,10 @@ def table(parameter: nn.Parameter, rows: int) -> Tensor:
     storage = parameter.data.untyped_storage()
     # A view of other memory, or a parameter whose memory was given anew (`.to`), moves to memory of its own, once.
     shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
-    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
+    if shared or getattr(parameter, "_fusedmoe_table", None) != id(storage):
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         storage = parameter.data.untyped_storage()
-        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
+        parameter._fusedmoe_table = id(storage)  # type: ignore[attr-defined]
     shape = (rows, *parameter.shape[1:])
     needed = torch.Size(shape).numel() * parameter.element_size()
     # Rows that are there stay where they are: replicas come behind the owned ones.

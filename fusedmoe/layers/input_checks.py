@@ -177,7 +177,7 @@ class InputChecks:
         """Returns a count of bad numbers, as far as the host is to know it now."""
         if torch.compiler.is_compiling() and not uses_triton(bad):
             # In a graph on a CPU nothing else could end the run.
-            torch._assert_async(bad == 0, f"{self._what}. {self._cure}")
+            torch.ops.aten._assert_async.msg(bad == 0, f"{self._what}. {self._cure}")
         elif uses_triton(bad) and self._topology.ep.size == self._topology.esp.size == 1:
             # Nothing travels, so no other rank is misled if the host hears of it with a later call.
             self._watch.note(bad)

@@ -9,7 +9,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,18 +17,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.autograd.order import order as order_rows
 from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, slowest_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import disable_current_modes, recording, saved_tensor_hooks_removed
 from fusedmoe.engine.collectives_dispatcher import Collectives
-from fusedmoe.engine.dispatcher import Routed, unchanged
+from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
-from fusedmoe.kernels.derivatives import recording
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
@@ -131,12 +130,8 @@ def undisturbed() -> Iterator[None]:
     That happens once, in the first forward, and not where an activation checkpoint computes it again: so whoever counts
     the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
     """
-    hooks: AbstractContextManager[Any] = nullcontext()
-    autograd: Any = torch._C._autograd
-    if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
-        hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
+    with torch.inference_mode(False), disable_current_modes(), saved_tensor_hooks_removed(), recording():
         yield
 
 

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import _get_tracing_state, module_states
+from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.graph_dispatch import by_operators_in_graph
 from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.backend import require_floats
-from fusedmoe.kernels.derivatives import count_flops, graph_takes_sizes, keep_out_of_graphs
+from fusedmoe.kernels.derivatives import constant_in_graphs, count_flops, graph_takes_sizes, keep_out_of_graphs
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import (
@@ -135,6 +134,7 @@ class MoELayer(nn.Module):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         keep_out_of_graphs(MoELayer, "_guarded")
+        constant_in_graphs(graph_takes_sizes)
         count_flops()
         return super().__new__(cls)
 
@@ -215,12 +215,10 @@ class MoELayer(nn.Module):
 
     def _guarded(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         # Asked here, where nearly always nothing has changed: a token's way has no call for it then.
-        if (check := self.require_wrapper) is not None and (
-            DistributedDataParallel._active_ddp_module is not None
-            or check.passed != (len(module_states), id(next(self.experts.parameters(), None)))
-        ):
+        check = self.require_wrapper
+        if check is not None and check.passed != (len(module_states), id(next(self.experts.parameters(), None))):
             check()
-        if _get_tracing_state() is not None:
+        if torch.jit.is_tracing():
             raise not_traced()
         with self.topology.guard("MoELayer.forward"):
             self.checks.tell_logits()

@@ -138,10 +138,6 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
         owner = module.get_submodule(path)
     except AttributeError:
         owner = nn.Module()
-    # By the dictionaries: a bias that is None has a place there, and is no mistake.
-    for tensors in (owner._parameters, owner._buffers):
-        if leaf in tensors:
-            return tensors[leaf]
     if parametrize.is_parametrized(owner, leaf):
         inside = f"{path}.parametrizations.{leaf}".lstrip(".")
         raise ConfigError(
@@ -151,6 +147,9 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
             f"shardings['{inside}.0.A'] = {{'ep': 0}} for each parameter of the parametrisation "
             "that has one part for each expert"
         )
+    tensor = getattr(owner, leaf, owner)
+    if tensor is None or isinstance(tensor, Tensor):
+        return tensor
     raise ConfigError(f"{type(module).__name__}.shardings lists {own_name!r}; no parameter or buffer is named {name!r}")
 
 

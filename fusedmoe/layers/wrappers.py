@@ -1,7 +1,8 @@
 """Refusal of PyTorch's wrappers and utilities that treat the different experts of ranks as replicas of one module.
 
-DistributedDataParallel and FSDP2 are found in the first forward pass around them. FSDP1, ZeroRedundancyOptimizer, the
-model averagers and full state dicts are refused when they are called, before they send anything.
+FSDP2 is found in the first forward pass around it, DistributedDataParallel when it is made. FSDP1,
+ZeroRedundancyOptimizer, the model averagers and full state dicts are refused when they are called, before they send
+anything.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, Self
-from weakref import WeakSet, getweakrefs, ref
+from weakref import WeakSet, getweakrefs
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.compat.torch import active_ddp, check_averages, fsdp_parameters, module_states
+from fusedmoe.compat.torch import check_after, check_averages, fsdp_parameters, module_states
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import constant_in_graphs
 
 
 class NotScripted(list[str]):
@@ -63,7 +65,7 @@ class WrapperCheck:
         copies: the ranks over which a wrapper may reduce them.
         axes: those that split them; the experts' `shardings` say which of them split a parameter, else all do.
     Attributes:
-        passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last look.
+        passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last check.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -71,6 +73,8 @@ class WrapperCheck:
         made = super().__new__(cls)
         _checks.add(made)
         watch_utilities()
+        # Where a graph is made of a layer, the compiler calls the check once, and the graph does not hold it.
+        constant_in_graphs(cls.__call__)
         return made
 
     def __init__(
@@ -78,27 +82,13 @@ class WrapperCheck:
     ) -> None:
         self._experts, self._rank, self._copies, self._axes = experts, rank, frozenset(copies), frozenset(axes)
         self.passed = (0, 0)
-        self._served: ref[DistributedDataParallel] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_served": None}
 
     def __call__(self) -> None:
-        """Looks at the DistributedDataParallel whose forward this is, and at FSDP2 where a module or parameter is new.
+        """Check FSDP2 where a module or parameter is new.
 
         Raises:
             ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
         """
-        wrapper = active_ddp()
-        # Once for a wrapper, which fixes what it reduces as it is made.
-        if wrapper is not None and (self._served is None or self._served() is not wrapper):
-            reduced = {id(parameter) for parameter in wrapper._module_parameters}
-            ours = any(id(parameter) in reduced for parameter in self.split().values())
-            if ours and self.strangers(dist.get_process_group_ranks(wrapper.process_group)):
-                raise self._refusal(
-                    "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
-                )
-            self._served = ref(wrapper)
         now = (len(module_states), id(next(self._experts.parameters(), None)))
         if now != self.passed:
             split = self.split()
@@ -107,8 +97,15 @@ class WrapperCheck:
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
             self.passed = now
 
-    # Where a graph is made of the layer, the compiler calls it once, and the graph does not hold it.
-    __call__._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def check_ddp(self, wrapper: DistributedDataParallel) -> None:
+        """Check a wrapper that has been made. Raises: as above."""
+        named = wrapper.module.named_parameters()
+        reduced = {id(parameter) for name, parameter in named if name not in wrapper.parameters_to_ignore}
+        ours = any(id(parameter) in reduced for parameter in self.split().values())
+        if ours and self.strangers(dist.get_process_group_ranks(wrapper.process_group)):
+            raise self._refusal(
+                "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
+            )
 
     def split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
@@ -206,8 +203,14 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
     )
 
 
+def _after_ddp(wrapper: DistributedDataParallel) -> None:
+    for check in list(_checks):
+        check.check_ddp(wrapper)
+
+
 # At import: whoever imports the function by its name afterwards gets the checked one.
 check_averages(_before_average)
+check_after(DistributedDataParallel, "__init__", lambda wrapper, *_, **__: _after_ddp(wrapper))
 
 
 @cache

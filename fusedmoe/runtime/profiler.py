@@ -379,8 +379,10 @@ class _Profiler:
     def _ready(self) -> None:
         self._recorder.clear()
         if self._device.type == "cuda":
-            # The host gets ahead meanwhile, so that no launch is part of what is measured.
-            torch.cuda._sleep(20_000_000)
+            # The GPU multiplies for 10 ms and more, so that the host is ahead and no launch is part of a measurement.
+            matrix = torch.zeros(2048, 2048, device=self._device)
+            for _ in range(64):
+                torch.mm(matrix, matrix)
 
     def _together(self) -> None:
         """Waits until all ranks are here: ranks that start at different times would measure each other's delay."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from fusedmoe.compat.torch import profiler_is_on
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.schedule.timeline import Span, Timeline, check_word
 
@@ -60,7 +61,7 @@ def span(
 
 def profiling() -> bool:
     """Returns True if a profiler of PyTorch's is on."""
-    return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
+    return not torch.compiler.is_compiling() and profiler_is_on()
 
 
 def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:

@@ -310,9 +310,17 @@ class ModelState:
             self._optimizer.install(targets, small[GROUPS])
 
 
+class _WithExtraState(nn.Module):
+    def get_extra_state(self) -> None:
+        """Have an entry in the state dict, and no other."""
+
+
+(_EXTRA_STATE,) = _WithExtraState().state_dict()
+
+
 def _is_extra_state(name: str) -> bool:
     """Return whether an entry is what `get_extra_state` returned: a module may restore any other class or shape."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _refuse(path: Path, difference: str | None) -> None:

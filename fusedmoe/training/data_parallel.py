@@ -13,13 +13,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as _fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -30,6 +29,7 @@ from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  the
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import bounded
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import WatchedDataParallel, call_after_backward, graph_task_id, hide_from_ddp, shard_over
 from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, experts_of
@@ -48,11 +48,6 @@ from fusedmoe.training.copies import (
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
 from fusedmoe.training.repeated_sync import note_synchronised
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-except ImportError:  # PyTorch before there was a mesh for each parameter
-    ShardPlacementResult = None  # type: ignore[assignment, misc]
 
 
 def sync_gradients(
@@ -163,7 +158,7 @@ class SingleRank(nn.Module):
         yield
 
 
-class DataParallel(DistributedDataParallel):
+class DataParallel(WatchedDataParallel):
     """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
 
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
@@ -175,7 +170,7 @@ class DataParallel(DistributedDataParallel):
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
         # PyTorch would average them over ranks that hold different ones.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
+        hide_from_ddp(model, hidden)
         self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
         with bounded(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
@@ -212,10 +207,9 @@ class DataParallel(DistributedDataParallel):
         self._topology.job.refuse_pickle()
         return self.__dict__
 
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Ranks agree on buckets and broadcast buffers here; the model itself runs after it, unbounded.
-        with bounded(self._topology.world, "agreeing on gradient buckets"):
-            return super()._pre_forward(*inputs, **kwargs)
+    def around_agreement(self) -> AbstractContextManager[None]:
+        # Ranks agree on buckets and broadcast buffers inside; the model itself runs after it, unbounded.
+        return bounded(self._topology.world, "agreeing on gradient buckets")
 
     def _finish_backward(self) -> None:
         """Reduces what PyTorch does not know, and waits for all ranks to have begun what PyTorch reduces."""
@@ -231,12 +225,12 @@ def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Te
     """Scales a gradient on its way to be accumulated; the first one of a backward pass has the sync done at its end."""
     if wrapper is None:  # the model lives on without its wrapper
         return None
-    backward = torch._C._current_graph_task_id()
+    backward = graph_task_id()
     # DistributedDataParallel decides in forward; `require_forward_param_sync` is what it decided.
     syncs = wrapper.require_backward_grad_sync or wrapper.require_forward_param_sync
     if syncs and backward != wrapper._synced_backward:
         wrapper._synced_backward = backward
-        Variable._execution_engine.queue_callback(wrapper._finish_backward)
+        call_after_backward(wrapper._finish_backward)
     return gradient if scale == 1.0 else gradient * scale
 
 
@@ -291,22 +285,22 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
 
 def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
     """Makes FSDP2's `shard_placement_fn`, which puts parameters in `spread` over the edp group."""
-    if ShardPlacementResult is None:
+    assert topology.expert_mesh is not None
+    ranks, over = topology.edp.size, shard_over(topology.expert_mesh["edp"])
+    if over is None:
         raise ConfigError(
             f"fully_shard(experts=True) needs a PyTorch whose FSDP2 has a mesh for each parameter; {torch.__version__} "
             "has one for all of a module. Update PyTorch, or leave experts=False."
         )
     if any(experts.moves for _, experts in experts_of(module)):
         raise ConfigError("fully_shard(experts=True) of experts that move between ranks: leave experts=False")
-    assert topology.expert_mesh is not None
-    ranks, over = topology.edp.size, FSDPMeshInfo(mesh=topology.expert_mesh["edp"], shard_mesh_dim=0)
 
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in spread:
             return None
         # Fewer experts than ranks: FSDP would pad the first dimension, and some ranks would hold nothing.
         few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
-        return ShardPlacementResult(Shard(1 if few else 0), over)
+        return over(Shard(1 if few else 0))
 
     return placement
 

@@ -29,7 +29,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,9 +38,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.utils import _ReaderView
 
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.python import PythonUnpickler
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint import ABOUT, unknown_contents
@@ -159,10 +158,19 @@ def _check_sizes(path: Path, folder: Path, metadata: Metadata) -> None:
 # The index.
 
 
+class StoredItem(NamedTuple):
+    """Place of an item, for PyTorch's reader of a folder."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
 def parse_index(data: bytes) -> Metadata:
     """Reads the index that a pickle stands for; `ValueError` where it names something else or does not fit together."""
     note = _note(_Reader(BytesIO(data)).load())
-    infos: dict[MetadataIndex, _StorageInfo] = {}
+    infos: dict[MetadataIndex, StoredItem] = {}
     for key, info in _dictionary(note["storage_data"]).items():
         # Values have no offset, parts of tensors have one: both are keys of what is stored.
         at = None if _note(key)["offset"] is None else _sizes(key["offset"])
@@ -198,8 +206,7 @@ class _Note:
         return _dictionary(self.held).get(field)
 
 
-# The one in C gives a file of a few bytes all the memory that it asks for, and the machine with it.
-class _Reader(pickle._Unpickler):
+class _Reader(PythonUnpickler):
     """Finds no class but notes, which are new ones each time: nothing that a pickle sets on them outlives it."""
 
     stack: list[Any]
@@ -222,7 +229,7 @@ class _Reader(pickle._Unpickler):
 
     # All that pickles of an index have, and what can hash is ours.
     dispatch: ClassVar[dict[int, Any]] = {
-        **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _HASHING},
+        **{code: load for code, load in PythonUnpickler.dispatch.items() if bytes([code]) not in _HASHING},
         pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(-2), self.stack.pop()]),
         pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
     }
@@ -274,7 +281,7 @@ class _TupleReader(_Reader):
         self._tuple(values)
 
     dispatch: ClassVar[dict[int, Any]] = {
-        **pickle._Unpickler.dispatch,
+        **PythonUnpickler.dispatch,
         pickle.TUPLE[0]: lambda self: self._tuple(self.pop_mark()),
         pickle.TUPLE1[0]: lambda self: self._tuple_of(1),
         pickle.TUPLE2[0]: lambda self: self._tuple_of(2),
@@ -282,14 +289,14 @@ class _TupleReader(_Reader):
     }
 
 
-def _info(note: _Note) -> _StorageInfo:
+def _info(note: _Note) -> StoredItem:
     """Reads where an item lies: in a file of the folder itself."""
     file = _word(note["relative_path"])
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
     if note["transform_descriptors"]:
         raise ValueError("its items are encoded")
-    return _StorageInfo(file, _size(note["offset"]), _size(note["length"]))
+    return StoredItem(file, _size(note["offset"]), _size(note["length"]))
 
 
 def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetadata:
@@ -421,20 +428,12 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
                 yield item, file
 
 
-class _ItemView(_ReaderView):
-    """Part of a file as a file of its own. PyTorch's own view takes a place counted from the end for one before it."""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        if whence == os.SEEK_END:
-            offset, whence = max(0, self.len + offset), os.SEEK_SET
-        return super().seek(offset, whence)
-
-
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
     """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time."""
     # A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
     try:
-        with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
+        file.seek(item.offset)
+        with zipfile.ZipFile(BytesIO(file.read(item.length))) as archive:
             records = archive.infolist()
             packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
             # Records under one name may be the same bytes many times.

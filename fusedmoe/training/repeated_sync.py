@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fusedmoe.compat.torch import version_of
+
 # By gradient: its version after synchronisation, and d/n.
 _synchronised: Any = WeakIdKeyDictionary()
 # Parameters whose hook restores the summand.
@@ -25,7 +27,7 @@ def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
     gradient = parameter.grad
     if gradient is None or factor == 1:
         return
-    _synchronised[gradient] = gradient._version, factor
+    _synchronised[gradient] = version_of(gradient), factor
     if parameter.requires_grad and parameter not in _hooked:
         _hooked[parameter] = True
         own = ref(parameter)  # a hook that held the parameter would keep it
@@ -35,7 +37,7 @@ def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
 def note_scaled(gradient: Tensor) -> None:
     """Note that a gradient has been scaled alike on all ranks, and is still synchronised if it was before."""
     if gradient in _synchronised:
-        _synchronised[gradient] = gradient._version, _synchronised[gradient][1]
+        _synchronised[gradient] = version_of(gradient), _synchronised[gradient][1]
 
 
 def restore_summand(parameter: nn.Parameter) -> bool:
@@ -48,7 +50,7 @@ def restore_summand(parameter: nn.Parameter) -> bool:
     gradient = parameter.grad
     if gradient is None or gradient not in _synchronised:
         return True
-    if gradient._version != _synchronised[gradient][0] and bool(gradient.any()):
+    if version_of(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
         return False
     _restore(parameter)
     return True

@@ -44,9 +44,7 @@ class RowShard(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, numbers: Sequence[int], shape: Sequence[int], starts: Sequence[int]) -> RowShard:
-        made: RowShard = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=part.dtype, device=part.device
-        )
+        made = part.new_empty(()).expand(torch.Size(shape)).as_subclass(cls)  # no memory for the whole
         made.part, made.numbers, made.starts = part, tuple(numbers), tuple(starts)
         return made
 

@@ -139,7 +139,7 @@ def beside_a_stopped_store(rank: int, world: int) -> str:
             client = dist.TCPStore("127.0.0.1", port, is_master=False)
             board = Board(client, rank)
             assert board.read() is None
-            patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+            patch.setattr(group, "default_store", lambda: client)
             patch.setattr(group, "_patience", lambda job: timedelta(seconds=job.timeout_s + 0.2))
             os.kill(pid, signal.SIGSTOP)
             try:

@@ -172,7 +172,7 @@ def test_what_ends_well_behind_a_look_is_no_failure(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr("fusedmoe.graph.graph_ranks.default_store", dist.HashStore)
     monkeypatch.setattr("fusedmoe.graph.graph_ranks._EXIT_S", 0.0)
     graph_ranks = GraphRanks([object()], 20.0)
     graph_ranks.wait(Late(None))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tests.integrations.models import VOCABULARY, make
 from tests.marks import slowly
 
 NAMES = ("gate_up_proj", "down_proj")
-REPLACED_AT_IMPORT = hasattr(peft_layer.ParamWrapper._activate_lora, "_fusedmoe")
+REPLACED_AT_IMPORT = hasattr(peft_layer.ParamWrapper._activate_lora, "original")
 FAMILIES = ("mixtral", "gpt-oss", "qwen3", "olmoe", "deepseek")
 
 

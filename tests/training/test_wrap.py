@@ -448,13 +448,16 @@ def _by_others(rank: int, world: int) -> None:
             torch.distributed.fsdp.fully_shard(model[0])  # the root takes what is left
             return torch.distributed.fsdp.fully_shard(model)
 
+        refusal = r"experts of this layer are this rank's own.*fusedmoe.training"
+        model = block()
+        model(x)  # before it is wrapped it is as good as any
+        with pytest.raises(ConfigError, match=refusal):
+            wrapped(model)
+        sharded = outer(block())
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=refusal):
+                sharded(x)
         for wrap in (wrapped, outer):
-            model = block()
-            model(x)  # before it is wrapped it is as good as any
-            refused = wrap(model)
-            for _ in range(2):
-                with pytest.raises(ConfigError, match=r"experts of this layer are this rank's own.*fusedmoe.training"):
-                    refused(x)
             wrap(block(Topology()))(x).sum().backward()
         blocks = fusedmoe.pipeline([(Twice(), block()[1])], degrees=(2, 2))
         with pytest.raises(ConfigError, match="experts of this layer are this rank's own"):

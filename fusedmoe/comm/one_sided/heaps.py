@@ -21,6 +21,7 @@ from fusedmoe.comm.failure.blame import lost
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heap import Heap, no_gpu, not_for_torch
 from fusedmoe.comm.one_sided.nvshmem import NvshmemHeap
+from fusedmoe.compat.torch import SymmetricMemory
 from fusedmoe.errors import ConfigError
 
 
@@ -162,17 +163,15 @@ class SymmHeap(Heap):
         return ""
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         assert self.group.handle is not None
         # Not `symmetric_memory.empty`, whose pool gives memory out anew as soon as it is freed: `rendezvous` of memory
         # that has been through one returns what it found then, without asking the other ranks. After an error a heap
         # would address what belongs to something else by now. Freed, this is gone here once the device is done; for
         # peers it stays until they free theirs.
-        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device).zero_()
+        own = SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device).zero_()
         self._memory.append(own)
         torch.cuda.synchronize(self.device)
-        handle = _SymmetricMemory.rendezvous(own, self.group.handle.group_name)
+        handle = SymmetricMemory.rendezvous(own, self.group.handle.group_name)
         addresses = [int(address) for address in handle.buffer_ptrs]
         # Backends other than "CUDA" know no address of peers that only their functions reach.
         known = all(addresses) and addresses[handle.rank] == own.data_ptr()

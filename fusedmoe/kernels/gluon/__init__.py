@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from triton.experimental.gluon._runtime import GluonJITFunction
-
+from fusedmoe.compat.triton import GluonJITFunction
 from fusedmoe.kernels.triton.jit import Kernel
 
 

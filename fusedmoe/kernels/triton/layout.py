@@ -214,5 +214,5 @@ def sort_pairs(
         **constants, **steps, num_warps=WARPS,
     )  # fmt: skip
     if refusal is not None:
-        torch._assert_async(right, refusal)
+        torch.ops.aten._assert_async.msg(right, refusal)
     return layout

@@ -188,7 +188,7 @@ class DeepSeekV3(RouterGate):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A cast of the module must not reach the bias: near 1, bfloat16 cannot hold a step of 0.001.
-        before = self._buffers.get("bias_E")
+        before = getattr(self, "bias_E", None)
         module = super()._apply(fn, recurse)
         if before is not None and self.bias_E.dtype != torch.float32:
             self.bias_E = before.to(self.bias_E.device, torch.float32)
@@ -200,5 +200,5 @@ class DeepSeekV3(RouterGate):
 
     def _widen(self) -> None:
         """Convert the bias to float32; there is none before `setup`."""
-        if "bias_E" in self._buffers and self.bias_E.dtype != torch.float32:
+        if getattr(self, "bias_E", None) is not None and self.bias_E.dtype != torch.float32:
             self.bias_E = self.bias_E.float()

@@ -64,7 +64,8 @@ def as_group(handle: ProcessGroup | None) -> Group:
     """Returns a group whose waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and whose errors name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
-    return ranks.group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
+    world: Any = dist.group.WORLD
+    return ranks.group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
 # By the world, as a process may end one and make another; then by ranks, shards and degree, ranks of a node.

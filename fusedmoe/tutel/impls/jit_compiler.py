@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.compat.torch import compile_cuda
 from fusedmoe.errors import ConfigError
 
 IS_HIP_EXTENSION = torch.version.hip is not None
@@ -39,7 +40,7 @@ class JitCompiler:
             if not torch.cuda.is_available():
                 raise ConfigError(f"kernel {named[1]} is CUDA source and needs a CUDA GPU")
             if not compiled:
-                compiled.append(torch.cuda._compile_kernel(source, named[1]))
+                compiled.append(compile_cuda(source, named[1]))
             compiled[0](grid=grid, block=block, args=[*inputs, *(extra or [])])
 
         return call

@@ -1,0 +1,13 @@
+"""Facts about Megatron-core for code outside `fusedmoe.megatron`, checked against 0.16 to 0.19: no private name."""
+
+from __future__ import annotations
+
+from torch import nn
+
+#: The first version that was checked, and the first that was not.
+VERSIONS = ("0.16", "0.20")
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether a module chooses experts. Does not import Megatron."""
+    return type(module).__name__ == "TopKRouter" and hasattr(module, "routing")
