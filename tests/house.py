@@ -2,8 +2,8 @@
 
 Outside `fusedmoe/tutel`, whose modules have Tutel's names, every file name and every class name occurs once; no file
 has more than 500 lines; a module's docstring begins with a sentence; what has a Triton form has a contract of the same
-name in `fusedmoe/kernels`; who makes a tensor names its device. Docstrings begin with a verb or a noun; names that say
-nothing live for a few lines only.
+name in `fusedmoe/kernels`; who makes a tensor names its device. Private names of other packages are in
+`fusedmoe/compat` alone. Docstrings begin with a verb or a noun; names that say nothing live for a few lines only.
 
     python -m tests.house tests/chaos    # what the rules on words find in another folder
 """
@@ -114,6 +114,99 @@ def tensors_without_device() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {call[:60]} names no device (None: the default device)"
 
 
+COMPAT = PACKAGE / "compat"
+#: The most private names of other packages that `compat` may use.
+PRIVATE_NAMES = 40
+# Names with an underscore that their packages document, for anybody's use; `compat` has those of PyTorch all the same.
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+# In "Extending PyTorch", "Custom Backends", "Autograd mechanics" and at `torch.profiler.profile`.
+DOCUMENTED_PATHS = {"TorchDispatchMode", "aot_autograd", "_version", "_ExperimentalConfig"}
+# Attributes that fusedmoe gives to objects of other packages begin so. Tutel's mark of experts is its interface.
+OWN_MARKS = ("_fusedmoe", "_tutel_expert")
+# State of modules and tensors, whose names also occur as names of our own: private wherever it is not `self`'s.
+PYTORCH_STATE = {"_buffers", "_cdata", "_modules", "_parameters", "_version"}
+# Namespaces of operators, which graphs and dispatchers name.
+NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd"}
+READERS = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
+
+
+def is_private(name: str) -> bool:
+    dunder = name.startswith("__") or name == "_" * len(name)
+    return name.startswith("_") and not dunder and not name.startswith(OWN_MARKS) and name not in DOCUMENTED
+
+
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """All names that modules define: functions, classes, variables, attributes of `self`."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return names
+
+
+def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines and private names of other packages, as far as the text shows: imports, attributes, names in strings."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths = [(alias.name, alias.asname or alias.name.partition(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            paths = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for path, name in paths:
+            if path.partition(".")[0] not in ("fusedmoe", "__future__"):
+                imported[name] = path
+                if any(map(is_private, path.split("."))):
+                    yield node.lineno, path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in NAMESPACES:
+            root = ast.unparse(node.value).partition(".")[0]
+            if ast.unparse(node.value).startswith("torch.ops."):
+                continue  # an operator
+            state = node.attr in PYTORCH_STATE and root not in ("self", "cls")
+            if node.attr not in own or root in imported or state:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in READERS:
+            for constant in (argument for argument in node.args if isinstance(argument, ast.Constant)):
+                if isinstance(constant.value, str) and is_private(constant.value) and constant.value not in own:
+                    yield node.lineno, constant.value
+
+
+def private_names() -> Iterator[str]:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    own = own_names(tree for path, tree in trees.items() if COMPAT not in path.parents)
+    for path, tree in trees.items():
+        if COMPAT not in path.parents:
+            for line, name in foreign_names(tree, own):
+                yield f"{path.relative_to(ROOT)}:{line} uses {name}, private to another package; move it to `compat`"
+    count = len(names_of_compat())
+    if count > PRIVATE_NAMES:
+        yield f"fusedmoe/compat uses {count} private names of other packages, more than {PRIVATE_NAMES}"
+
+
+def names_of_compat() -> set[str]:
+    """Private names that `compat` uses, each once for its library. A private module around one does not count."""
+    names: set[str] = set()
+    for path in sorted(set(COMPAT.glob("*.py")) - {COMPAT / "python.py"}):  # Python itself is no other package
+        tree = ast.parse(path.read_text())
+        own = own_names([tree])
+        found = {name.rpartition(".")[2] for _, name in foreign_names(tree, own)}
+        nodes = list(ast.walk(tree))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        constants = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in parts]
+        texts = {value for value in constants if isinstance(value, str)}
+        found |= {text for text in texts if text.isidentifier() and is_private(text)} - NAMESPACES
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
+        on_the_way = {ast.unparse(node.value).rpartition(".")[2] for node in attributes}
+        names |= {f"{path.stem.partition('_')[0]}: {name}" for name in found - on_the_way - DOCUMENTED_PATHS}
+    return names
+
+
 def plain(rooms: Iterable[Path]) -> Iterator[str]:
     """Says where words are not plain: docstrings that begin with a fragment, empty names that live long."""
     files = [path for room in rooms for path in ([room] if room.is_file() else sorted(room.rglob("*.py")))]
@@ -143,6 +236,7 @@ def long_lives(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tup
 
 def broken_rules() -> list[str]:
     rules = (files_twice, classes_twice, long_files, docstrings, kernels_without_contract, tensors_without_device)
+    rules += (private_names,)
     return [text for rule in rules for text in rule()] + list(plain([PACKAGE]))
 
 

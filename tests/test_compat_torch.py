@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import random
 import runpy
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
+from fusedmoe.compat import require_parameters
 from fusedmoe.compat import torch as compat
 from fusedmoe.engine.recomputation import Remembered
 from fusedmoe.errors import ConfigError
+from tests.house import foreign_names, own_names
 
 Call = Callable[[Tensor], Tensor]
 Around = Callable[[Call, Tensor], Tensor]
@@ -260,15 +264,15 @@ def test_another_checkpoint_of_pytorch_raises(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_another_fsdp_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_state
-
     class State:
         pass
 
-    module, state = nn.Linear(2, 2), State()
-    monkeypatch.setattr(_fsdp_state, "FSDPState", State)
+    class Sharded(FSDPModule, nn.Linear):
+        pass
+
+    module, state = object.__new__(Sharded), State()
     monkeypatch.setattr(compat, "module_states", {module: lambda: state})
-    with pytest.raises(ConfigError, match="FSDPState"):
+    with pytest.raises(ConfigError, match="State .without parameter groups"):
         list(compat.fsdp_parameters())
     state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[SimpleNamespace(module=module)])]
     with pytest.raises(ConfigError, match="FSDPParam.*_module_info"):
@@ -287,6 +291,70 @@ def test_an_untested_version_warns(version: str, warns: bool, monkeypatch: pytes
 
 
 def test_a_missing_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch_checkpoint, "_CheckpointFrame")
-    with pytest.raises(ImportError, match=r"torch.utils.checkpoint._CheckpointFrame, which torch .* lacks"):
+    monkeypatch.delattr(nn.parallel.DistributedDataParallel, "_pre_forward")
+    with pytest.raises(ImportError, match=r"DistributedDataParallel._pre_forward, which torch .* lacks"):
         runpy.run_path(compat.__file__)
+
+
+def test_hooks_under_other_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that a module keeps elsewhere would be passed over in silence."""
+    register = nn.Module.register_forward_hook
+
+    def elsewhere(self: nn.Module, hook: Any) -> Any:
+        handle = register(self, hook)
+        handle.hooks_dict_ref = lambda: None
+        return handle
+
+    monkeypatch.setattr(nn.Module, "register_forward_hook", elsewhere)
+    with pytest.raises(ConfigError, match="the hooks of a module"):
+        compat._find_hooks()
+
+
+def test_global_hooks_are_those_of_all_modules() -> None:
+    hooks: list[Any] = []
+    for kind in compat.HOOK_KINDS[:3]:  # the fourth would decide for full backward hooks for good
+        hooks.append(getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None))
+    try:
+        assert [len(each) for each in compat.GLOBAL_HOOKS] == [1, 1, 1, 0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert compat.GLOBAL_HOOKS[3] is nn.modules.module._global_backward_hooks and not any(compat.GLOBAL_HOOKS)
+
+
+def test_another_signature_raises() -> None:
+    def replaced(self: Any, *, options: Any = None) -> None:
+        pass
+
+    require_parameters("torch", "3.0", compat.CHECKED, replaced, "self", keywords=["options"])
+    for names, keywords in ((("model",), ()), (("self", "model"), ()), (("self",), ("mesh",))):
+        with pytest.raises(ImportError, match=r"replaced\(.*torch 3.0 has the parameters \(self, options\)"):
+            require_parameters("torch", "3.0", compat.CHECKED, replaced, *names, keywords=keywords)
+
+
+def test_autograd_records_below_autograd() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with compat.below_autograd():
+        assert not (x * 2).requires_grad
+        with torch.no_grad(), compat.recording():
+            assert (x * 2).requires_grad
+        assert not (x * 2).requires_grad
+    with compat.recording():
+        pass
+    assert (x * 2).requires_grad
+
+
+def test_private_names_of_other_packages_are_found() -> None:
+    text = """
+import torch._dynamo
+from torch.nn.modules import module as m
+class Own:
+    def __init__(self): self._own = self._version = 1
+    def read(self, x, own):
+        return self._own, own._own, self._version, x._replace(a=1), torch.ops._c10d_functional.wait_tensor
+def f(x, module):
+    return x._version, module._parameters, getattr(x, "_hidden"), m._own, x._fusedmoe_mark, hasattr(x, "_own")
+"""
+    tree = ast.parse(text)
+    found = [name for _, name in foreign_names(tree, own_names([tree]))]
+    assert sorted(found) == ["_hidden", "_own", "_parameters", "_version", "torch._dynamo"]
