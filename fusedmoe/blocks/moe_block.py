@@ -122,7 +122,11 @@ class MoEBlock:
     def whole(self, x: Tensor, mask: Tensor | None, recorder: Recorder | None) -> Tensor:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self.layer.recorder = recorder
-        y, u = self._computed(self._dense.whole, x)
+        try:
+            y, u = self._computed(self._dense.whole, x)
+        except ConfigError as error:
+            self.refuse(str(error))
+            raise
         placed = self.layer.placed
         by_tasks = placed is not None and placed.travel == "by tasks"
         if placed is not None and by_tasks:
@@ -134,6 +138,12 @@ class MoEBlock:
             if placed is not None and by_tasks:
                 placed.travel = "by tasks"
         return z
+
+    def refuse(self, refusal: str) -> None:
+        """Raise `refusal` on all ranks: where they exchange tokens next, unless they may wait in a dense part."""
+        if self.communicates:
+            self.layer.checks.refuse(refusal)
+        self.layer.refuse(refusal)
 
     @property
     def why_called(self) -> str | None:

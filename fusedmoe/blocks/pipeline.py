@@ -203,8 +203,11 @@ class PipelinedBlocks(nn.Module):
 
     def _one_by_one(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Runs the blocks one after the other, each layer by its own plans."""
-        for block in self._blocks:
-            x = block.whole(x, mask, self.recorder)
+        with self.topology.guard("pipeline"):
+            if (refusal := self._wrong(x)) is not None:
+                self._blocks[0].refuse(refusal)
+            for block in self._blocks:
+                x = block.whole(x, mask, self.recorder)
         return x
 
     def _by_plans(

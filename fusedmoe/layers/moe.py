@@ -226,6 +226,13 @@ class MoELayer(nn.Module):
             self.checks.tell_logits()
             return self._forward(x, mask, cu_seqlens)
 
+    def refuse(self, refusal: str) -> None:
+        """Raise `refusal` on all ranks, whose next call is a forward pass of this layer. Collective over ep and esp."""
+        with self.topology.guard("MoELayer.forward"):
+            like = next(self.experts.parameters(), None)
+            nothing_SM = input_checks.no_tokens(None, self.model_dim, like)
+            self._route(nothing_SM, refusal, in_layer(self.recorder, self.number), False)
+
     @property
     def _compiles(self) -> bool:
         """Tells whether a compiler can take the layer in: all that it does are operators."""
