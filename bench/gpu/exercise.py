@@ -164,9 +164,9 @@ def gluon(device: torch.device) -> Pairs:
     """The Gluon form of each product, on Hopper. The check compares; a tool that watches sees its launches."""
     if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
         return
+    from bench.gpu.correctness import check
     from bench.gpu.gluon_first import variants
     from fusedmoe.kernels.triton.grouped.configs import gluon_candidates
-    from fusedmoe.kernels.triton.grouped.correctness import check
 
     nothing = torch.zeros(0)
     for variant in variants():
