@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from bench.gpu import checks, verify
 from bench.gpu.apart import Case
 from bench.gpu.part import Log, Place
+from bench.gpu.process import Ended
+from bench.gpu.steps import PLANS
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, HopperConfig
 from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified
 
@@ -92,3 +94,24 @@ def test_it_does_not_begin_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_rehearsal_leaves_it_out(tmp_path: Path) -> None:
     place = Place(tmp_path / "gpu", tmp_path, Log(), 2, rehearsal=True)
     assert checks.configurations(place, 2, ["bfloat16"]).result == "skipped"
+
+
+@pytest.mark.parametrize(("code", "result"), [(0, "passed"), (1, "failed"), (None, "unfinished")])
+def test_a_run_has_it_as_a_part(code: int | None, result: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run(self: Place, arguments: list[str], *others: object, **more: object) -> Ended:
+        commands.append(arguments)
+        return Ended(code, "RIGHT  up\nfile.json: 3 of 3 checked, 0 wrong, 0 unknown\n", 1.0)
+
+    monkeypatch.setattr(Place, "run", run)
+    place = Place(tmp_path / "gpu", tmp_path, Log(), cores=4)
+    (part,) = [part for together in PLANS["1"].rounds for part in together if part.name == "configurations"]
+    outcome = part.do(place)
+    assert outcome.result == result and "3 of 3 checked" in outcome.word
+    monkeypatch.setattr("sys.argv", ["verify", *commands[0][2:]])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given: list[object] = []
+    monkeypatch.setattr(verify, "verify", lambda *told: given.append(told) or 0)
+    assert commands[0][:2] == ["-m", "bench.gpu.verify"] and verify.main() == 0
+    assert given == [(DEVICE, tmp_path, ["bfloat16", "float16"], 4)]
