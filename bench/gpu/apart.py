@@ -26,7 +26,7 @@ from bench.gpu.process import ROOT
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Variant
 
 # To start, import and find the GPU; to compile; and for what follows a launch, which has a bound of its own.
-_START_S, _COMPILE_S, _LAUNCHED_S = 60.0, 60.0, SECONDS + 5.0
+_START_S, _COMPILE_S, _LAUNCHED_S = 180.0, 60.0, SECONDS + 5.0
 # Not even SIGKILL ends a process that is in a call to the GPU which never returns: it is left behind then.
 _PATIENCE_S = 10.0
 # Lines that are meant for us begin so: compilers talk, too.

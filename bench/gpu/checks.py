@@ -32,7 +32,7 @@ def configurations(place: Place, at_once: int, dtypes: Sequence[str]) -> Outcome
     command = ["-m", "bench.gpu.verify", "--folder", str(place.stem.parent), "--at-once", str(at_once)]
     for dtype in dtypes:
         command += ["--dtype", dtype]
-    return judge_exit(place.run(command, {"TRITON_INTERPRET": "0"}, silence_s=150.0))
+    return judge_exit(place.run(command, {"TRITON_INTERPRET": "0"}, silence_s=300.0))
 
 
 def tests(place: Place, count: int) -> Outcome:
