@@ -50,6 +50,7 @@ help:
 	@echo '  make flat     what 2,000 steps, 200 topologies and 50 checkpoints leave behind    make flat ARGS=--help'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
+	@echo '                and the results of each tile of the grouped products, in Triton'\''s interpreter'
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
