@@ -8,7 +8,6 @@ import pytest
 from bench.simulate import grid
 from bench.simulate.__main__ import main
 from bench.simulate.grid import COLUMNS
-from fusedmoe.schedule.policies import POLICIES
 
 
 @pytest.fixture(autouse=True)
@@ -31,25 +30,3 @@ def test_json(capsys):
             assert isinstance(found["differing_degrees"], int)
             assert 0 <= found["gap_to_bound"]["mean"] <= found["gap_to_bound"]["p100"]
         assert data[testbed]["ideal"]["fsmoe"] > data[testbed]["calibrated"]["fsmoe"]
-
-
-@pytest.mark.slow
-def test_table(capsys):
-    main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
-    out = capsys.readouterr().out
-    for part in ("A ideal", "B calibrated", "A published", "1.18", "912", "· Coefficients"):
-        assert part in out
-
-
-def test_help_lists_the_policies(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and all(name in out for name in POLICIES)
-
-
-@pytest.mark.parametrize(("flag", "cure"), [("--layers", "at least one layer"), ("--sample", "at least one case")])
-def test_nothing_to_simulate_is_refused(flag, cure, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--grid", "fsmoe", flag, "0"])
-    assert end.value.code == 2 and cure in capsys.readouterr().err
