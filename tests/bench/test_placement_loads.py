@@ -35,6 +35,9 @@ def test_loads_that_were_saved(capsys, tmp_path):
     assert main(["--trace", str(path), "--json", "--png", str(picture)]) == 0
     assert capsys.readouterr().out == made
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["--trace", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert all(policy in table for policy in POLICIES)
 
 
 def test_exact_balance_is_timed():

@@ -30,3 +30,10 @@ def test_json(capsys):
             assert isinstance(found["differing_degrees"], int)
             assert 0 <= found["gap_to_bound"]["mean"] <= found["gap_to_bound"]["p100"]
         assert data[testbed]["ideal"]["fsmoe"] > data[testbed]["calibrated"]["fsmoe"]
+
+
+@pytest.mark.slow
+def test_table(capsys):
+    main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
+    out = capsys.readouterr().out
+    assert all(row in out for row in ("A ideal", "B calibrated", "A published"))
