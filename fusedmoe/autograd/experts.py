@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
+from fusedmoe.autograd.checks import check_floats, check_layout, check_row_weights, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Wanted, Weights
@@ -50,7 +50,7 @@ def experts(
     check_rows("experts", "x_SM", x_SM, layout.tokens, layout.row_SK)
     check_floats("experts", "x_SM", x_SM)
     if weight_N is not None:
-        check_row_values("experts", "weight_N", weight_N, layout)
+        check_row_weights("experts", weight_N, layout)
     check_weights("experts", weights, activation, x_SM, layout.experts)
     # Outside the operator, so that autograd sees the copy.
     w = weights.contiguous()

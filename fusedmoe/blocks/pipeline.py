@@ -42,6 +42,7 @@ from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 from fusedmoe.schedule.workload import Workload, uniform_share
 
+#: The axis along which `pipeline` splits a batch.
 Along = Literal["samples", "positions"]
 
 

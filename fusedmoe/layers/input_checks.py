@@ -373,7 +373,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
                 refuse(gate, f"{name} must be {list(shape)}, got {list(matrix_SN.shape)}")
     elif isinstance(routing, Routing):
         check_tensor(gate, "expert_SK", routing.expert_SK, x_SM)
-        check_choice(gate, routing.expert_SK, experts, looked_at=True)  # on CUDA by the order
+        check_choice(gate, routing.expert_SK, experts)
         check_tensor(gate, "weight_SK", routing.weight_SK, x_SM)
         check_floats(gate, "weight_SK", routing.weight_SK)
         shapes = routing.expert_SK.shape, routing.weight_SK.shape

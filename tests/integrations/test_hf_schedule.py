@@ -18,9 +18,9 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 import fusedmoe.hf
 from fusedmoe import Schedule
-from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.hf import PlanTuningCallback
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
