@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.against or not runs:
         parser.error("name a commit, as `make same-numbers AGAINST=main`, and runs that exist (--list)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves no worktree behind
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name:
         folder = Path(name)

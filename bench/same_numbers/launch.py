@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from .runs import Run
 
-RUN_TIMEOUT_S = 150.0
+RUN_TIMEOUT_S = 300.0  # of a run that takes 15 s on idle cores
 _GRACE_S = 5.0
 
 

@@ -26,7 +26,7 @@ import fusedmoe
 from .record import Record
 from .runs import RUNS, Run, Skipped
 
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 
 def execute(run: Run, rank: int, folder: Path) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def titan(record: Record, rank: int, world: int, scratch: Path, degrees: tuple[i
     if world > 1:
         set_qwen3_sharding_config(made, enable_sp=True, enable_ep=True)
     name = "fusedmoe.titan.routed_experts"
-    apply_overrides(OverrideConfig(imports=[(name, {"timeout_s": 60.0, "schedule": schedule})]), made)
+    apply_overrides(OverrideConfig(imports=[(name, {"timeout_s": 200.0, "schedule": schedule})]), made)
     torch.manual_seed(0)
     model = made.build()
     model.init_states()
@@ -336,7 +336,7 @@ def megatron(record: Record, rank: int, world: int, scratch: Path, degrees: tupl
             (fusedmoe.megatron.routed_experts, schedule),
             (fusedmoe.megatron.token_dispatcher, even),
         ):
-            layer = override(copy.deepcopy(spec), timeout_s=60.0, schedule=given)(config=config)
+            layer = override(copy.deepcopy(spec), timeout_s=200.0, schedule=given)(config=config)
             layer.set_layer_number(1)
             with torch.no_grad():
                 for number, (name, parameter) in enumerate(layer.named_parameters()):

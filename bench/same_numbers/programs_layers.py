@@ -54,7 +54,7 @@ CASES = [(gate, list(ORDERS)[i % 3], list(EXPERTS)[(i + i // 3) % 3]) for i, gat
 def topology_of(sizes: dict[str, int], ranks_per_node: int = 2) -> fusedmoe.Topology:
     if not sizes:
         return fusedmoe.Topology()
-    return fusedmoe.Topology.from_sizes(**sizes, ranks_per_node=ranks_per_node, timeout_s=60.0)
+    return fusedmoe.Topology.from_sizes(**sizes, ranks_per_node=ranks_per_node, timeout_s=200.0)
 
 
 def costs() -> Any:

@@ -214,7 +214,9 @@ class GivenCosts:
 def captured(record: Record, rank: int, world: int, scratch: Path, own_places: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(CapturedBlock(), CapturedBlock())
-    backend = fusedmoe.graph.GraphBackend(costs=GivenCosts(), chunks=2, groups=2, own_places=own_places, timeout_s=60.0)
+    backend = fusedmoe.graph.GraphBackend(
+        costs=GivenCosts(), chunks=2, groups=2, own_places=own_places, timeout_s=200.0
+    )
     call = torch.compile(model, backend=backend, fullgraph=True)
     for number in range(3):  # the first step of a graph with own places verifies them
         step(record, f"step {number}", model, batch(rank, (4, 6), seed=10 * number), call)
