@@ -1,3 +1,5 @@
+"""Chunks of rows and micro-batches, rows saved by other chunks, and the worked examples of layouts."""
+
 from __future__ import annotations
 
 import numpy as np

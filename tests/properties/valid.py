@@ -14,9 +14,9 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
 from fusedmoe.kernels.layout import define_layout
-from tests.layers.dense import dense_forward
 from tests.layers.gate_cases import best_first
 from tests.layers.gate_cases import make as make_gate
+from tests.oracle import dense_forward
 from tests.properties.draw import Draw, close, same_gradients
 
 

@@ -1,3 +1,5 @@
+"""Costs of machines from data sheets: lines by hand, spreads over ranks, and sources of every figure."""
+
 from __future__ import annotations
 
 import math

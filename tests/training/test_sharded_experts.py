@@ -1,4 +1,4 @@
-""""""
+"""`ShardedExperts` trains as expert parallelism does: policies, placements, resumed jobs, memory."""
 
 from __future__ import annotations
 
