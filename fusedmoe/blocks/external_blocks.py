@@ -36,11 +36,11 @@ from fusedmoe.layers.schedule import undisturbed
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import cached_plans
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.schedule.candidates import family_candidates
 from fusedmoe.schedule.policies import whole_policies
 from fusedmoe.schedule.step import one_pass
 from fusedmoe.schedule.step_costs import MAX_DEGREE
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import family_candidates
 from fusedmoe.schedule.workload import Workload
 
 #: The attribute by which a block has its `ExternalPipeline`.
@@ -307,7 +307,7 @@ class ExternalPipeline:
         """Has the blocks follow the plan of a policy, by what this machine costs, for batches like x of the rank that
         has most. Collective over all ranks."""
         exchange, topology = self._external[0].exchange, self.blocks.topology
-        plans, M = exchange.plans.plans, x.shape[-1]
+        plans, M = exchange.plans, x.shape[-1]
         plans.parts.gate.k = self._door.k(self._external[0])
         # In the midst of a forward pass, since elsewhere FSDP's parameters are not whole.
         with undisturbed():
