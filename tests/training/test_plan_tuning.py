@@ -24,7 +24,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates, predicted_s
 from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.plan_chooser import WINDOW, PlanChooser
+from fusedmoe.schedule.plan_chooser import WINDOW, Phase, PlanChooser
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit
 from fusedmoe.schedule.simulate import makespan
@@ -306,6 +306,27 @@ def test_costs_are_measured_again_and_plans_chosen_by_them_when_steps_drift(
     assert all(best) and "1+1 chunks" in names[0] and "1+1 chunks" not in names[1]
     first, again = ([], asked) if given else (asked[:1], asked[1:])
     assert first == [None] * (not given) and len(again) == 1 and again[0] is not None and 1 <= again[0] <= 30
+
+
+def test_costs_that_the_next_step_measures_are_read_when_that_step_takes_all_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def measure(budget_s: float) -> CostModel | None:
+        asked.append(budget_s)
+        return STARTS if len(asked) % 2 == 0 else None
+
+    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, measure=measure)
+    settle(tuning, 1.0 / tuning.now.predicted_s)
+    usual_s = tuning.best.median_s
+    for _ in range(WINDOW):
+        tuning.note(1.2 * usual_s)
+    assert len(asked) == 1 and tuning.phase is Phase.MEASURE
+    tuning.note(9 * usual_s)  # 2% of 500 steps are 10 of them
+    assert len(asked) == 2 and asked[1] < 1.0 < asked[0] and tuning.phase is Phase.TRY
+    step = step_of(tuning)
+    assert step.costs == model_costs(step.blocks, step.topology, STARTS, step.workload, step.buckets)
 
 
 def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
