@@ -4,7 +4,7 @@
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
-what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains; `pipeline(model)` has attention
+what is computed, and `fusedmoe.training.tune_model` measures plans while a loop trains; `pipeline(model)` has attention
 of some samples go beside the experts of others, over all blocks. `selective_ac` has selective activation checkpointing
 run each exchange once. Parameters, their names and how they are sharded stay torchtitan's.
 

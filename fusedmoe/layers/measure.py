@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from enum import Enum
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, TwoLevel, make_all_to
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, slowest_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed, unchanged
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
@@ -44,6 +46,7 @@ from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.workload import Workload
 
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)
@@ -122,6 +125,44 @@ def measure_layer(
     whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
     seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
     return replace(costs, observed={workload.shapes: seen})
+
+
+class Measurement(Enum):
+    """Progress of a `CostTrial`."""
+
+    DUE = "the next forward measures"
+    DONE = "measured, and not read yet"
+    TAKEN = "read; measured again on request"
+
+
+class CostTrial:
+    """Costs of a layer, measured in a forward: elsewhere FSDP may have its parameters sharded (`LayerPlans.trial`).
+
+    Attributes:
+        again_s: measure in any case, for about this many seconds; None: use earlier measurements if there are any.
+        workload, costs: as measured.
+        any_degree: the experts support another number of chunks backward than forward.
+    """
+
+    def __init__(self, plans: LayerPlans) -> None:
+        self._plans = plans
+        self.state = Measurement.DUE
+        self.again_s: float | None = None
+        self.workload: Workload | None = None
+        self.costs: CostModel | None = None
+        self.any_degree = False
+
+    def __call__(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts]) -> None:
+        """Measure the layer for tokens like these if that is due. Collective over all ranks."""
+        if self.state is not Measurement.DUE:
+            return
+        topology, experts = self._plans.topology, self._plans.parts.experts
+        self.any_degree = in_chunks().any_degree
+        with undisturbed():
+            self.costs = measure_layer(self._plans, x_SM, again_s=self.again_s)
+        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
+        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
+        self.state = Measurement.DONE
 
 
 @contextmanager

@@ -94,11 +94,11 @@ class MoELayer(nn.Module):
             and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
             mp_loss="replicated")`; with "split" they are summands.
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
-            the best by prediction (in a training loop `fusedmoe.training.PlanTuning` measures); the name of a policy;
+            the best by prediction (in a training loop `fusedmoe.training.tune_step` measures); the name of a policy;
             or a `Schedule`. With "auto" and names the first forward, in each dtype, is collective over all ranks,
             replicas included: it measures the machine, and keeps that on disk (`fusedmoe.runtime.cache`). A layer does
             not watch its steps: what was measured holds until `measured_costs(tokens, again_s=…)` is called, by which
-            the next forward is planned. `PlanTuning` notices steps that drift by itself.
+            the next forward is planned. `PlanChooser` notices steps that drift by itself.
         placement: "ep": each rank has as many experts, in order, for good. "fssdp": any rank owns any number of them,
             and `fusedmoe.training.ShardedExperts` has them copied as load asks; results are those of "ep", to rounding.
         device, dtype: of the parameters.

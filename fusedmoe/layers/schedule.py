@@ -277,6 +277,8 @@ class ScheduledPlans(LayerPlans):
         return False
 
     def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
+        if self.trial is not None:
+            return super().find(x_SM, exchange, in_chunks)
         assigned = self.to_follow()
         if assigned is not None or in_chunks is None:
             return assigned
