@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.comm.exchange import CHECK, Bad
+from fusedmoe.comm.metadata import CHECK, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import dispatch_modes, graph_task_id, saved_tensor_hooks, selective_modes
 from fusedmoe.engine.chunk_experts import ChunkExperts
@@ -49,7 +49,7 @@ class Routed(NamedTuple):
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
-    refusal: str | Bad | None = None
+    refusal: str | NonFinite | None = None
 
 
 class Handle(NamedTuple):

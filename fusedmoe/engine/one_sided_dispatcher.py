@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -69,7 +68,7 @@ class OneSided(Collectives):
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         later = None
-        if isinstance(refusal, Bad):
+        if isinstance(refusal, NonFinite):
             # No message takes the number to the other ranks. Where the host is not to wait they hear of it later.
             later = refusal if transport.rows is not None else None
             refusal = refusal.text if later is None and int(refusal.number) else None
@@ -125,7 +124,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
     name: str = "fused_experts",
-    bad: Bad | None = None,
+    bad: NonFinite | None = None,
 ) -> Tensor:
     """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.exchange import Bad, Exchange
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -217,7 +218,7 @@ class ScheduledExchange:
     def by_plan(self, routed: Routed) -> Tensor:
         """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
         if self.topology.ep.size == self.topology.esp.size == 1:
-            assert not isinstance(routed.refusal, Bad)
+            assert not isinstance(routed.refusal, NonFinite)
             self.checks.refuse(routed.refusal)  # no exchange would tell it
         with self.topology.guard(self._name):
             self.plans.plans.parts.gate.k = routed.layout.k
