@@ -138,6 +138,10 @@ class Collectives(Dispatcher):
         self.number = torch.tensor(number, device="cpu")
         dispatchers[number] = self
 
+    @property
+    def collectives(self) -> Collectives:
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._enlist()  # a copy is no other layer

@@ -112,6 +112,11 @@ class Dispatcher:
     def __str__(self) -> str:
         return type(self).__name__
 
+    @property
+    def collectives(self) -> Any:
+        """The `Collectives` by whose operators graphs and integrations send rows; None: it has no such operators."""
+        return None
+
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
         """Takes tokens to their experts' ranks."""
         raise NotImplementedError

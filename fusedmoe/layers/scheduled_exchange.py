@@ -18,7 +18,6 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
@@ -182,8 +181,8 @@ class ScheduledExchange:
             self.topology.agree(facts, self._name)
         self.plans = TriedPlans(plans)
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
-        if isinstance(self.dispatcher, Collectives):
-            self.dispatcher.plans, self.dispatcher.local = self.plans.find, self.experts.in_graphs()
+        if (collectives := self.dispatcher.collectives) is not None:
+            collectives.plans, collectives.local = self.plans.find, self.experts.in_graphs()
 
     @property
     def plans_nothing(self) -> bool:
@@ -209,11 +208,11 @@ class ScheduledExchange:
 
     def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
-        if not isinstance(self.dispatcher, Collectives):
+        if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
         if self.plans_nothing or not self.plans.plans.compiles or must_be_called(self.experts):
-            return self.dispatcher.by_operators(routed, self.experts, bad)
-        return through_experts_in_graph(self.dispatcher, routed, self.experts, bad)[0]
+            return collectives.by_operators(routed, self.experts, bad)
+        return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
     def by_plan(self, routed: Routed) -> Tensor:
         """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
