@@ -54,7 +54,7 @@ from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import active_recorder, span
 from fusedmoe.schedule.task import COUNTS, Task, TaskKind
 
 #: Those that there are, by number.
@@ -120,7 +120,6 @@ class Collectives(Dispatcher):
     plans: FindPlans = no_plans
     hooks: Sequence[Hooks] = ()
     name: str = "MoELayer"
-    recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
     local: nn.Module | None = None
     choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
@@ -197,7 +196,7 @@ class Collectives(Dispatcher):
     def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
         """Call `exchange_metadata` over this dispatcher's ranks, with its arguments from `counts_E` on. Collective."""
         reason = nullcontext() if self._why is None else called_for(self._why)
-        with reason, span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
+        with reason, span(active_recorder(), "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
             ranks = self.all_to_all, self.topology.esp
             return exchange_metadata(*ranks, counts_E, form, refusal, call=self._call, **options)
 
@@ -210,7 +209,7 @@ class Collectives(Dispatcher):
 
     def _dispatch(self, counted: CountedBatch) -> tuple[Tensor, Handle]:
         x_SM, weight_N, sent, exchange = counted
-        crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
+        crossing = Crossing(self.topology, exchange, self.hooks, active_recorder())
         with span(crossing.recorder, "permute", kind="permute", phase="forward"):
             x_TM = permute(x_SM, sent.tokens)
         # Operators take tensors and plain values; these are on the host, where the collectives want them.
@@ -319,7 +318,7 @@ class Collectives(Dispatcher):
             assigned.plans,
             partial(self.topology.stop, self.name),
             self.hooks,
-            self.recorder,
+            active_recorder(),
             None if self.streams is None else self.streams.on(device),
             assigned.gradients,
             assigned.beside,

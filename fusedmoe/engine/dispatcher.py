@@ -20,7 +20,6 @@ from fusedmoe.compat.torch import dispatch_modes, graph_task_id, saved_tensor_ho
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.recorder import Recorder
 
 
 class LocalExperts(Protocol):
@@ -95,13 +94,11 @@ class Dispatcher:
     Attributes:
         compiles: a compiler can take all that `through_experts` does into a graph, as operators.
         follows_plans: it has rows go in chunks, by plans.
-        recorder: takes spans while it is set.
         travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: not counted.
     """
 
     compiles: ClassVar[bool] = False
     follows_plans: ClassVar[bool] = False
-    recorder: Recorder | None = None
     travelled: tuple[int, int] | None = None
 
     def __init_subclass__(cls) -> None:

@@ -23,7 +23,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, refuse
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, active_recorder
 from fusedmoe.schedule.task import resources_of
 
 
@@ -74,7 +74,7 @@ class OneSided(Collectives):
             refusal = refusal.text if later is None and int(refusal.number) else None
         refuse(self.topology, refusal)
         own = experts.in_chunks(x_SM)
-        given = (x_SM, weight_SK, layout, self.topology, own, transport, self.recorder)
+        given = (x_SM, weight_SK, layout, self.topology, own, transport, active_recorder())
         return fused_experts(*given, self._call, later)
 
 

@@ -38,7 +38,7 @@ from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
 from fusedmoe.losses import Packing
-from fusedmoe.runtime.recorder import Recorder, in_layer, span
+from fusedmoe.runtime.recorder import Recorder, in_layer, record_with, span
 from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only layers with a schedule load
@@ -222,7 +222,7 @@ class MoELayer(nn.Module):
         if _get_tracing_state() is not None:
             raise not_traced()
         recorder = in_layer(self.recorder, self.number)
-        with self.topology.guard("MoELayer.forward"):
+        with self.topology.guard("MoELayer.forward"), record_with(recorder):
             self.checks.tell_logits()
             return self._forward(x, mask, cu_seqlens, recorder)
 
@@ -276,7 +276,6 @@ class MoELayer(nn.Module):
         masked: bool,
         packing: Packing | None = None,
     ) -> Tensor:
-        self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             if packing is not None:
                 routing = self.gate(x_SM, packing)
@@ -294,7 +293,6 @@ class MoELayer(nn.Module):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         # Behind the order, which says on CUDA what is wrong with numbers of experts.
         self.load.count(routing, ordered.kept_E, self.gate, self.training, ordered.all_kept)
-        self.dispatcher.recorder = recorder
         bad = self.checks.bad_logits(routing)
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or bad)
         aux = routing.aux_loss
@@ -315,7 +313,6 @@ class MoELayer(nn.Module):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
-            self.shared.recorder = recorder
             every = contiguous_layout(torch.full((1,), x_SM.shape[0], device=x_SM.device), x_SM.shape[0])
             shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)

@@ -22,7 +22,7 @@ from fusedmoe.engine.run import Assigned, Run
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.expert_tables import of_experts
-from fusedmoe.runtime.recorder import span
+from fusedmoe.runtime.recorder import active_recorder, span
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import TaskKind
@@ -57,8 +57,8 @@ class Moving(Collectives):
         weight_N: Tensor | None = None,
     ) -> CountedBatch:
         placed = self._placed
-        placed.come_in_turn(recomputing(), self.recorder)
-        with span(self.recorder, "permute", kind="permute", phase="forward"):
+        placed.come_in_turn(recomputing(), active_recorder())
+        with span(active_recorder(), "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
