@@ -1,6 +1,6 @@
 """Small models that reach the library otherwise than by `MoELayer`: its functions, Tutel's layer, and experts of
-transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration communicates between
-the ranks."""
+transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration
+communicates between the ranks."""
 
 from __future__ import annotations
 
