@@ -377,19 +377,21 @@ def exchange_metadata(
     # sized by them.
     if ep.size * esp.size > 1 and (sender := _foreign_sender(come_QPC, received, E, ep, esp)) is not None:
         raise other_operation(ep.board, _OPERATION, f"the {ep}", sender)
-    _raise_refusals(received, reason, nonfinite, ep, esp)
-    if received.expert_calls.any():
+    most = Metadata(*come_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    if most.is_refused or most.num_nonfinite:
+        _raise_refusals(received, reason, nonfinite, ep, esp)
+    if most.expert_calls:
         require_callable_experts(received, ep, esp)
     if (come_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
         refuse_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = Agreed(
         form,
-        most_pairs=int(received.num_pairs.max()),
+        most_pairs=most.num_pairs,
         share=num_tokens / num_pairs if num_pairs else 1.0,
-        as_module=bool((received.expert_calls == ExpertCalls.MODULE).any()),
-        tokens_require_grad=bool(received.tokens_require_grad.any()),
-        weights_require_grad=bool(received.weights_require_grad.any()),
+        as_module=most.expert_calls == ExpertCalls.MODULE,
+        tokens_require_grad=bool(most.tokens_require_grad),
+        weights_require_grad=bool(most.weights_require_grad),
     )
     come_QPC = come_QPC[..., : E + p]
     if held is not None:
@@ -421,8 +423,9 @@ def _message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: Non
     number = counts_PE.new_zeros(()) if nonfinite is None else nonfinite.number.to(counts_PE.dtype)
     on_device = torch.stack([tokens_Pp.sum(), counts_PE.sum(), number])
     metadata_C = torch.cat([from_host.to(device, non_blocking=True), on_device])
-    checksum_P1 = counts_PE.sum(1, keepdim=True) + tokens_Pp.sum(1, keepdim=True) + metadata_C.sum()
-    return torch.cat([counts_PE, tokens_Pp, checksum_P1, metadata_C.expand(len(counts_PE), -1)], 1)
+    columns_PC = torch.cat([counts_PE, tokens_Pp, metadata_C.expand(len(counts_PE), -1)], 1)
+    counts = columns_PC.shape[1] - _COLUMNS
+    return torch.cat([columns_PC[:, :counts], columns_PC.sum(1, keepdim=True), columns_PC[:, counts:]], 1)
 
 
 def _exchange(
