@@ -186,8 +186,8 @@ class StagedDispatcher(MoETokenDispatcher):
 
     @property
     def _collectives(self) -> Collectives | None:
-        dispatcher = self.exchange.dispatcher
-        return dispatcher if isinstance(dispatcher, Collectives) else None
+        collectives: Collectives | None = self.exchange.dispatcher.collectives
+        return collectives
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""

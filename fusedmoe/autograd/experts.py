@@ -16,7 +16,7 @@ from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
 from fusedmoe.kernels.layout import Layout, LayoutTensors
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import active_recorder, span
 
 
 def experts(
@@ -25,7 +25,6 @@ def experts(
     weight_N: Tensor | None,
     weights: Weights,
     activation: str,
-    recorder: Recorder | None = None,
 ) -> Tensor:
     """y_SM[s] = Σ over the rows n of token s of weight_N[n]·FFN_e(x_SM[s]): gather, experts, weighted gather-and-sum.
 
@@ -53,7 +52,7 @@ def experts(
         check_row_weights("experts", weight_N, layout)
     check_weights("experts", weights, activation, x_SM, layout.experts)
     # Outside the operator, so that autograd sees the copy.
-    w = weights.contiguous()
+    w, recorder = weights.contiguous(), active_recorder()
     with span(recorder, "experts", kind="expert", phase="forward"):
         y_SM, _ = experts_operator(x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, layout.tensors, activation)
     if recorder is not None and y_SM.grad_fn is not None:

@@ -279,7 +279,7 @@ class PipelinedBlocks(nn.Module):
         # ranks would meet there in any order.
         with saved_tensor_hooks_removed(only_checkpoints=True):
             z, *aux = _ThroughBlocks.apply(*given, *parameters)
-        if (exchange := states[0].exchange) is not None and not exchange.tokens_learn:
+        if (exchange := states[0].exchange) is not None and not exchange.tokens_require_grad:
             return z.detach(), [loss.detach() for loss in aux]
         return z, aux
 

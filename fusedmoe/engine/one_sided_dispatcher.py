@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, refuse
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, active_recorder
 from fusedmoe.schedule.task import resources_of
 
 
@@ -67,13 +66,13 @@ class OneSided(Collectives):
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         later = None
-        if isinstance(refusal, Bad):
+        if isinstance(refusal, NonFinite):
             # No message takes the number to the other ranks. Where the host is not to wait they hear of it later.
             later = refusal if transport.rows is not None else None
             refusal = refusal.text if later is None and int(refusal.number) else None
         refuse(self.topology, refusal)
         own = experts.in_chunks(x_SM)
-        given = (x_SM, weight_SK, layout, self.topology, own, transport, self.recorder)
+        given = (x_SM, weight_SK, layout, self.topology, own, transport, active_recorder())
         return fused_experts(*given, self._call, later)
 
 
@@ -120,7 +119,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
     name: str = "fused_experts",
-    bad: Bad | None = None,
+    bad: NonFinite | None = None,
 ) -> Tensor:
     """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 

@@ -38,7 +38,7 @@ from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import BUDGET_S, STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -177,7 +177,7 @@ def undisturbed() -> Iterator[None]:
     if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), _disable_current_modes(), hooks, recording():
+    with torch.inference_mode(False), _disable_current_modes(), hooks, recording(), record_with(None):
         yield
 
 
@@ -273,11 +273,12 @@ def observe_layer(
             sent.append(exchange.most_pairs)
             return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 
-        through = Collectives(topology, all_to_all, find, recorder=recorder, streams=streams)
+        through = Collectives(topology, all_to_all, find, streams=streams)
         recorder.clear()
         x = x_SM.detach().requires_grad_()
         ordered = order.order(x, gate(x), gate.experts)
-        y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
+        with record_with(recorder):
+            y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
         y = order.restore(y, ordered)
         with recorder.span("between the passes", kind=TaskKind.LOSS):
             pass

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.exchange import Bad
+from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
@@ -141,8 +140,8 @@ class ScheduledExchange:
             self.topology.agree(facts, self._name)
         self.plans = plans
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
-        if isinstance(self.dispatcher, Collectives):
-            self.dispatcher.local = self.experts.in_graphs()
+        if (collectives := self.dispatcher.collectives) is not None:
+            collectives.local = self.experts.in_graphs()
 
     @property
     def plans_nothing(self) -> bool:
@@ -168,16 +167,16 @@ class ScheduledExchange:
 
     def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
-        if not isinstance(self.dispatcher, Collectives):
+        if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
         if self.plans_nothing or not self.plans.compiles or must_be_called(self.experts):
-            return self.dispatcher.by_operators(routed, self.experts, bad)
-        return through_experts_in_graph(self.dispatcher, routed, self.experts, bad)[0]
+            return collectives.by_operators(routed, self.experts, bad)
+        return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
     def by_plan(self, routed: Routed) -> Tensor:
         """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
         if self.topology.ep.size == self.topology.esp.size == 1:
-            assert not isinstance(routed.refusal, Bad)
+            assert not isinstance(routed.refusal, NonFinite)
             self.checks.refuse(routed.refusal)  # no exchange would tell it
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k

@@ -49,7 +49,7 @@ class Functions(nn.Module):
         weight_SK, expert_SK = (x_SM @ self.router.t()).softmax(-1).topk(K)
         layout = ops.order(expert_SK, EXPERTS)
         form = ops.RowForm.of(x_SM, layout, weight_SK)
-        exchange = ops.Exchange(self._all_to_all, self._esp, layout.counts_E, form)
+        exchange = ops.exchange_metadata(self._all_to_all, self._esp, layout.counts_E, form)
         rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
 
         def experts(rows_RM: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:

@@ -305,14 +305,14 @@ def check_operators(rank: int, world: int) -> None:
         (layout.counts_E, tokens_W, (row_N, code_N), 3),
         (torch.tensor([3, 0, 2, 1 + rank]), None, (None, None), 1),
     ):
-        sizes = ops.meet(counts, tokens, None, torch.float32, 4, k, None, way.name)
+        sizes = ops.exchange_metadata(counts, tokens, None, torch.float32, 4, k, None, way.name)
         rows, sent = int(counts.sum()), int((counts if tokens is None else tokens).sum())
         x_RM, _, order_N, *_ = ops.dispatch(random(sent + 2, 4), None, *pairs, k, *sizes, way.name)
         received, more = len(x_RM), (*pairs, k, *sizes)
         grads = torch.randn(received, 4), torch.randn(len(order_N)), order_N
         for operator, inputs in (
             (ops.deduplicate, (layout.tensors, world)),
-            (ops.meet, (counts, tokens, torch.tensor(0), torch.float32, 4, k, torch.float32, way.name)),
+            (ops.exchange_metadata, (counts, tokens, torch.tensor(0), torch.float32, 4, k, torch.float32, way.name)),
             (ops.dispatch, (random(sent + 2, 4), random(rows + 2), *more, way.name)),
             (ops.dispatch, (random(sent, 4), None, *more, way.name)),
             (ops.dispatch_backward, (*grads, *more, sent + 2, rows + 2, way.name)),
@@ -334,5 +334,5 @@ def test_a_layer_that_is_gone() -> None:
     name = way.name
     del way
     assert name not in exchange_operators._ways, "a job that makes many topologies keeps nothing of them"
-    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"meet: the layer of {name} is gone")):
-        torch.ops.fusedmoe.meet(torch.tensor([1]), None, None, torch.float32, 4, 1, None, name)
+    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"exchange_metadata: the layer of {name} is gone")):
+        torch.ops.fusedmoe.exchange_metadata(torch.tensor([1]), None, None, torch.float32, 4, 1, None, name)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.exchange import Exchange, exchange_metadata
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
@@ -525,13 +525,13 @@ def modules_in_a_checkpoint(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     met: list[str] = []
 
-    def meet(*given: Any, **named: Any) -> Exchange:
+    def counted(*given: Any, **named: Any) -> Exchange:
         met.append("met")
-        return Exchange(*given, **named)
+        return exchange_metadata(*given, **named)
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.engine.collectives_dispatcher.Exchange", meet)
+        patch.setattr("fusedmoe.engine.collectives_dispatcher.exchange_metadata", counted)
         for schedule in ("off", Schedule("fsmoe", (4, 4))):
             layer = make_layer(("topk", "sparse", "custom"), topology, schedule=schedule)
             torch.manual_seed(100 + rank)

@@ -119,7 +119,7 @@ def exchange(draw: Draw, rank: int, world: int, topology: Topology) -> None:
     E = ep.size * draw.size(1, 3)
     counts_WE = torch.randint(0, 4, (world, E))
     algorithm = ops.make_all_to_all(draw.one_of(("direct", "1dh", "2dh")), topology)
-    met = ops.Exchange(algorithm, esp, counts_WE[rank], ops.RowForm(torch.float64, 3, 1, None))
+    met = ops.exchange_metadata(algorithm, esp, counts_WE[rank], ops.RowForm(torch.float64, 3, 1, None))
     # A row's value says whose it is and which expert's.
     expert_E1 = torch.arange(E, dtype=torch.float64)[:, None].expand(E, 3)
     x_W = [100.0 * r + expert_E1.repeat_interleave(counts_WE[r], 0) for r in range(world)]
@@ -191,7 +191,7 @@ def counts_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[
     counts_E = torch.randint(0, 4, (2 * topology.ep.size,))
     bad = draw.one_of((counts_E - 5, counts_E[None], counts_E.double(), counts_E[:0]))
     form = ops.RowForm(torch.float64, 3, 1, None)
-    return lambda spoilt: ops.Exchange(algorithm, topology.esp, bad if spoilt else counts_E, form)
+    return lambda spoilt: ops.exchange_metadata(algorithm, topology.esp, bad if spoilt else counts_E, form)
 
 
 def rows_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[bool], Any]:

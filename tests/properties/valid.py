@@ -109,7 +109,7 @@ def through_experts(draw: Draw) -> None:
     topology = Topology()
     name = draw.one_of(("direct", "1dh", "2dh"))
     form = ops.RowForm.of(x_SM, layout, weight_SK)
-    exchange = ops.Exchange(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
+    exchange = ops.exchange_metadata(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
 
     def compute(rows: Tensor, here: ops.Layout, factor: Tensor | None) -> Tensor:
         return ops.experts(rows, here, factor, weights, activation)
