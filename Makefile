@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites same-numbers docs dist clean
 
 ARGS ?=
 
@@ -50,6 +50,7 @@ help:
 	@echo '  make flat     what 2,000 steps, 200 topologies and 50 checkpoints leave behind    make flat ARGS=--help'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
+	@echo '                and the results of each tile of the grouped products, in Triton'\''s interpreter'
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
@@ -62,6 +63,8 @@ help:
 	@echo '                     make reproduce ARGS="--only fsmoe-table5"    ARGS=--help'
 	@echo '  make peer-suites  tests of transformers, peft and others with the experts of this library, and what differs without'
 	@echo '                     make peer-suites ARGS="peft --minutes 10"    ARGS=--help'
+	@echo '  make same-numbers AGAINST=COMMIT  the same runs with the library of COMMIT and of this working tree: bits, rounding'
+	@echo '                     make same-numbers AGAINST=main ARGS="--only fssdp hf"    ARGS=--list    ARGS=--help'
 	@echo '  make docs     these pages as a site, with the reference, into build/docs'
 	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
@@ -169,6 +172,10 @@ reproduce: $(READY)
 # Against the installed versions; test files come from source distributions or a checkout.
 peer-suites: $(READY)
 	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m bench.peer_suites $(ARGS)
+
+# The other version in a temporary git worktree, with the packages of this environment.
+same-numbers: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m bench.same_numbers $(AGAINST) $(ARGS)
 
 # What a target needs beyond the environment, from the same pins.
 $(VENV)/.extra-%: $(READY)

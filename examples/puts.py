@@ -48,7 +48,7 @@ def main() -> None:
     # The same by collectives.
     layout = layout.exact()
     form = ops.RowForm.of(x_SM, layout, weight_SK)
-    exchange = ops.Exchange(ops.make_all_to_all("direct", topology), topology.esp, layout.counts_E, form)
+    exchange = ops.exchange_metadata(ops.make_all_to_all("direct", topology), topology.esp, layout.counts_E, form)
     rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
 
     def compute(rows: torch.Tensor, received: ops.Layout, weight: torch.Tensor | None) -> torch.Tensor:

@@ -24,16 +24,10 @@ from fusedmoe.engine.recomputation import Remembered, trains_tokens, unselected
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 from fusedmoe.layers.load import expert_load
-from fusedmoe.layers.scheduled_exchange import (
-    EXCHANGE,
-    ExternalExperts,
-    ScheduledExchange,
-    exchanges_of,
-    shared_topology,
-)
+from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange, shared_topology
 
 __all__ = ["Collectives", "Dispatcher", "Handle", "Local", "Routed", "InputChecks", "not_finite", "recomputing"]
 __all__ += ["AutogradExperts", "ChunkExperts", "GroupedExperts", "LocalExperts", "expert_load", "no_wider"]
 __all__ += ["Assigned", "Plans", "no_plans", "Remembered", "trains_tokens", "unselected"]
-__all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "exchanges_of", "shared_topology"]
+__all__ += ["EXCHANGE", "ExternalExperts", "PartExperts", "ScheduledExchange", "shared_topology"]
 __all__ += ["DecoderDoor", "ExpertsInput", "ExternalBlock", "has_hooks", "must_be_called", "pipeline_external"]

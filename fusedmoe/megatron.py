@@ -4,7 +4,7 @@
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
 experts by this library's kernels. Router, losses, shared experts and the names in checkpoints stay Megatron's. With
-`schedule="auto"` either has what travels overlap what is computed; `fusedmoe.training.StepTuning` measures plans while
+`schedule="auto"` either has what travels overlap what is computed; `fusedmoe.training.tune_model` measures plans while
 a loop trains.
 
 Shape suffixes: T tokens of this rank, D model, K choices, E experts, e experts of this rank, H an expert's hidden
@@ -187,8 +187,8 @@ class StagedDispatcher(MoETokenDispatcher):
 
     @property
     def _collectives(self) -> Collectives | None:
-        dispatcher = self.exchange.dispatcher
-        return dispatcher if isinstance(dispatcher, Collectives) else None
+        collectives: Collectives | None = self.exchange.dispatcher.collectives
+        return collectives
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Sorts […, D] tokens by [T, E] routing map and weights; returns the tokens, and the weight of each pair."""

@@ -2,10 +2,10 @@
 
 `gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
 move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` and `clamped_swiglu` for
-networks that it does not know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks,
-and `through_experts` is the whole way between permute and unpermute, on which a row travels for each (token, k) pair.
-`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts; the last two go into
-graphs over a group that `name_for_graphs` was told of.
+networks that it does not know), `exchange_metadata` returns an `Exchange`, with which `dispatch`, `combine`,
+`all_gather` and `reduce_scatter` send rows between ranks, and `through_experts` does all between permute and unpermute,
+with a row for each (token, k) pair. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve
+model-parallel parts; graphs can hold the last two over a group that `name_for_graphs` was given.
 
 For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
 `Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights
@@ -35,8 +35,8 @@ from fusedmoe.autograd.parallel import (
     split_rows,
 )
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import Exchange, exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import (
     Function,
@@ -62,6 +62,7 @@ __all__ += [
     "all_gather",
     "combine",
     "dispatch",
+    "exchange_metadata",
     "make_all_to_all",
     "reduce_scatter",
     "through_experts",

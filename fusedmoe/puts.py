@@ -9,7 +9,6 @@
 
 `open_heap` gives memory that kernels of all ranks address, `ReceiveBuffers` lie in it and serve one layer after the
 other, and `fused_experts` takes tokens to their experts and back; `for_all_shards` is for experts split over ranks.
-A `Stash` has pages for what layers keep from forward to backward where their rows have a bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
-from fusedmoe.engine.stash import Stash
 from fusedmoe.kernels.one_sided import for_all_shards
 
-__all__ = ["BufferSizes", "GroupedExperts", "ReceiveBuffers", "Stash", "for_all_shards", "fused_experts", "open_heap"]
+__all__ = ["BufferSizes", "GroupedExperts", "ReceiveBuffers", "for_all_shards", "fused_experts", "open_heap"]

@@ -12,7 +12,7 @@ the cure. On CPUs ranks first compare what they call, so that different calls ar
 
 from __future__ import annotations
 
-from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, Traffic, TwoLevel, make_all_to_all
+from fusedmoe.comm.all_to_all import ALGORITHMS, Traffic, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import (
     all_gather_object,
     all_gather_rows,
@@ -35,6 +35,6 @@ from fusedmoe.kernels.libraries import nvshmem_packages
 __all__ = ["Group", "Topology", "group_of", "device_of", "init_process_group", "launch_in_order_of_issue"]
 __all__ += ["all_gather_object", "all_gather_rows", "all_reduce", "all_to_all_rows", "reduce_scatter_rows"]
 __all__ += ["begin", "wait"]
-__all__ += ["ALGORITHMS", "AllToAll", "Traffic", "TwoLevel", "make_all_to_all"]
+__all__ += ["ALGORITHMS", "Traffic", "TwoLevel", "make_all_to_all"]
 __all__ += ["RENEWED_S", "on_all_ranks", "tell_others"]
 __all__ += ["BACKENDS", "no_gpu", "not_for_torch", "nvshmem_packages"]

@@ -4,7 +4,7 @@
 
 `token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
 the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
-what is computed, and `fusedmoe.training.StepTuning` measures plans while a loop trains; `pipeline(model)` has attention
+what is computed, and `fusedmoe.training.tune_model` measures plans while a loop trains; `pipeline(model)` has attention
 of some samples go beside the experts of others, over all blocks. `selective_ac` has selective activation checkpointing
 run each exchange once. Parameters, their names and how they are sharded stay torchtitan's.
 
@@ -47,13 +47,11 @@ from fusedmoe.dispatchers import (
     AutogradExperts,
     ChunkExperts,
     Collectives,
-    Dispatcher,
     ExpertsInput,
     ExternalBlock,
     ExternalExperts,
     Handle,
     InputChecks,
-    Local,
     PartExperts,
     ScheduledExchange,
     pipeline_external,
@@ -101,7 +99,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._timeout_s, self._schedule = config.timeout_s, config.schedule
-        self._dispatcher: Dispatcher = Local()
+        self._collectives: Collectives | None = None
         self._checks = InputChecks(Topology(), _NAME)
         self._experts: ExternalExperts | None = None
         self.exchange: ScheduledExchange | None = None
@@ -118,10 +116,10 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
         self._checks = InputChecks(topology, _NAME)
         if self._experts is None:
-            self._dispatcher = Collectives(topology, ops.make_all_to_all("direct", topology), name=_NAME)
+            self._collectives = Collectives(topology, ops.make_all_to_all("direct", topology), name=_NAME)
         else:
             self.exchange = ScheduledExchange(topology, self._experts, self._schedule, _NAME)
-            self._dispatcher = self.exchange.dispatcher
+            self._collectives = self.exchange.dispatcher.collectives
 
     def dispatch(
         self,
@@ -140,9 +138,9 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         bad = self._checks.of_given(x_TD, topk_scores_TK)
         layout = ops.order(topk_expert_ids_TK, self.num_experts)
         scores_N = ops.take_pairs(topk_scores_TK, layout)
-        if not isinstance(self._dispatcher, Collectives):
+        if self._collectives is None:
             return ops.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
-        x_RD, handle = self._dispatcher.dispatch_by_operators(x_TD, scores_N, layout, bad)
+        x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, bad)
         assert handle.weight_N is not None
         # Tokens arrive once; torchtitan's experts want a row for each of their experts, sorted by these.
         rows_ND = ops.permute(x_RD, handle.layout)
@@ -155,8 +153,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         rows_ND = (routed_output_RD * scores_N[:, None]).to(routed_output_RD.dtype)
         y_RD = ops.unpermute(rows_ND, layout)
         if handle is not None:
-            assert isinstance(self._dispatcher, Collectives)
-            y_RD = self._dispatcher.combine_by_operators(y_RD, handle)
+            assert self._collectives is not None
+            y_RD = self._collectives.combine_by_operators(y_RD, handle)
         return y_RD.to(x_TD.dtype)
 
     def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+"""Outcomes of tests that run in a second process are reported in the first."""
+
 from __future__ import annotations
 
 import os

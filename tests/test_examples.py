@@ -1,3 +1,5 @@
+"""Every program in `examples/` runs, in one process and over ranks."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""Versions of other libraries: refused ones, and the tested range in pins, README and dependencies."""
+
 from __future__ import annotations
 
 import tomllib

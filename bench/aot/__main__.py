@@ -1,7 +1,8 @@
 """`python -m bench.aot`: compiles all that layers of the published shapes launch, for GPUs that need not be there.
 
-Checks the code (`machine_code.py`) and writes bench/launches.json for this Triton. Ends with 1 where something is
-wrong; nothing is written then.
+Checks the code (`machine_code.py`) and writes bench/launches.json for this Triton. Then compares the results of every
+tile of the grouped products with the definition, in Triton's interpreter (`values.py`), and writes bench/tiles.json.
+Ends with 1 where something is wrong; nothing is written then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 
 import triton
 
-from bench.aot import record
+from bench.aot import record, values
 from bench.aot.compiling import WITHOUT_LINES, compile_all
 from bench.aot.standin import TARGETS
 
@@ -37,7 +38,24 @@ def main() -> int:
         f"Triton {triton.__version__}: {len(done)} launches compiled, {len(bad)} wrong, {seconds:.0f} s of processes, "
         f"{time.monotonic() - start:.0f} s in all"
     )
-    return 1 if bad else 0
+    wrong = check_values(chosen.workers) if chosen.target is None else []
+    return 1 if bad or wrong else 0
+
+
+def check_values(workers: int | None) -> list[str]:
+    """Checks results of all tiles; returns what is wrong."""
+    start, wrong = time.monotonic(), []
+    right: values.Passed = {}
+    for operation, config, fault in values.check_all(workers):
+        if fault:
+            wrong.append(f"{operation} {config}: {fault}")
+        right.setdefault(operation, []).append(config)
+    if not wrong:
+        values.write(triton.__version__, {operation: sorted(names) for operation, names in sorted(right.items())})
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    count = sum(map(len, right.values()))
+    print(f"Triton's interpreter: {count} tiles, {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
+    return wrong
 
 
 if __name__ == "__main__":

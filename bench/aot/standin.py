@@ -31,9 +31,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.generation import Capability, generation
 from fusedmoe.kernels.triton import experts
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
-from fusedmoe.kernels.triton.grouped.correctness import COUNTS
-from fusedmoe.kernels.triton.tiles import make_tiles
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, every_candidate
+from fusedmoe.kernels.triton.grouped.verified import Gpu
 
 # Multiprocessors of what stands for each generation: A100, H200, B200, RTX PRO 6000.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 120: 188}
@@ -189,22 +188,18 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (experts, "tuner", lambda device: _tuner(table_of(target), properties.multi_processor_count, device)),
+        (experts, "tuner", lambda device: _tuner(Gpu(capability, SHARED[target], MULTIPROCESSORS[target]))),
     ]
 
 
-def _tuner(table: Capability, multiprocessors: int, device: torch.device) -> Tuner:
-    """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
-
-    def check(variant: object, config: Any) -> str:
-        make_tiles(torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device), sum(COUNTS), config.bm)
-        return ""
+def _tuner(gpu: Gpu) -> Tuner:
+    """Runs every candidate, verified or not."""
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         run()
         return lambda: 1.0
 
-    return Tuner(partial(to_try, table, multiprocessors), check, measure, Record(None), lambda: True)
+    return Tuner(partial(every_candidate, gpu), measure, Record(None), lambda: True)
 
 
 # What computes an operator has one form for all devices.

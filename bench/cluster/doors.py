@@ -30,7 +30,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers import scheduled_exchange
 from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.schedule.workload import uniform_share
-from fusedmoe.training import StepTuning
+from fusedmoe.training import tune_model
 
 #: Micro-batches of whole blocks, forward and backward.
 _DEGREES = (2, 2)
@@ -70,7 +70,7 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
         fusedmoe.hf.pipeline(doors["blocks"].model, _DEGREES)
     found = in_turns(topology, {name: door.step for name, door in doors.items()}, rounds)
     rows = beside({name: row(seconds) for name, seconds in found.items()})
-    first = exchanges_of(doors["auto"].model)[0].plans.plans
+    first = exchanges_of(doors["auto"].model)[0].plans
     for plans in getattr(first, "made", {}).values():
         rows["auto"]["degrees"] = list(plans.degrees)
     if "blocks" in rows:
@@ -88,14 +88,13 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
 
 def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str, Any]:
     """Steps that try plans, until one is chosen, and what they cost. Collective."""
-    step_tuning = StepTuning(off.model, tell=lambda _: None)
-    while step_tuning.tuning is None or not step_tuning.tuning.settled:
+    tuning = tune_model(off.model, tell=lambda _: None)
+    while not tuning.settled:
         tell(topology, "auto tries plans")
-        with step_tuning:
+        with tuning:
             off.step()
-    contest = step_tuning.tuning.contest
-    rows = {one.candidate.name: row(list(one.seconds)) for one in contest.entries if one.seconds}
-    return {"setting": setting_json(setting), "rows": beside(rows), "auto": explored(contest)}
+    rows = {one.candidate.name: row(list(one.seconds)) for one in tuning.trials.entries if one.seconds}
+    return {"setting": setting_json(setting), "rows": beside(rows), "auto": explored(tuning)}
 
 
 def sent_bytes(setting: Setting) -> int:

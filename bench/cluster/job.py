@@ -99,7 +99,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
         found, of = rows[name], made[name].planned
         assert of is not None
         found |= predicted(found["median_s"], makespan(*of), of[0], refit) | planned(of[0])
-    return {"rows": beside(rows, first), "auto": explored(tuning.contest), "layers": _LAYERS}
+    return {"rows": beside(rows, first), "auto": explored(tuning), "layers": _LAYERS}
 
 
 def _recorded(trainer: Trainer) -> Timeline:

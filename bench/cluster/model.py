@@ -1,5 +1,5 @@
 """A model of the library's own layers, or of blocks in micro-batches, trained step by step under every policy and by
-`PlanTuning`; what it computes is a timed wait.
+`tune_step`; what it computes is a timed wait.
 
 All else is what a job has: `MoELayer`, `fusedmoe.pipeline`, gradients in buckets, `PlannedStep`, and costs by the
 library's profiler and by steps of this model that are observed.
@@ -37,12 +37,13 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
+from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.schedule.policies import POLICIES, layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.tuning import OFF, Contest, PlanCandidate
-from fusedmoe.training import PlanTuning, sync_gradients
+from fusedmoe.training import sync_gradients, tune_step
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import PlannedStep
 
@@ -136,9 +137,9 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     tell(topology, "observing steps")
     seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, STEPS_BUDGET_S)
     costs = replace(costs, observed={workload.shapes: replace(seen, rows=workload.rows)})
-    tuning = PlanTuning(model, topology, "auto", costs, workload, **more, tell=partial(tell, topology))
-    explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(tuning.buckets))))
     step = PlannedStep(model, topology, costs, workload, **more)
+    tuning = tune_step(step, "auto", tell=partial(tell, topology))
+    explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(step.buckets))))
     base = makespan(POLICIES["sequential"].plan(step.costs), step.costs)
     candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
     candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else layer_policies())}
@@ -158,27 +159,28 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     for name, refit in later.items():
         one, found = candidates[name], rows[name]
         found |= predicted(found["median_s"], one.predicted_s, one.plan, refit) | planned(one.plan)
-    return {"rows": beside(rows, first), "auto": explored(tuning.contest), "observed": seen.as_dict()}
+    return {"rows": beside(rows, first), "auto": explored(tuning), "observed": seen.as_dict()}
 
 
-def explore(topology: Topology, tuning: PlanTuning, step: Callable[[], object]) -> None:
+def explore(topology: Topology, tuning: PlanChooser, step: Callable[[], object]) -> None:
     """Steps until a plan is chosen; `step` has the tuning note what it took."""
     number = 0
     while not tuning.settled:
         if number % 10 == 0:
-            tell(topology, f"auto tries plans: {number} steps so far, {len(tuning.contest.entries)} plans")
+            tell(topology, f"auto tries plans: {number} steps so far, {len(tuning.trials.entries)} plans")
         step()
         number += 1
 
 
-def explored(contest: Contest) -> dict[str, Any]:
+def explored(tuning: PlanChooser) -> dict[str, Any]:
     """Returns what trying plans cost, beside steps that all have the best one."""
-    best, tried = contest.best, [one for one in contest.entries if one.seconds]
+    best, trials = tuning.best, tuning.trials
+    tried = [one for one in trials.entries if one.seconds]
     return {
         "chosen": best.candidate.name,
-        "steps_tried": contest.tried,
-        "extra_s": contest.spent_s,
-        "share_of_500_steps": contest.spent_s / (STEPS * best.median_s),
-        "noise": contest.noise,
+        "steps_tried": trials.num_tried,
+        "extra_s": trials.spent_s,
+        "share_of_500_steps": trials.spent_s / (STEPS * best.median_s),
+        "noise": trials.noise,
         "tried": [[one.candidate.name, one.median_s, len(one.seconds)] for one in tried],
     }

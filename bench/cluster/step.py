@@ -21,8 +21,8 @@ from torch import Tensor
 from bench.cluster.setting import Setting
 from fusedmoe.comm.all_to_all import Direct
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import Part, exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
@@ -239,7 +239,7 @@ class Step:
         self.gradient_bytes = computation.gradient_bytes
         self._capacity = setting.S // setting.E
         counts_E = torch.full((setting.E,), self._capacity)
-        self._exchange = Exchange(
+        self._exchange = exchange_metadata(
             Direct(topology.ep), topology.esp, counts_E, RowForm(torch.float32, setting.M, 1, None)
         )
         self._parts: dict[int, Part] = {}

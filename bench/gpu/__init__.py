@@ -7,6 +7,7 @@
 - shapes.py: the nine layers; case.py: random inputs of one of them
 - precompile.py: what they launch, compiled before (`bench.aot`)
 - checks.py, exercise.py: the tests, and the kernels under compute-sanitizer; pool.py, notes.py: tests side by side
+- verify.py: which configurations of the grouped products are right; correctness.py, apart.py: one of them, in a process
 - whole.py, training.py: a layer in a graph, compiled, without waits; the main job
 - clock.py: how a step is timed; limits.py: what the GPU can do at the most, and the least time that follows
 - kernels.py, ours.py, peers/: what is timed; reference.py: that it is right, before; memory.py: what it keeps

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.exercise import PASSED
-from bench.gpu.part import Outcome, Place, last_line
+from bench.gpu.part import Outcome, Place, judge_exit, last_line
 from bench.gpu.pool import run_tests
 from bench.gpu.process import Ended
 
@@ -22,6 +23,16 @@ def exercise(place: Place) -> Outcome:
     result = "unfinished" if ended.code is None else "passed" if PASSED in ended.output else "failed"
     word = last_line(ended.output) + (f"; {ended.why}" if ended.why else "")
     return Outcome(result, word, "" if result == "passed" else ended.output[-8000:])
+
+
+def configurations(place: Place, at_once: int, dtypes: Sequence[str]) -> Outcome:
+    """Checks every configuration that the tuner may be allowed to time, and writes the verdicts beside the results."""
+    if place.rehearsal:
+        return Outcome("skipped", "a CPU launches none of them; make aot compares their tiles in the interpreter")
+    command = ["-m", "bench.gpu.verify", "--folder", str(place.stem.parent), "--at-once", str(at_once)]
+    for dtype in dtypes:
+        command += ["--dtype", dtype]
+    return judge_exit(place.run(command, {"TRITON_INTERPRET": "0"}, silence_s=300.0))
 
 
 def tests(place: Place, count: int) -> Outcome:

@@ -4,8 +4,8 @@ Of the grouped products there is a function for each launcher. Counted are produ
 every tensor once: tokens (however often they are gathered), weights of all experts, and rows. Indices, router weights,
 biases and activations are left out, being small beside them.
 
-Their arguments: rows routed (R), tokens (T), experts (E), dim of the model (d), hidden width of an expert (n), bytes of
-an element, and whether the activation is gated, so that its input is twice as wide as the hidden layer.
+Arguments: rows routed (R), tokens (T), experts (E), model dimension (d), hidden dimension of an expert (n), and bytes
+of an element. Activations are gated, so that their input is twice as wide as the hidden layer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ def layout(tokens: int, k: int, experts: int, rows: int) -> Cost:
     return Cost(0, 8 * (2 * tokens * k + 2 * rows + experts) + 4 * (experts + 1))
 
 
-def permute(rows: int, dim: int, element_size: int) -> Cost:
-    """Reads rows, again for each of their copies, and their sources, and writes them."""
-    return Cost(0, rows * (2 * dim * element_size + 8))
-
-
 def gather_sum(rows: int, tokens: int, k: int, dim: int, element_size: int, weighted: bool) -> Cost:
     """Reads rows that are kept, indices, and 4 bytes of weight a row, and writes tokens."""
     flops = rows * dim * (2 if weighted else 1)
@@ -48,14 +43,9 @@ def gather_sum(rows: int, tokens: int, k: int, dim: int, element_size: int, weig
     return Cost(flops, moved)
 
 
-def pack(rows: int, dim: int, element_size: int, packed_size: int) -> Cost:
-    """Packs or unpacks rows: of `dim` elements on the one side, of `packed_size` bytes on the other."""
-    return Cost(0, rows * (dim * element_size + packed_size))
-
-
-def up(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+def up(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
     """Reads tokens and W1, writes H and A."""
-    wide = _wide(hidden, gated)
+    wide = 2 * hidden
     return Cost(2 * rows * wide * dim, element_size * (tokens * dim + experts * wide * dim + rows * (wide + hidden)))
 
 
@@ -64,15 +54,15 @@ def down(rows: int, experts: int, dim: int, hidden: int, element_size: int) -> C
     return Cost(2 * rows * hidden * dim, element_size * (rows * hidden + experts * hidden * dim + rows * dim))
 
 
-def dhidden(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+def dhidden(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
     """Reads tokens' gradients, W2 and H, writes dH and A."""
-    each = 2 * _wide(hidden, gated) + hidden
+    each = 5 * hidden
     return Cost(2 * rows * hidden * dim, element_size * (tokens * dim + experts * hidden * dim + rows * each))
 
 
-def dinput(rows: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+def dinput(rows: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
     """Reads dH and W1, writes the rows' gradients."""
-    return down(rows, experts, dim, _wide(hidden, gated), element_size)
+    return down(rows, experts, dim, 2 * hidden, element_size)
 
 
 def dw2(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
@@ -80,10 +70,6 @@ def dw2(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_siz
     return Cost(2 * rows * hidden * dim, element_size * (tokens * dim + rows * hidden + experts * hidden * dim))
 
 
-def dw1(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+def dw1(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
     """Reads tokens and dH, writes the gradient of W1."""
-    return dw2(rows, tokens, experts, dim, _wide(hidden, gated), element_size)
-
-
-def _wide(hidden: int, gated: bool) -> int:
-    return 2 * hidden if gated else hidden
+    return dw2(rows, tokens, experts, dim, 2 * hidden, element_size)

@@ -27,8 +27,7 @@ from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
 from fusedmoe.kernels.gate import define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
-from fusedmoe.kernels.layout import Layout, build_layout, define_layout
-from fusedmoe.kernels.pages import PageFault, make_pages
+from fusedmoe.kernels.layout import build_layout, define_layout
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
 
 PASSED = "exercise: passed"
@@ -144,31 +143,6 @@ def wire(device: torch.device) -> Pairs:
     yield "pack_bf16", pack_bf16(rows_NM.float().to(device)), rows_NM
 
 
-def pages(device: torch.device) -> Pairs:
-    """Rows of three chunks into pages of a pool, and out again."""
-    if device.type == "cpu" and not INTERPRET:
-        return
-    from fusedmoe.kernels.triton.pages import check_pages, give_pages, load_chunks, store_rows, take_pages
-
-    counts, bound = torch.tensor([[3, 0, 40], [0, 0, 0], [20, 1, 2]]), 50
-    # The chunks' tables lie in one tensor, as those of `read_metadata` do.
-    offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0)).to(device)
-    row_R = torch.arange(bound, device=device)
-    chunks = [Layout(*given, None, row_R, row_R[:, None]) for given in zip(counts.to(device), offsets, strict=True)]
-    x_CRM, pool = _normal(len(chunks), bound, _M), make_pages(200, 8, device)
-    memory = torch.zeros((200, _M), dtype=x_CRM.dtype, device=device)
-    fault = PageFault(torch.zeros(1, dtype=torch.int64, device=device), 1)
-    table = take_pages(pool, chunks, fault)
-    for chunk, x_RM in enumerate(x_CRM.to(device)):
-        store_rows(pool, table, memory, chunks, x_RM, chunk)
-    for kept, x_RM, found in zip(counts.sum(1), x_CRM, load_chunks(pool, table, memory, chunks), strict=True):
-        yield "pages", found[:kept], x_RM[:kept]
-    check_pages(pool, table, chunks, fault)
-    give_pages(pool, table)
-    yield "pages, faults", fault.own, torch.zeros(1)
-    yield "pages that are free", pool.state[:1], torch.tensor([len(pool.free_P)])
-
-
 def ranks(device: torch.device) -> Pairs:
     """Two virtual ranks, whose kernels put rows to each other."""
     if device.type == "cpu" and not INTERPRET:
@@ -190,9 +164,9 @@ def gluon(device: torch.device) -> Pairs:
     """The Gluon form of each product, on Hopper. The check compares; a tool that watches sees its launches."""
     if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
         return
+    from bench.gpu.correctness import check
     from bench.gpu.gluon_first import variants
     from fusedmoe.kernels.triton.grouped.configs import gluon_candidates
-    from fusedmoe.kernels.triton.grouped.correctness import check
 
     nothing = torch.zeros(0)
     for variant in variants():
@@ -201,7 +175,7 @@ def gluon(device: torch.device) -> Pairs:
             yield f"{variant}, {one.config} {fault}", nothing, torch.zeros(1) if fault else nothing
 
 
-PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, activation, wire, pages, ranks, gluon)
+PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, activation, wire, ranks, gluon)
 
 
 def _normal(*size: int) -> Tensor:

@@ -1,24 +1,21 @@
-"""The Gluon form's first minutes on a Hopper GPU: is it right, how fast, and how fast beside others?
+"""The Gluon form's first minutes on a Hopper GPU: how fast, and how fast beside others? `bench.gpu.verify` comes first.
 
-    python -m bench.gpu.gluon_first check               all configurations, in a process for each variant; a minute
     python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms,
                                                         alone and with 16 multiprocessors held
     python -m bench.gpu.gluon_first stress 30B-H256 …   each form, and Gluon's with fewer programs: the same bits 100
                                                         times? and the time alone, and with 16 multiprocessors held
     python -m bench.gpu.gluon_first host                host time of steps whose work is tiny
 
-`check` writes verdicts where the tuner looks for them (FUSEDMOE_CACHE), as they come.
+All candidates are timed, verified or not.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -36,11 +33,11 @@ from fusedmoe.kernels.triton.grouped.configs import (
     HopperConfig,
     Key,
     Variant,
-    gluon_candidates,
     with_programs,
 )
 
 if TYPE_CHECKING:  # needs Triton
+    from fusedmoe.kernels.triton.grouped.autotune import Tuner
     from fusedmoe.kernels.triton.grouped.holder import Holder
 
 
@@ -54,34 +51,19 @@ def variants() -> Iterator[Variant]:
             yield Variant(operation, "bfloat16", "ieee", activation, gather, extra, True, True)
 
 
-def check(shapes: Sequence[Shape], device: torch.device) -> None:
+@cache
+def tuner_of_all(device: torch.device) -> Tuner:
+    """Returns a tuner that times every candidate, verified or not, and keeps nothing for the next run."""
     from fusedmoe.kernels.triton.grouped import autotune
-    from fusedmoe.kernels.triton.grouped.correctness import check_apart
 
-    record, lock, hung = autotune.tuner(device).record, threading.Lock(), []
-
-    def check_variant(variant: Variant) -> None:
-        configs = [one.config for one in gluon_candidates(variant, (9, 0))]
-        new = [one for one in configs if isinstance(one, HopperConfig) and f"{variant}, {one}" not in record.faults]
-        for config, fault in check_apart(variant, new, device):
-            word = "UNKNOWN" if fault is None else "WRONG" if fault else "RIGHT"
-            with lock:
-                if fault is not None:
-                    record.faults[f"{variant}, {config}"] = fault
-                    record.save()
-                if "has not ended" in (fault or "") or "said nothing" in (fault or ""):
-                    hung.append(config)
-                print(f"{word}  {variant}, {config}  {fault or ''}", flush=True)
-
-    with ThreadPoolExecutor() as threads:  # compiling is most of it, and a GPU is shared well by launches so small
-        list(threads.map(check_variant, variants()))
-    if hung:
-        raise SystemExit(f"{len(hung)} hang: go on with FUSEDMOE_GLUON=0, and look at `product` first, the simplest")
+    gpu = autotune.gpu_of(device)
+    return autotune.make_tuner(device, partial(autotune.every_candidate, gpu), autotune.Record(None))
 
 
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
+    tuner = tuner_of_all(device)
     for shape, shared in product(shapes, (False, True)):
-        for step in grouped_steps(make_case(shape, device), shared=shared):
+        for step in grouped_steps(make_case(shape, device), tuner.choose, shared, tuner.times):
             step.run(step.before())
             told = step.told()
             times = told.get("microseconds") or {}
@@ -110,12 +92,12 @@ def stress(shapes: Sequence[Shape], device: torch.device) -> None:
 
 def fastest(device: torch.device, programs: int | None, key: Key, launch: Callable[[Config], object]) -> Config:
     """Returns what took the tuner least of the form in Gluon, with so many programs, or (None) of Triton's. What the
-    tuner chose where none of that form is right, or where it does not tune."""
+    tuner chose where none of that form has run, or where it does not tune."""
     from fusedmoe.kernels.triton.grouped import autotune
 
-    tuner, gpu = autotune.tuner(device), torch.cuda.get_device_properties(device)
+    tuner = tuner_of_all(device)
     chosen, times = tuner.choose(key, launch), tuner.times(key)
-    tried = [one.config for one in autotune.to_try((gpu.major, gpu.minor), gpu.multi_processor_count, key)]
+    tried = autotune.every_candidate(autotune.gpu_of(device), key)
     form = [one for one in tried if isinstance(one, HopperConfig) == (programs is not None) and str(one) in times]
     return with_programs(min(form, key=lambda one: times[str(one)], default=chosen), programs or 0)
 
@@ -172,7 +154,7 @@ def _median_ms(step: Step, holder: Holder | None) -> float:
     return statistics.median(taken[1:])
 
 
-PIECES = {"check": check, "time": time_forms, "stress": stress, "host": host}
+PIECES = {"time": time_forms, "stress": stress, "host": host}
 
 
 def main() -> None:

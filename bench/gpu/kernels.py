@@ -102,12 +102,18 @@ def row_steps(case: Case) -> list[Step]:
     ]
 
 
-def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None, shared: bool = False) -> list[Step]:
+def grouped_steps(
+    case: Case,
+    choose: Callable[[Any, Any], Any] | None = None,
+    shared: bool = False,
+    times: Callable[[Any], Mapping[str, float]] | None = None,
+) -> list[Step]:
     """Makes the steps of grouped products. What a layer's call shares (tables of tiles) is there already.
 
     Args:
         choose: chooses their configurations instead of the tuner.
         shared: chosen is what suits launches beside communication.
+        times: returns the microseconds of a key's configurations; None: those of the tuner, where it chooses.
     """
     from fusedmoe.kernels.triton import experts
     from fusedmoe.kernels.triton.grouped import autotune
@@ -126,8 +132,11 @@ def grouped_steps(case: Case, choose: Callable[[Any, Any], Any] | None = None, s
         if operation not in chosen:
             return {}
         key, config = chosen[operation]
-        times = {} if choose or not case.x_SM.is_cuda else autotune.tuner(case.x_SM.device).times(key)
-        return {"config": str(config), "microseconds": times}
+        if times is not None:
+            taken = times(key)
+        else:
+            taken = {} if choose or not case.x_SM.is_cuda else autotune.tuner(case.x_SM.device).times(key)
+        return {"config": str(config), "microseconds": taken}
 
     call.choose = noted
     h, a = experts.up(call, case.x_SM, weights, swiglu)

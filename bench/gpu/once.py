@@ -1,6 +1,6 @@
 """One kernel of a shape, once, by its default configuration: for profilers. `python -m bench.gpu.once up 30B-H1024`
 
-With `--form gluon` by the first configuration of its form in Gluon, which must have been checked before.
+With `--form gluon` by the first configuration of its form in Gluon; `bench.gpu.verify` tells whether it is right.
 """
 
 from __future__ import annotations

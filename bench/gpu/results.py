@@ -60,12 +60,16 @@ def save(found: dict[str, Any], folder: Path) -> Path:
     """
     if found["gpu"] is None and folder.resolve() == RESULTS.resolve():
         raise ValueError(f"no GPU was measured: such results do not belong in {RESULTS}")
-    name = re.sub(r"[^a-z0-9]+", "-", (found["gpu"] or {"name": "none"})["name"].lower()).strip("-")
     when = re.sub(r"[^0-9T]", "", found["when"].split("+")[0])
-    path = folder / f"gpu_{name}_{when}.json"
+    path = folder / f"gpu_{name_of_gpu(found)}_{when}.json"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, found)
     return path
+
+
+def name_of_gpu(found: dict[str, Any]) -> str:
+    """Returns the name of the GPU of some results, as file names have it."""
+    return re.sub(r"[^a-z0-9]+", "-", (found["gpu"] or {"name": "none"})["name"].lower()).strip("-")
 
 
 def _without(record: Record, *keys: str) -> Record:

@@ -73,8 +73,17 @@ def _tests(place: Place, count: int) -> Outcome:
     return checks.tests(place, 1 if place.rehearsal else min(count, place.cores))
 
 
+def _configurations(place: Place, dtypes: Sequence[str], most: int) -> Outcome:
+    return checks.configurations(place, min(most, place.cores), dtypes)
+
+
 def _part(name: str, seconds: float, about: str, do: Callable[..., Outcome], *needs: str, **arguments: object) -> Part:
     return Part(name, seconds, partial(do, **arguments) if arguments else do, about, needs)
+
+
+def _verify(seconds: float, most: int, *dtypes: str) -> Part:
+    about = "configurations of the grouped products beside float64"
+    return _part("configurations", seconds, about, _configurations, dtypes=dtypes, most=most)
 
 
 _VERSIONS = _part("versions", _VERSIONS_S, "the GPU, its driver and the software", versions)
@@ -103,7 +112,11 @@ PLANS = {
         "correctness, then kernels and passes against their limits",
         [
             [_VERSIONS],
-            [_part("tests", 150, "the kernels' tests", _tests, count=_BESIDE), _compile(150, _BESIDE)],
+            [
+                _part("tests", 150, "the kernels' tests", _tests, count=_BESIDE),
+                _compile(150, _BESIDE),
+                _verify(150, _BESIDE, "bfloat16"),
+            ],
             [_suite("kernels", 105, "tests")],
             [_suite("passes", 140, "tests")],
             [_REPORT],
@@ -111,12 +124,13 @@ PLANS = {
         ],
     ),
     "1": Plan(
-        6,
+        8.5,
         "correctness",
         [
             [_VERSIONS],
             [_part("exercise", 100, "every kernel once beside float64", checks.exercise), _compile(100, 15)],
             [_part("tests", 230, "the kernels' tests", _tests, count=_TESTS)],
+            [_verify(150, _TESTS, "bfloat16", "float16")],
         ],
     ),
     "2": Plan(

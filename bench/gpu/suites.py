@@ -57,7 +57,7 @@ def keep(place: Place) -> Path | None:
     if not spool.of("row") or not spool.of("ceilings"):
         return None
     if not place.rehearsal:
-        # What the tuner found: every configuration's verdict and time. It would be lost with the machine.
+        # What the tuner found: the time of each configuration. It would be lost with the machine.
         for file in cache_dir().glob("grouped-*.json"):
             shutil.copy(file, place.stem.parent)
     checks = [{"name": name, "result": found.result, "word": found.word} for name, found in place.done.items()]

@@ -76,18 +76,17 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
 CHOICE = "chosen experts must be numbers from 0 to {most}, or -1 for an empty pair; these hold others"
 
 
-def check_choice(operation: str, expert_SK: Any, experts: int, looked_at: bool = False) -> None:
-    """Refuses what are no chosen experts: [S, K] integers in [0, experts), -1 for an empty pair.
+def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
+    """Refuse anything but chosen experts: [S, K] integers in [0, experts), -1 for an empty pair.
 
-    `looked_at`: on CUDA what comes next looks at the numbers itself.
+    On tensors of Triton kernels the kernel of `order` checks the numbers.
     """
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
-    on_device = uses_triton(expert_SK)
-    if on_device and looked_at:
+    if uses_triton(expert_SK):
         return
     text = CHOICE.format(most=experts - 1)
-    if on_device or torch.compiler.is_compiling() or expert_SK.is_meta:
+    if torch.compiler.is_compiling() or expert_SK.is_meta:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():
         # One pass on the host: a few tokens of a decoder take little longer than a check.
@@ -96,13 +95,13 @@ def check_choice(operation: str, expert_SK: Any, experts: int, looked_at: bool =
             refuse(operation, text)
 
 
-def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) -> None:
-    """Refuses what are not [N] floating-point numbers, one for each row of the layout."""
-    check_tensor(operation, name, value_N, layout.row_SK)
-    if value_N.shape != (layout.rows,) or not value_N.is_floating_point():
+def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
+    """Refuse anything but [N] floating-point numbers, one for each row of the layout."""
+    check_tensor(operation, "weight_N", weight_N, layout.row_SK)
+    if weight_N.shape != (layout.rows,) or not weight_N.is_floating_point():
         cure = "take_pairs(weight_SK, layout) gives them"
-        got = f"got {value_N.dtype} {list(value_N.shape)}"
-        refuse(operation, f"{name} must be [{layout.rows}] floating-point numbers, one for each row ({cure}), {got}")
+        got = f"got {weight_N.dtype} {list(weight_N.shape)}"
+        refuse(operation, f"weight_N must be [{layout.rows}] floating-point numbers, one for each row ({cure}), {got}")
 
 
 def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Tokens between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
 
     *tokens, row_N, code_N = deduplicate(layout, peers)               which tokens go to which rank
-    send_PC, come_QPC = meet(counts_E, tokens_W, bad, *form, way)
+    send_PC, come_QPC = exchange_metadata(counts_E, tokens_W, bad, *form, way)
     x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, come_QPC, way)
     …                                                                 experts
     y_TM = combine(y_RM, send_PC, come_QPC, len(x_TM), way)
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
+from fusedmoe.comm import exchange
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.exchange import Bad, Exchange, ExchangeSizes, Sized
-from fusedmoe.comm.metadata import ExpertCalls
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import Agreed, Exchange, ExchangeSizes
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import sending
@@ -64,6 +64,8 @@ class Way:
     Attributes:
         name: which graphs know it by.
     """
+
+    recorder: Recorder | None = None  # none in graphs
 
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
@@ -97,7 +99,7 @@ class Crossing:
     """
 
     def __init__(
-        self, topology: Topology, part: Sized, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
+        self, topology: Topology, part: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
     ) -> None:
         self.topology, self.part, self.hooks, self.recorder = topology, part, hooks, recorder
         self.sharded = topology.esp.size > 1
@@ -122,12 +124,13 @@ def exchange_of_sizes(
     device: torch.device,
     by_pairs: bool,
     call: str,
-) -> Sized:
-    """Makes the collectives of an exchange again, of the sizes that a graph has carried (`ExchangeSizes`)."""
+    agreed: Agreed | None = None,
+) -> Exchange:
+    """Makes an exchange again of the sizes (`ExchangeSizes`), and what else its ranks agreed on, that a graph holds."""
     grid = topology.expert_grid
     ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
     sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
-    return Sized(all_to_all, topology.esp, sizes, device, by_pairs, call, ranks_QP)
+    return Exchange(all_to_all, topology.esp, sizes, device, by_pairs, call, ranks_QP, agreed=agreed)
 
 
 class _Traffic:
@@ -221,8 +224,8 @@ def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
     return counts_W, offsets_W1, source_T, pair_T, row_SK, row_N, row_N.to(small)
 
 
-@operator("meet")
-def meet(
+@operator("exchange_metadata")
+def exchange_metadata(
     counts_E: Tensor,
     tokens_W: Tensor | None,
     bad: Tensor | None,
@@ -232,7 +235,7 @@ def meet(
     weights: torch.dtype | None,
     way: str,
 ) -> tuple[Tensor, Tensor]:
-    """Tells the ranks how many tokens and pairs travel: `Exchange`.
+    """Exchange the numbers of tokens and pairs between the ranks, as `fusedmoe.comm.exchange.exchange_metadata`.
 
     Args:
         counts_E: pairs of this rank for each expert.   tokens_W: its tokens for each rank; None: a row for each pair.
@@ -243,16 +246,22 @@ def meet(
     Raises:
         RankError: of what an exchange refuses.
     """
-    found = _way(way, "meet")
-    with found.topology.guard("fusedmoe::meet"):
-        refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
-        form = RowForm(dtype, width, k, weights)
-        calls = ExpertCalls.MODULE  # what follows is operators, without a plan
-        made = Exchange(found.all_to_all, found.topology.esp, counts_E, form, refusal, tokens_W, calls=calls)
+    found = _way(way, "exchange_metadata")
+    with found.topology.guard("fusedmoe::exchange_metadata"):
+        refusal = None if bad is None else NonFinite(bad, BAD_NUMBERS)
+        made = exchange.exchange_metadata(
+            found.all_to_all,
+            found.topology.esp,
+            counts_E,
+            RowForm(dtype, width, k, weights),
+            refusal,
+            tokens=None if tokens_W is None else TokenCounts(tokens_W),
+            expert_calls=ExpertCalls.MODULE,  # operators follow, without a plan
+        )
     return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.come_QPC, device="cpu")
 
 
-@register_fake(meet)
+@register_fake(exchange_metadata)
 def _(counts_E: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *_, way = others
     topology = next(iter(_ways[way])).topology
@@ -369,8 +378,8 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.crossing = _crossings.get(ctx.way)
     ctx.tokens, ctx.rows = x_TM.shape[0], None if weight_N is None else weight_N.shape[0]
     part = None if ctx.crossing is None else ctx.crossing.part
-    # Ranks that have met know what no rank needs the gradient of; ranks of a graph have not asked.
-    ctx.learn = (True, True) if part is None else (part.tokens_learn, part.weights_learn)
+    # A graph does not hold which gradients no rank needs.
+    ctx.learn = (True, True) if part is None else (part.tokens_require_grad, part.weights_require_grad)
     if not all(ctx.learn):
         ctx.mark_non_differentiable(*(rows for rows, learns in zip(output, ctx.learn, strict=False) if not learns))
         ctx.set_materialize_grads(False)  # or there would be zeros for these

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
+from fusedmoe.autograd.checks import check_floats, check_layout, check_row_weights, check_rows, check_weights
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Wanted, Weights
 from fusedmoe.kernels.experts import experts_backward as backward_kernels
 from fusedmoe.kernels.experts import experts_forward as forward_kernels
 from fusedmoe.kernels.layout import Layout, LayoutTensors
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import active_recorder, span
 
 
 def experts(
@@ -25,7 +25,6 @@ def experts(
     weight_N: Tensor | None,
     weights: Weights,
     activation: str,
-    recorder: Recorder | None = None,
 ) -> Tensor:
     """y_SM[s] = Σ over the rows n of token s of weight_N[n]·FFN_e(x_SM[s]): gather, experts, weighted gather-and-sum.
 
@@ -50,10 +49,10 @@ def experts(
     check_rows("experts", "x_SM", x_SM, layout.tokens, layout.row_SK)
     check_floats("experts", "x_SM", x_SM)
     if weight_N is not None:
-        check_row_values("experts", "weight_N", weight_N, layout)
+        check_row_weights("experts", weight_N, layout)
     check_weights("experts", weights, activation, x_SM, layout.experts)
     # Outside the operator, so that autograd sees the copy.
-    w = weights.contiguous()
+    w, recorder = weights.contiguous(), active_recorder()
     with span(recorder, "experts", kind="expert", phase="forward"):
         y_SM, _ = experts_operator(x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, layout.tensors, activation)
     if recorder is not None and y_SM.grad_fn is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedmoe.autograd.checks import (
     check_floats,
     check_layout,
-    check_row_values,
+    check_row_weights,
     check_rows,
     check_tensor,
     check_weights,
@@ -64,7 +64,7 @@ def low_rank_experts(
     check_rows(name, "x_SM", x_SM, layout.tokens, layout.row_SK)
     check_floats(name, "x_SM", x_SM)
     if weight_N is not None:
-        check_row_values(name, "weight_N", weight_N, layout)
+        check_row_weights(name, weight_N, layout)
     if isinstance(weights, StoredWeights):
         shapes = _check_stored(name, weights, activation, x_SM, layout.experts)
     else:

@@ -42,7 +42,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
         ConfigError: sizes or dtypes that do not fit; a number that is neither -1 nor in [0, E). On CUDA and in compiled
             graphs such a number fails an assertion on the device.
     """
-    check_choice("order", expert_SK, experts, looked_at=True)
+    check_choice("order", expert_SK, experts)
     if capacity is not None:
         check_count("order", "capacity", capacity, 0)
     if priority_S is not None:

@@ -33,6 +33,7 @@ from fusedmoe.kernels.deduplicate import Received
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import one_pass
 from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Indexes a batch, [B, …, M]: all before the axis that is cut, and a slice of that.
@@ -54,6 +55,11 @@ class BlockDegrees(NamedTuple):
     permutes: bool
     later: bool
     dense_tasks: int
+
+
+def passes_of(plan: Plan) -> Plans:
+    """Split the plan of a step into its two passes."""
+    return Plans(*(one_pass(plan, phase) for phase in STAGES))
 
 
 def degrees_of(plans: Plans, block: int) -> BlockDegrees:

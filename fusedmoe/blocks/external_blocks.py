@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.blocks.cuts import ExternalCall
+from fusedmoe.blocks.cuts import ExternalCall, passes_of
 from fusedmoe.blocks.moe_block import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.compat.torch import is_compiled, version_of
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import first_hook
-from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
@@ -37,12 +35,13 @@ from fusedmoe.layers.schedule import undisturbed
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import cached_plans
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.schedule.candidates import PlanCandidate, family_candidates
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
 from fusedmoe.schedule.policies import whole_policies
-from fusedmoe.schedule.step import one_pass
-from fusedmoe.schedule.step_costs import MAX_DEGREE
-from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import family_candidates
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
+from fusedmoe.schedule.workload import Workload, costs_of_tokens
 
 #: The attribute by which a block has its `ExternalPipeline`.
 PIPELINE = "fusedmoe_pipeline"
@@ -192,6 +191,31 @@ class _Passed(Function):
         return grads[0]
 
 
+class BlocksSource(PlanSource):
+    """Plans of blocks in micro-batches, by prediction. Without a plan that the blocks can run they keep theirs."""
+
+    def __init__(self, blocks: PipelinedBlocks, policy: str, costs: StepCosts, samples: int) -> None:
+        self.blocks, self.policy, self.costs, self.samples = blocks, policy, costs, samples
+
+    def candidates(self) -> Sequence[PlanCandidate]:
+        costs, samples, topology = self.costs, self.samples, self.blocks.topology
+        if self.policy == AUTO:
+            every = family_candidates(costs, MAX_DEGREE, samples, lambda done, total: None)
+        else:
+            plans = cached_plans([self.policy], topology, costs, limit=MAX_DEGREE, samples=samples)
+            every = [PlanCandidate(name, plan, True, makespan(plan, costs)) for name, plan in plans.items()]
+        return [each for each in every if each.whole and self._runs(each.plan)] or super().candidates()
+
+    def follow(self, candidate: PlanCandidate) -> None:
+        self.blocks.set_plan(passes_of(candidate.plan) if len(candidate.plan) else self.blocks.plans)
+
+    def _runs(self, plan: Plan) -> bool:
+        with suppress(ConfigError):
+            self.blocks.require_runnable(passes_of(plan))
+            return True
+        return False
+
+
 class ExternalPipeline:
     """Decoder blocks of another library's model, one after the other, that run as one `PipelinedBlocks`.
 
@@ -309,35 +333,20 @@ class ExternalPipeline:
         """Has the blocks follow the plan of a policy, by what this machine costs, for batches like x of the rank that
         has most. Collective over all ranks."""
         exchange, topology = self._external[0].exchange, self.blocks.topology
-        plans, M = exchange.plans.plans, x.shape[-1]
-        plans.parts.gate.k = self._door.k(self._external[0])
+        M = x.shape[-1]
+        exchange.plans.parts.gate.k = self._door.k(self._external[0])
         # In the midst of a forward pass, since elsewhere FSDP's parameters are not whole.
         with undisturbed():
             sizes = all_gather_object(topology.world, tuple(x.shape[:2]), "planning blocks")
             samples, length = (max(1, *each) for each in zip(*sizes, strict=True))
             experts = next(module for module in self.blocks.modules() if isinstance(module, ExpertsOutside))
             like = x.new_empty(samples * length, M, dtype=experts.row_dtype(x))
-            costs = measure_layer(plans, like)
             workload = self.blocks.workload(like.view(samples, length, M))
-            # As they are for so many tokens, however many rows of these there may be by the workload.
-            seen = next(iter(costs.observed.values()), None)
-            costs = replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
+            costs = costs_of_tokens(measure_layer(exchange.plans, like), workload)
             kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "blocks")
             # Gradients over data parallelism are the other library's to reduce.
             step = workload.step_costs(costs, [0] * len(self._external), kinds, whole=True)
-            if policy == AUTO:
-                families = family_candidates(step, MAX_DEGREE, samples, lambda done, total: None)
-                candidates = [each.plan for each in families if each.whole]
-            else:
-                candidates = [*cached_plans([policy], topology, step, limit=MAX_DEGREE, samples=samples).values()]
-            both = (Plans(*(one_pass(plan, phase) for phase in PHASES)) for plan in candidates)
-            self.blocks.set_plan(next(filter(self._runs, both), self.blocks.plans))
-
-    def _runs(self, plans: Plans) -> bool:
-        with suppress(ConfigError):
-            self.blocks.require_runnable(plans)
-            return True
-        return False
+            PlanChooser(BlocksSource(self.blocks, policy, step, samples), steps=None)
 
     def _require_unchanged(self, number: int, x: Tensor) -> None:
         """Refuses models that do something between one block and the next."""

@@ -21,8 +21,7 @@ from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.metadata import ExpertCalls, RowForm, TokenCounts
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
@@ -122,7 +121,11 @@ class MoEBlock:
     def whole(self, x: Tensor, mask: Tensor | None, recorder: Recorder | None) -> Tensor:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self.layer.recorder = recorder
-        y, u = self._computed(self._dense.whole, x)
+        try:
+            y, u = self._computed(self._dense.whole, x)
+        except ConfigError as error:
+            self.refuse(str(error))
+            raise
         placed = self.layer.placed
         by_tasks = placed is not None and placed.travel == "by tasks"
         if placed is not None and by_tasks:
@@ -134,6 +137,12 @@ class MoEBlock:
             if placed is not None and by_tasks:
                 placed.travel = "by tasks"
         return z
+
+    def refuse(self, refusal: str) -> None:
+        """Raise `refusal` on all ranks: where they exchange tokens next, unless they may wait in a dense part."""
+        if self.communicates:
+            self.layer.checks.refuse(refusal)
+        self.layer.refuse(refusal)
 
     @property
     def why_called(self) -> str | None:
@@ -262,13 +271,19 @@ class MoEBlock:
         refusal = refusal or self._refusal or next((text for text in texts if text), None)
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
-        sizes = {"tokens_Wp": tokens_Pp, "by_pairs": self.makes_rows, "sizes": self._sizes}
         # A rank that refuses has no routing, and its form is not compared.
         k, weights = (routings[0].expert_SK.shape[-1], routings[0].weight_SK.dtype) if routings else (0, None)
         form = RowForm(like.dtype, self.layer.model_dim, k, weights)
-        refusal_or_bad = refusal or checks.bad_logits(*routings)
-        more = {**sizes, "learn": (learns, learns), "calls": ExpertCalls.CHUNKS}
-        return self._collectives.exchange(counts, form, refusal_or_bad, **more)
+        return self._collectives.exchange(
+            counts,
+            form,
+            refusal or checks.bad_logits(*routings),
+            tokens=TokenCounts(tokens_Pp, by_pairs=self.makes_rows),
+            shard_counts=self._sizes,
+            expert_calls=ExpertCalls.CHUNKS,
+            tokens_require_grad=learns,
+            weights_require_grad=learns,
+        )
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""

@@ -42,6 +42,7 @@ from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 from fusedmoe.schedule.workload import Workload, uniform_share
 
+#: The axis along which `pipeline` splits a batch.
 Along = Literal["samples", "positions"]
 
 
@@ -203,8 +204,11 @@ class PipelinedBlocks(nn.Module):
 
     def _one_by_one(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Runs the blocks one after the other, each layer by its own plans."""
-        for block in self._blocks:
-            x = block.whole(x, mask, self.recorder)
+        with self.topology.guard("pipeline"):
+            if (refusal := self._wrong(x)) is not None:
+                self._blocks[0].refuse(refusal)
+            for block in self._blocks:
+                x = block.whole(x, mask, self.recorder)
         return x
 
     def _by_plans(
@@ -275,7 +279,7 @@ class PipelinedBlocks(nn.Module):
         # ranks would meet there in any order.
         with saved_tensor_hooks_removed(only_checkpoints=True):
             z, *aux = _ThroughBlocks.apply(*given, *parameters)
-        if (exchange := states[0].exchange) is not None and not exchange.tokens_learn:
+        if (exchange := states[0].exchange) is not None and not exchange.tokens_require_grad:
             return z.detach(), [loss.detach() for loss in aux]
         return z, aux
 

@@ -65,7 +65,7 @@ from fusedmoe.measuring import cached_profile, make_display, measured_costs
 from fusedmoe.metrics import Metrics
 from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
 from fusedmoe.ranks import all_gather_object
-from fusedmoe.training import load_checkpoint, replicas, save_checkpoint, saved_at
+from fusedmoe.training import choice_text, load_checkpoint, replicas, save_checkpoint, saved_at
 
 EXAMPLES = """\
 examples:
@@ -266,7 +266,7 @@ class TrainingJob:
         def tell(line: str) -> None:
             assert trainer.tuning is not None
             write_text(self.folder.plan, str(trainer.tuning.plan))
-            write_kept(self.folder.choice, trainer.tuning.choice())
+            write_kept(self.folder.choice, choice_text(trainer.tuning))
             self.display.say(line)
 
         # The fastest product that was measured here stands for the device's peak in mfu.

@@ -38,6 +38,7 @@ from fusedmoe.plans import (
     Observed,
     Plan,
     PlanCandidate,
+    PlanChooser,
     StepCosts,
     TaskKind,
     Timeline,
@@ -46,7 +47,7 @@ from fusedmoe.plans import (
     simulate,
 )
 from fusedmoe.ranks import all_reduce
-from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, PlanTuning, clip_grad_norm, sync_gradients
+from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, clip_grad_norm, sync_gradients, tune_step
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self.sharded_experts = shard_experts(self.model, self.optimizer, topology, settings)
         self._buckets: GradientBuckets | None = None
-        self._followed: tuple[Plan, StepCosts] | None = None
-        self.tuning: PlanTuning | None = None
+        self._followed: tuple[PlannedStep, PlanCandidate] | None = None
+        self.tuning: PlanChooser | None = None
 
     def set_plan(
         self,
@@ -111,24 +112,21 @@ class Trainer:
         """Has steps follow the plan that the settings' policy makes of these costs; collective.
 
         Under "auto" and "flowmoe" the plan changes from step to step until the fastest is found, and `resumed`, `tell`
-        and `measure` are as for `PlanTuning`. Returns the plan, and the costs by which it was made.
+        and `measure` are as for `tune_step`. Returns the plan, and the costs by which it was made.
         """
         settings, blocks = self._settings, self._blocks
         more: dict[str, Any] = {}
         if blocks is not None:
             # Micro-batches are cut evenly, so the planner needs the number of samples that it may divide.
             more = {"blocks": blocks, "samples": micro_batch_limit(settings, self._topology.mp.size)}
-        made = (costs, self._workload)
+        step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
         if settings.schedule in TUNED:
-            model, topology, policy = self.model, self._topology, settings.schedule
-            more |= {"measure": measure, "resumed": resumed, "tell": tell}
-            self.tuning = PlanTuning(model, topology, policy, *made, **more)
-            self._buckets, self._followed = self.tuning.buckets, (self.tuning.plan, self.tuning.costs)
+            self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
+            candidate = self.tuning.now
         else:
-            step = PlannedStep(self.model, self._topology, *made, **more)
             candidate = step.candidate(policy_of(settings))
             step.follow(candidate)
-            self._buckets, self._followed = step.buckets, (candidate.plan, step.costs)
+        self._buckets, self._followed = step.buckets, (step, candidate)
         planned = self.planned
         assert planned is not None
         if self.sharded_experts is not None:
@@ -142,7 +140,10 @@ class Trainer:
         """Returns the plan that steps follow now, and the costs by which it was made; None without."""
         if self._followed is None:
             return None
-        plan, costs = self._followed if self.tuning is None else (self.tuning.plan, self.tuning.costs)
+        step, candidate = self._followed
+        if self.tuning is not None:
+            candidate = self.tuning.now
+        plan, costs = candidate.plan, step.costs_of(candidate.whole)
         # A plan without tasks is what nothing in chunks amounts to: the sequential one, for pictures and tables.
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
@@ -175,8 +176,8 @@ class Trainer:
             return cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks), again)
 
         found = with_observed(costs, self._settings, self._topology, self._device, measure)
-        if self.tuning is not None:
-            self._buckets = self.tuning.buckets  # the probes had their own
+        if self._followed is not None:
+            self._buckets = self._followed[0].buckets  # the probes had their own
         return found
 
     def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:

@@ -1,4 +1,4 @@
-"""One layer's exchange of tokens: a meeting of the ranks first, then the tokens; no padding travels.
+"""One layer's exchange of tokens, once its ranks have exchanged metadata (`comm/metadata.py`). Padding is not sent.
 
 Tokens leave a rank sorted by destination: each once for every rank that has experts for it. Dispatch takes them over
 the expert-parallel group; the all-gather over the expert-sharding group then gives every shard of an expert all of its
@@ -30,20 +30,26 @@ from fusedmoe.comm.failure.blame import other_operation
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls, calls_conflict
-from fusedmoe.comm.row_form import RowForm, differ
+from fusedmoe.comm.metadata import (
+    CHECK,
+    Agreed,
+    ExpertCalls,
+    Metadata,
+    NonFinite,
+    RowForm,
+    TokenCounts,
+    refuse_forms,
+    require_callable_experts,
+)
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.deduplicate import Received, Sending, decode, pack, rows_of_counts, unpack, wrong_codes
+from fusedmoe.kernels.deduplicate import Received, decode, pack, rows_of_counts, unpack, wrong_codes
 
-#: The name of the operation in errors about bad input.
-CHECK = "the check of the layer's input"
-# Behind the counts of pairs and tokens of its message each rank has six numbers of metadata: how many tokens and how
-# many pairs it sends; its number, whether it refuses, and which gradients it needs; the form of its rows
-# (`RowForm.packed`); bad numbers; and a sum of all.
-_METADATA = 6
-# Calls of layers over each process group, the same number on all of its ranks: topologies that share one need not lie
-# alike on all ranks, nor end there at the same time.
-_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_OPERATION = "exchange of counts"
+# Columns of a message for `Metadata`; of these the last, which the device computes, and the first, a `RowForm`.
+_COLUMNS, _ON_DEVICE, _FORM = len(Metadata._fields), 3, len(RowForm._fields)
+# Exchanges over each process group so far, the same number on all of its ranks: topologies that share a group need not
+# have the same ranks, nor be closed at the same time.
+_num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Part:
@@ -57,7 +63,7 @@ class Part:
         algorithm: how rows cross the expert-parallel group.   esp: the expert-sharding group.
         traffic: rows sent and received.   come_QP: rows received by sharding peer and source rank.
         call: the name of the exchange, the same on every rank.
-        agreed: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
+        compared: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
     Attributes:
         algorithm: as given.
         rows, sent, received: rows of this rank after dispatch and all-gather; rows that a dispatch sends, and that it
@@ -71,49 +77,49 @@ class Part:
         traffic: Traffic,
         come_QP: np.ndarray,
         call: str = "an exchange",
-        agreed: set[str] | None = None,
+        compared: set[str] | None = None,
     ) -> None:
         self.call = call
-        self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
+        self._compared = {algorithm.group.axis, esp.axis} if compared is None else compared
         self.algorithm, self._esp = algorithm, esp
         self._traffic, self._gathered = traffic, come_QP.sum(1).tolist()
         self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Sends rows to the experts' ranks: [sent, ...] by destination -> [received, ...] by source."""
-        if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._agreed:
+        if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._compared:
             self._begin(self.algorithm.group, rows, self.sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sends rows back to the tokens' ranks: the inverse of `dispatch`."""
-        if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._agreed:
+        if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._compared:
             self._begin(self.algorithm.group, rows, self.received, "combine")
         return self.algorithm.bring_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Gathers the rows for all shards of the experts: [received, ...] -> [rows, ...] by (shard, source)."""
-        if rows.shape[:1] != (self.received,) or self._esp.axis not in self._agreed:
+        if rows.shape[:1] != (self.received,) or self._esp.axis not in self._compared:
             self._begin(self._esp, rows, self.received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
-        if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._agreed:
+        if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._compared:
             self._begin(self._esp, rows, self.rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", agreed=True)
 
     def turn(self) -> None:
         """Begins a backward pass: this rank may be the only one that has one."""
         # So the ranks compare what they call once more, at the first rows over each group.
-        self._agreed.clear()
+        self._compared.clear()
 
     def _begin(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
         """Refuses rows of another number; compares what the ranks call, before the first rows of a backward pass."""
         if rows.shape[:1] != (count,):
             text = f"the exchange is of {count} rows, but these are {list(rows.shape)}"
             self.algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
-        self._agreed.add(group.axis)
+        self._compared.add(group.axis)
         begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
@@ -159,21 +165,22 @@ class Cut(NamedTuple):
     come_Gi: np.ndarray
 
 
-class Sized(Part):
-    """An exchange whose sizes are known: the collectives of its tokens and, as `pairs`, those of its pairs.
+class Exchange(Part):
+    """The exchange of a batch, whose sizes are known: the collectives of its tokens and, as `pairs`, of its pairs.
+
+    `exchange_metadata` returns one.
 
     Args:
-        sizes: what the ranks told each other.   device: of the rows.
-        by_pairs: a row travels for each pair, so that both are the same.
+        sizes: numbers of rows, from the metadata exchange.   device: of the rows.
+        by_pairs: a row is sent for each pair, so that both are the same.
         ranks_QP: the rank that rows of each sharding peer and source began on, for errors; None: not known.
         forwarding: how tokens go on inside nodes; None: they go to each rank by themselves.
+        agreed: its fields become attributes.
     Attributes:
         counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
-        tokens_learn, weights_learn: gradients of tokens and of router weights go back: some rank needs them.
         last: tokens that are in the last chunks, as `deduplicate.sending` has sorted them; None: tokens go as they lie.
     """
 
-    tokens_learn = weights_learn = True
     last: LastTokens | None = None
 
     def __init__(
@@ -186,6 +193,7 @@ class Sized(Part):
         call: str = "an exchange",
         ranks_QP: np.ndarray | None = None,
         forwarding: Forwarding | None = None,
+        agreed: Agreed | None = None,
     ) -> None:
         come_QP = sizes.come_QPp.sum(2)
         if forwarding is None:
@@ -195,6 +203,8 @@ class Sized(Part):
         super().__init__(algorithm, esp, traffic, come_QP, call)
         self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
         self._forwarding = forwarding
+        self.form, self.most_pairs, self.share, self.as_module, *grads = agreed or Agreed()
+        self.tokens_require_grad, self.weights_require_grad = grads
 
     @cached_property
     def pairs(self) -> Part:
@@ -215,7 +225,7 @@ class Sized(Part):
     def part(self, send_P: np.ndarray, come_QP: np.ndarray) -> Part:
         """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
         traffic = self.algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
-        return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._agreed)
+        return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._compared)
 
     def cut(self, degree: int) -> Cut:
         """Splits the exchange into `degree` parts, each with its share (`all_to_all.share`) of the tokens of every rank
@@ -226,7 +236,7 @@ class Sized(Part):
         if self._forwarding is not None:
             traffics, come_iQP = self._forwarding.chunks(degree)
             chunks = zip(traffics, come_iQP, strict=True)
-            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._agreed) for chunk in chunks]
+            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
             return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
         send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
@@ -312,167 +322,150 @@ class Sized(Part):
             raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
 
 
-class Bad(NamedTuple):
-    """Numbers that should be finite and are not, for the ranks to tell each other without the host's waiting for them.
-
-    Attributes:
-        number: their count, an integer scalar on the device of the rows.
-        text: what is wrong then, and its cure; the same on all ranks.
-    """
-
-    number: Tensor
-    text: str
-
-
-class Exchange(Sized):
-    """An exchange between the ranks: their meeting, which making it is, and its collectives.
-
-    Making one is collective over the expert-parallel and the expert-sharding group.
+def exchange_metadata(
+    algorithm: AllToAll,
+    esp: Group,
+    counts_E: Tensor,
+    form: RowForm,
+    refusal: str | NonFinite | None = None,
+    *,
+    tokens: TokenCounts | None = None,
+    shard_counts: Group | None = None,
+    held: int | None = None,
+    call: str = "a layer",
+    **columns: int,
+) -> Exchange:
+    """Exchange the numbers of rows between the ranks of an expert-parallel and an expert-sharding group. Collective.
 
     Args:
-        algorithm: how rows cross the expert-parallel group.
-        esp: the expert-sharding group.
+        algorithm: sends rows over the expert-parallel group.   esp: the expert-sharding group.
         counts_E: [E] integers, pairs of this rank for each of the E experts.
-        form: of the rows that will travel.
-        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason. `Bad`:
-            it cannot where the number is not zero.
-        tokens_Wp: [W] or [W, p] integers, tokens that this rank sends to each rank, of each micro-batch; None: as many
-            as pairs, `by_pairs`.
-        hop: the same tokens by node (`sending` of them over nodes), for a two-level algorithm to forward there; None:
-            they go to each rank by themselves.
-        by_pairs: a row travels for each pair.
-        sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
-        held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
-        call: the layer's name, the same on every rank; for errors, and to tell layers apart.
-        learn: this rank needs gradients of its tokens, and of their router weights.
-        calls: how this rank can call its experts.
-    Attributes:
-        most_pairs: the most pairs that any of the ranks sends.   share: tokens that travel for each pair, over all
-            ranks, from 1/K to 1. Both are the same on all of them.
-        as_module: some rank calls its experts as a module: no rank may work by a plan.
+        form: of the rows that will be sent.
+        refusal: why this rank cannot take part, if so. Then no rows are sent, and all ranks raise this reason.
+            `NonFinite`: the reason holds where the number is not zero.
+        tokens: the tokens that are sent; None: a row for each pair.
+        shard_counts: gathers the counts in place of `esp`, where rows of another exchange are gathered meanwhile.
+        held: the number of this rank's experts, the first ones, where it is less than E over the ranks.
+        call: the layer's name, the same on every rank: errors name it, and exchanges of different layers differ by it.
+        columns: fields of `Metadata` that this rank knows: `expert_calls`, `tokens_require_grad`, ….
     Raises:
-        ConfigError, RankError: this or another rank refused or has bad numbers; counts that cannot be; forms that
-            differ; a rank that must call its experts as a module, and one that cannot.
+        ConfigError, RankError: this or another rank refused or has non-finite input; impossible counts; different
+            forms; a rank that must call its experts as a module, and one that cannot.
     """
-
-    def __init__(
-        self,
-        algorithm: AllToAll,
-        esp: Group,
-        counts_E: Tensor,
-        form: RowForm,
-        refusal: str | Bad | None = None,
-        tokens_Wp: Tensor | None = None,
-        hop: Sending | None = None,
-        by_pairs: bool = False,
-        sizes: Group | None = None,
-        held: int | None = None,
-        call: str = "a layer",
-        learn: tuple[bool, bool] = (True, True),
-        calls: ExpertCalls = ExpertCalls.EITHER,
-    ) -> None:
-        ep = algorithm.group
-        me = ep.job.rank
-        if problem := _wrong(counts_E, form, ep.size):
-            ep.refuse(CHECK, problem)
-        counts_E = counts_E.long()
-        # A rank that refuses still takes part in the meeting: its peers hear of it there, and nobody waits.
-        refusal, bad = (None, refusal) if isinstance(refusal, Bad) else (refusal, None)
-        if refusal is not None:
-            ep.board.refuse(CHECK, refusal, ep.size * esp.size)
-        elif ep.job.board is not None:
-            ep.job.board.go_on()
-        counts_PE = counts_E.view(ep.size, -1)
-        tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens_Wp is None else tokens_Wp.view(ep.size, -1)
-        note = (2 * me + (refusal is not None)) * 16 + 4 * calls + 2 * learn[0] + learn[1]
-        own_form = form.packed()
-        known = [counts_E.new_full((), number) for number in (note, own_form, 0)]
-        metadata = tokens_Pp.sum(), counts_E.sum(), *known[:2], known[2] if bad is None else bad.number
-        metadata_C = torch.stack([number.to(counts_E.dtype) for number in metadata])
-        # The one host synchronisation of a layer: all that the host needs to know comes in one copy.
-        sent_PC = torch.cat([counts_PE, tokens_Pp.to(counts_E.dtype), metadata_C.expand(ep.size, -1)], 1)
-        sent_PC = torch.cat([sent_PC, sent_PC.sum(1, keepdim=True, dtype=sent_PC.dtype)], 1)
-        ones, operation = [1] * ep.size, "exchange of counts"
-        number = 0
-        if ep.handle is not None:
-            number = _calls[ep.handle] = _calls.get(ep.handle, 0) + 1
-        call = f"call {number} of {call}"
-        details = f"of {call} with {len(counts_E)} experts"
-        if sent_PC.is_cuda or sent_PC.nbytes > ROOM:
-            begin(ep, operation, details)
-            received_PC = all_to_all_rows(ep, sent_PC, ones, ones, operation, agreed=True)
-        else:  # the envelope carries all that each rank sends, of which this rank's column is picked
-            received_PC = sent_PC
-            if tables := begin(ep, operation, details, sent_PC.numpy().tobytes()):
-                shape, dtype_of_counts = sent_PC.shape, sent_PC.numpy().dtype
-                all_WPC = np.stack([np.frombuffer(table, dtype_of_counts).reshape(shape) for table in tables])
-                received_PC = torch.from_numpy(all_WPC[:, ep.index].copy())
-        # The shards of an expert get the same tokens, so each needs the counts of all its sharding peers.
-        gathered_QPC = received_PC[None]
-        if esp.size > 1:
-            gathered_QPC = all_gather_rows(sizes or esp, gathered_QPC, [1] * esp.size, operation)
-        told_PC, all_QPC = _on_host(sent_PC, gathered_QPC)
-        E, p = counts_PE.shape[1], tokens_Pp.shape[1]
-        # GPUs compare no envelopes: bytes of another operation show in the metadata, before rows are sized by them.
-        if ep.size * esp.size > 1 and (stranger := _stranger(all_QPC, E, ep, esp)) is not None:
-            raise other_operation(ep.board, operation, f"the {ep}", stranger)
-        tokens_QP, pairs_QP, note_QP, form_QP, bad_QP, _ = all_QPC[..., -_METADATA:].transpose(2, 0, 1)
-        ranks_QP = note_QP // 32
-        culprits = sorted(ranks_QP[note_QP // 16 % 2 > 0].tolist())
-        # Both are raised on all ranks of the exchange, which go on together: no verdict for the job.
-        if refusal is not None:
-            raise RankError(f"rank {me}: {refusal}", agreed=True)
-        if culprits:
-            raise RankError(f"rank {me}: ended because {ep.board.refusal(culprits[0])}", agreed=True)
-        if bad_QP.any():
-            text = "numbers are NaN or infinite" if bad is None else bad.text
-            if bad_QP[esp.index, ep.index]:
-                ep.board.refuse(CHECK, text, ep.size * esp.size)
-                raise RankError(f"rank {me}: {text}", agreed=True)
-            verdict = Verdict(int(ranks_QP[bad_QP > 0].min()), CHECK, text)
-            raise RankError(f"rank {me}: ended because {verdict}", agreed=True)
-        calls_QP = note_QP // 4 % 4
-        self.as_module = bool((calls_QP == ExpertCalls.MODULE).any())
-        if self.as_module and (conflict := calls_conflict(ranks_QP, calls_QP)):
-            ep.board.refuse(CHECK, conflict, ep.size * esp.size)
-            raise RankError(f"rank {me}: {CHECK}: {conflict}", agreed=True)
-        if (form_QP != own_form).any():
-            text, odd = differ(dict(zip(ranks_QP.flat, form_QP.flat, strict=True)))
-            if odd is None or odd == me:
-                ep.board.refuse(CHECK, text, ep.size * esp.size)
-                raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-            raise RankError(f"rank {me}: ended because {Verdict(odd, CHECK, text)}", agreed=True)
-        tokens, pairs = int(tokens_QP.sum()), int(pairs_QP.sum())
-        self.most_pairs, self.share = int(pairs_QP.max()), tokens / pairs if pairs else 1.0
-        self.tokens_learn, self.weights_learn = bool((note_QP & 2).any()), bool((note_QP & 1).any())
-        come_QPC = all_QPC[..., :-_METADATA]
-        if held is not None:
-            come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
-        told = ExchangeSizes(told_PC[:, :-_METADATA], come_QPC, p)
-        forwarding = None
-        if hop is not None and tokens_Wp is not None and isinstance(algorithm, TwoLevel):
-            forwarding = Forwarding(algorithm, esp, hop, tokens_Wp, told.come_QPp.sum(2))
-        by_pairs = by_pairs or tokens_Wp is None
-        super().__init__(algorithm, esp, told, counts_E.device, by_pairs, call, ranks_QP, forwarding)
+    ep = algorithm.group
+    if problem := _wrong_counts(counts_E, ep.size) or form.refusal():
+        ep.refuse(CHECK, problem)
+    nonfinite = refusal if isinstance(refusal, NonFinite) else None
+    reason = refusal if isinstance(refusal, str) else None
+    # A rank that refuses still sends its message: its peers read the refusal there, and none of them waits.
+    if reason is not None:
+        ep.board.refuse(CHECK, reason, ep.size * esp.size)
+    elif ep.job.board is not None:
+        ep.job.board.go_on()
+    counts_PE = counts_E.long().view(ep.size, -1)
+    tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
+    own = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
+    sent_PC = _message(counts_PE, tokens_Pp, own, nonfinite)
+    number = 0
+    if ep.handle is not None:
+        number = _num_calls[ep.handle] = _num_calls.get(ep.handle, 0) + 1
+    call = f"call {number} of {call}"
+    send_PC, come_QPC = _exchange(sent_PC, ep, esp, shard_counts or esp, f"of {call} with {len(counts_E)} experts")
+    E, p = counts_PE.shape[1], tokens_Pp.shape[1]
+    received = Metadata(*come_QPC[..., -_COLUMNS:].transpose(2, 0, 1))
+    # On GPUs ranks do not compare what they call: bytes of another operation show in the metadata, before rows are
+    # sized by them.
+    if ep.size * esp.size > 1 and (sender := _foreign_sender(come_QPC, received, E, ep, esp)) is not None:
+        raise other_operation(ep.board, _OPERATION, f"the {ep}", sender)
+    most = Metadata(*come_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    if most.is_refused or most.num_nonfinite:
+        _raise_refusals(received, reason, nonfinite, ep, esp)
+    if most.expert_calls:
+        require_callable_experts(received, ep, esp)
+    if (come_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
+        refuse_forms(received, ep, esp)
+    num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
+    agreed = Agreed(
+        form,
+        most_pairs=most.num_pairs,
+        share=num_tokens / num_pairs if num_pairs else 1.0,
+        as_module=most.expert_calls == ExpertCalls.MODULE,
+        tokens_require_grad=bool(most.tokens_require_grad),
+        weights_require_grad=bool(most.weights_require_grad),
+    )
+    come_QPC = come_QPC[..., : E + p]
+    if held is not None:
+        come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
+    sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], come_QPC, p), None
+    if tokens is not None and tokens.hop is not None and isinstance(algorithm, TwoLevel):
+        forwarding = Forwarding(algorithm, esp, tokens.hop, tokens.tokens_Wp, sizes.come_QPp.sum(2))
+    by_pairs = tokens is None or tokens.by_pairs
+    return Exchange(algorithm, esp, sizes, counts_E.device, by_pairs, call, received.rank, forwarding, agreed)
 
 
-def _on_host(sent_PC: Tensor, all_QPC: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _wrong_counts(counts_E: Tensor, ranks: int) -> str:
+    """Describe what is wrong with the counts of an exchange; "" where nothing is."""
+    if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
+        return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
+    if len(counts_E) == 0 or len(counts_E) % ranks:
+        return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
+    # On a GPU reading the counts would synchronise; `_foreign_sender` checks them on the host.
+    if not counts_E.is_cuda and bool((counts_E < 0).any()):
+        return f"counts of rows must not be negative, got {counts_E.tolist()}"
+    return ""
+
+
+def _message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
+    """Return the message to each peer, [P, columns]. The host does not wait for the device."""
+    device = counts_PE.device
+    # Pinned, or the copy to the device would synchronise.
+    from_host = torch.tensor(own[:-_ON_DEVICE], dtype=torch.long, device="cpu", pin_memory=device.type == "cuda")
+    number = counts_PE.new_zeros(()) if nonfinite is None else nonfinite.number.to(counts_PE.dtype)
+    on_device = torch.stack([tokens_Pp.sum(), counts_PE.sum(), number])
+    metadata_C = torch.cat([from_host.to(device, non_blocking=True), on_device])
+    columns_PC = torch.cat([counts_PE, tokens_Pp, metadata_C.expand(len(counts_PE), -1)], 1)
+    counts = columns_PC.shape[1] - _COLUMNS
+    return torch.cat([columns_PC[:, :counts], columns_PC.sum(1, keepdim=True), columns_PC[:, counts:]], 1)
+
+
+def _exchange(
+    sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exchange the messages; return this rank's, and those of [sharding peer, source rank], on the host."""
+    ones, data = [1] * ep.size, b""
+    if not sent_PC.is_cuda:
+        table_PC = sent_PC.numpy()
+        # Every peer receives the same metadata.
+        data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
+    if sent_PC.is_cuda or len(data) > ROOM:
+        begin(ep, _OPERATION, details)
+        received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, agreed=True)
+    else:  # the envelopes of `begin` carry the messages to all peers
+        received_PC = sent_PC
+        if envelopes := begin(ep, _OPERATION, details, data):
+            numbers_WN = np.stack([np.frombuffer(envelope, np.int64) for envelope in envelopes])
+            counts_WC = numbers_WN[:, :-_COLUMNS].reshape(ep.size, ep.size, -1)[:, ep.index]
+            received_PC = torch.from_numpy(np.concatenate([counts_WC, numbers_WN[:, -_COLUMNS:]], 1))
+    all_QPC = received_PC[None]
+    # All shards of an expert compute the same tokens, so each needs the counts of its sharding peers.
+    if esp.size > 1:
+        all_QPC = all_gather_rows(shard_counts, all_QPC, [1] * esp.size, _OPERATION)
     if not sent_PC.is_cuda:
         return sent_PC.numpy(), all_QPC.numpy()
+    # The one host synchronisation of a layer: a single copy of all that the host reads.
     both = torch.cat([sent_PC[None], all_QPC]).cpu().numpy()
     return both[0], both[1:]
 
 
-def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int | None:
-    """Returns the rank that sent, or passed on, what cannot be counts and metadata of the ranks named in it, if any."""
-    counts_QPE, tokens_QPp = all_QPC[..., :experts], all_QPC[..., experts:-_METADATA]
-    most_QP, rank_QP = all_QPC[..., 1 - _METADATA], all_QPC[..., 2 - _METADATA] // 32
-    wanted_QP = rank_QP.copy()  # ranks that are in neither group are known to their sharding peer alone
+def _foreign_sender(come_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
+    """Return the rank that sent, or gathered, a message that cannot be the metadata of the rank named in it, if any."""
+    counts_QPE, tokens_QPp = come_QPC[..., :experts], come_QPC[..., experts : -_COLUMNS - 1]
+    wanted_QP = received.rank.copy()  # ranks that are in neither group are known to their sharding peer alone
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
-    bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())
-    bad_QP |= all_QPC[..., :-1].sum(-1, dtype=all_QPC.dtype) != all_QPC[..., -1]
+    bad_QP = (received.rank != wanted_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
+    bad_QP |= come_QPC.sum(-1) != 2 * come_QPC[..., -_COLUMNS - 1]
     pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # integers would wrap around
-    bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > most_QP)
+    bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > received.num_pairs)
     # Each token has a pair at least, and each pair a token; of every micro-batch by itself.
     pairs_QPp = counts_QPE.reshape(*tokens_QPp.shape, -1).sum(-1, dtype=np.float64)
     bad_QP |= ((tokens_QPp < 0) | (tokens_QPp > pairs_QPp) | ((tokens_QPp == 0) & (pairs_QPp > 0))).any(-1)
@@ -482,13 +475,18 @@ def _stranger(all_QPC: np.ndarray, experts: int, ep: Group, esp: Group) -> int |
     return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
 
 
-def _wrong(counts_E: Tensor, form: RowForm, ranks: int) -> str:
-    """Returns what is wrong with the sizes of an exchange, or ""."""
-    if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
-        return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
-    if len(counts_E) == 0 or len(counts_E) % ranks:
-        return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
-    # On a GPU looking at counts would wait for the device; there `_stranger` finds them, once they are on the host.
-    if not counts_E.is_cuda and bool((counts_E < 0).any()):
-        return f"counts of rows must not be negative, got {counts_E.tolist()}"
-    return form.refusal()
+def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
+    """Raise the refusal of this or another rank, or non-finite input. All ranks continue together: no verdict."""
+    me = ep.job.rank
+    if reason is not None:
+        raise RankError(f"rank {me}: {reason}", agreed=True)
+    if received.is_refused.any():
+        culprit = int(received.rank[received.is_refused > 0].min())
+        raise RankError(f"rank {me}: ended because {ep.board.refusal(culprit)}", agreed=True)
+    if received.num_nonfinite.any():
+        text = "numbers are NaN or infinite" if nonfinite is None else nonfinite.text
+        if received.num_nonfinite[esp.index, ep.index]:
+            ep.board.refuse(CHECK, text, ep.size * esp.size)
+            raise RankError(f"rank {me}: {text}", agreed=True)
+        verdict = Verdict(int(received.rank[received.num_nonfinite > 0].min()), CHECK, text)
+        raise RankError(f"rank {me}: ended because {verdict}", agreed=True)

@@ -112,7 +112,6 @@ class Topology:
         pp: str | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
-        duplex: bool = False,
     ) -> Topology:
         """Takes the axes from the named dimensions of a `DeviceMesh` over all ranks; the rest is data parallel.
 
@@ -120,14 +119,14 @@ class Topology:
             ep, esp, mp: dimensions of the mesh; `mp` and `esp` may name the same.
             pp: the dimension along which ranks hold different layers (pipeline stages). The topology is then of this
                 rank's stage: gradients, norms and checkpoints of its layers are over the stage's ranks alone.
-            ranks_per_node, timeout_s, duplex: as for `from_sizes`.
+            ranks_per_node, timeout_s: as for `from_sizes`.
         Raises:
-            ConfigError: a name is not a dimension of the mesh, two axes that need one each have the same, the mesh
-                lacks ranks, or duplex is asked for on GPUs.
+            ConfigError: a name is not a dimension of the mesh, two axes that need one each have the same, or the mesh
+                lacks ranks.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         world, per_node = _world_size(), _ranks_per_node(ranks_per_node)
-        arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}, duplex={duplex}"
+        arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}"
         met = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
         named = {"ep": ep, "esp": esp, "mp": mp, "pp": pp}
@@ -151,7 +150,7 @@ class Topology:
             sizes = [1 if name is None else ranks.shape[names.index(name)] for name in last]
             return ranks.permute((*outer, *inner)).reshape(-1, *sizes)
 
-        return cls._from_grids(grid(ep, esp), grid(mp), per_node, met, duplex)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, met, duplex=False)
 
     @classmethod
     def from_group(

@@ -46,8 +46,8 @@ class ChunkExperts(Protocol):
         any_degree: the backward's chunks may be others than the forward's. Then what a chunk keeps is one tensor whose
             n-th row belongs to the n-th sorted row.
         keeps_rows: the backward reads the rows that the forward was given; else it gets None for them.
-        tokens_learn, weights_learn: gradients of rows and of their weights are asked for (`Exchange.tokens_learn`);
-            else the backward returns None for them. Set before the first forward.
+        tokens_learn, weights_learn: some rank needs gradients of rows, of their weights
+            (`Exchange.tokens_require_grad`); else the backward returns None for them. Set before the first forward.
     """
 
     tokens_learn: bool

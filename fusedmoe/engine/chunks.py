@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.all_to_all import block_order
-from fusedmoe.comm.exchange import Part, Sized
+from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.kernels.deduplicate import Received, inverse
 from fusedmoe.kernels.layout import Layout
 
@@ -43,7 +43,7 @@ class RowChunks:
         received: sorts each chunk's received tokens by local expert.
     """
 
-    def __init__(self, exchange: Sized, tokens: Layout, pairs: Received, k: int, degree: int) -> None:
+    def __init__(self, exchange: Exchange, tokens: Layout, pairs: Received, k: int, degree: int) -> None:
         self.layout = tokens
         self.parts: list[Part] = [exchange]
         # Of each token and pair received, in chunk order, its number without chunks; None: chunk order is that order.

@@ -31,9 +31,8 @@ from fusedmoe.autograd.experts import no_wider
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
-from fusedmoe.comm.exchange import Bad, Exchange, Sized
-from fusedmoe.comm.metadata import ExpertCalls
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import Exchange, exchange_metadata
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import retains_graph
 from fusedmoe.engine.chunk_experts import ChunkExperts, gradients_of
@@ -56,7 +55,7 @@ from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import active_recorder, span
 from fusedmoe.schedule.task import COUNTS, Task, TaskKind
 
 #: Those that there are, by number.
@@ -72,14 +71,16 @@ def no_plans(x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExpe
     """Finds no plan: nothing overlaps."""
 
 
-class Met(NamedTuple):
-    """A batch whose ranks have met.
+class CountedBatch(NamedTuple):
+    """A batch whose ranks have exchanged metadata.
 
     Attributes:
-        weight_N: router weights of its rows, sorted by expert, without padding.
-        sent: the tokens that travel.
+        x_SM, weight_N: its tokens, and the router weights of its rows, sorted by expert, without padding. They require
+            gradients where those of any rank do: all ranks take part in the backward of the dispatch, or some wait.
+        sent: the tokens that are sent.
     """
 
+    x_SM: Tensor
     weight_N: Tensor | None
     sent: Sending
     exchange: Exchange
@@ -120,7 +121,6 @@ class Collectives(Dispatcher):
     plans: FindPlans = no_plans
     hooks: Sequence[Hooks] = ()
     name: str = "MoELayer"
-    recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
     local: nn.Module | None = None
     choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
@@ -138,19 +138,23 @@ class Collectives(Dispatcher):
         self.number = torch.tensor(number, device="cpu")
         dispatchers[number] = self
 
+    @property
+    def collectives(self) -> Collectives:
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._enlist()  # a copy is no other layer
 
-    def meet(
+    def exchange_metadata(
         self,
         routed: Routed,
         calls: ExpertCalls,
         by_node: bool = True,
         last: LastTokens | None = None,
         weight_N: Tensor | None = None,
-    ) -> Met:
-        """Exchange the numbers of tokens and pairs for each expert between the ranks. Collective.
+    ) -> CountedBatch:
+        """Exchange the numbers of this batch's tokens and pairs between the ranks. Collective.
 
         `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
         `last`: tokens to send last, unless they do. `weight_N`: router weights of the layout's rows, in place of
@@ -169,31 +173,45 @@ class Collectives(Dispatcher):
         sent = sent if hop is None else sent._replace(tokens=hop.tokens)
         weights = weight_N if weight_SK is None else weight_SK
         form = RowForm(x_SM.dtype, x_SM.shape[1], layout.row_SK.shape[1], None if weights is None else weights.dtype)
-        learn = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x_SM, weight_SK))
-        more: dict[str, Any] = {"hop": hop, "learn": learn, "calls": calls}
-        exchange = self.exchange(layout.counts_E, form, routed.refusal, tokens_Wp=tokens_W, **more)
+        grad = torch.is_grad_enabled()
+        exchange = self.exchange(
+            layout.counts_E,
+            form,
+            routed.refusal,
+            tokens=None if tokens_W is None else TokenCounts(tokens_W, hop),
+            expert_calls=calls,
+            tokens_require_grad=grad and x_SM.requires_grad,
+            weights_require_grad=grad and weight_SK is not None and weight_SK.requires_grad,
+        )
         # Padding does not travel; how much of it there is the host knows now.
         exchange.last, pairs = last, exchange.pairs.sent
         self.travelled = pairs, exchange.sent
         weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
-        return Met(weight_N, sent.exact(exchange.sent, pairs), exchange)
+        if torch.is_grad_enabled():
+            if exchange.tokens_require_grad and not x_SM.requires_grad:
+                x_SM = x_SM.detach().requires_grad_()
+            if exchange.weights_require_grad and weight_N is not None and not weight_N.requires_grad:
+                weight_N = weight_N.detach().requires_grad_()
+        return CountedBatch(x_SM, weight_N, sent.exact(exchange.sent, pairs), exchange)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
-        told = nullcontext() if self._why is None else called_for(self._why)
-        with told, span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
-            return Exchange(self.all_to_all, self.topology.esp, counts_E, form, refusal, call=self._call, **more)
+    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
+        """Call `exchange_metadata` over this dispatcher's ranks, with its arguments from `counts_E` on. Collective."""
+        reason = nullcontext() if self._why is None else called_for(self._why)
+        with reason, span(active_recorder(), "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
+            ranks = self.all_to_all, self.topology.esp
+            return exchange_metadata(*ranks, counts_E, form, refusal, call=self._call, **options)
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
-        return self._dispatch(routed.x_SM, self.meet(routed, ExpertCalls.MODULE))
+        return self._dispatch(self.exchange_metadata(routed, ExpertCalls.MODULE))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         check_rows("combine", "the experts' result", out_RM, len(handle.layout.row_SK))
         return self.combine_by_operators(out_RM, handle)
 
-    def _dispatch(self, x_SM: Tensor, met: Met) -> tuple[Tensor, Handle]:
-        weight_N, sent, exchange = met
-        crossing = Crossing(self.topology, exchange, self.hooks, self.recorder)
-        with span(self.recorder, "permute", kind="permute", phase="forward"):
+    def _dispatch(self, counted: CountedBatch) -> tuple[Tensor, Handle]:
+        x_SM, weight_N, sent, exchange = counted
+        crossing = Crossing(self.topology, exchange, self.hooks, active_recorder())
+        with span(crossing.recorder, "permute", kind="permute", phase="forward"):
             x_TM = permute(x_SM, sent.tokens)
         # Operators take tensors and plain values; these are on the host, where the collectives want them.
         sizes = torch.from_numpy(exchange.sizes.send_PC), torch.from_numpy(exchange.sizes.come_QPC)
@@ -201,12 +219,7 @@ class Collectives(Dispatcher):
         return x_RM, handle._replace(counts_RE=exchange.counts_RE)
 
     def send_by_operators(
-        self,
-        x_TM: Tensor,
-        weight_N: Tensor | None,
-        sent: Sending,
-        sizes: tuple[Tensor, Tensor],
-        way: Way | Crossing,
+        self, x_TM: Tensor, weight_N: Tensor | None, sent: Sending, sizes: tuple[Tensor, Tensor], way: Way | Crossing
     ) -> tuple[Tensor, Handle]:
         """Sends [T, M] tokens in these sizes, with the weights of the layout's rows."""
         result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, sent.k, *sizes, way.name)
@@ -218,24 +231,23 @@ class Collectives(Dispatcher):
         self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
         """Send [S, M] tokens, and the weights of the layout's rows, to their experts' ranks. A graph can hold it."""
-        sent, sizes = self.meet_by_operators(layout, bad, RowForm.of(x_SM, layout, weight_N))
+        sent, sizes = self.metadata_by_operators(Routed(x_SM, layout, weight_N), bad)
         return self.send_by_operators(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.way)
 
-    def meet_by_operators(
-        self, layout: Layout, bad: Tensor | None, form: RowForm
-    ) -> tuple[Sending, tuple[Tensor, Tensor]]:
-        """Tells the ranks how many tokens come, as `meet`; returns what is sent, and all sizes."""
-        sent, tokens_W = Sending(layout), None
+    def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[Sending, tuple[Tensor, Tensor]]:
+        """Return the tokens to send, and the sizes of the exchange, as `exchange_metadata`. A graph can hold it."""
+        x_SM, layout, weights, _ = routed
+        form, sent, tokens_W = RowForm.of(x_SM, layout, weights), Sending(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
             sent, tokens_W = Sending(Layout.of(tokens), row_N, code_N, layout.k), tokens[0]
-        return sent, exchange_operators.meet(layout.counts_E, tokens_W, bad, *form, self.way.name)
+        return sent, exchange_operators.exchange_metadata(layout.counts_E, tokens_W, bad, *form, self.way.name)
 
     def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
         """Returns [S, M], the sum of each token's results, rank by rank."""
         tokens, send_PC, come_QPC, way = handle.state
         y_TM = exchange_operators.combine(out_RM, send_PC, come_QPC, len(tokens.pair_N), way.name)
-        with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
+        with span(way.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(y_TM, tokens)
 
     def by_operators(
@@ -253,13 +265,13 @@ class Collectives(Dispatcher):
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         calls = self.calls(experts)
         if not selects():
-            return self.cross(routed.x_SM, self.meet(routed, calls), experts)
+            return self.cross(self.exchange_metadata(routed, calls), experts)
         if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint asks for operators, the exchange of sizes among them: none is to run twice.
             self.travelled = None
             return self.by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
         with unselected():
-            return self.cross(routed.x_SM, self.meet(routed, calls), experts)
+            return self.cross(self.exchange_metadata(routed, calls), experts)
 
     def calls(self, experts: Any) -> ExpertCalls:
         """Returns how the experts can be called: as a module where a call of it runs hooks."""
@@ -267,19 +279,18 @@ class Collectives(Dispatcher):
             self._why = why_called(experts) if must_be_called(experts) else None
         return ExpertCalls.EITHER if self._why is None else ExpertCalls.MODULE
 
-    def cross(self, x_SM: Tensor, met: Met, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
-        """Does what `through_experts` does once the ranks have met; by a plan where `copies` take turns. Collective."""
-        x_SM, met = _with_backward(x_SM, met)
-        as_module = met.exchange.as_module
+    def cross(self, counted: CountedBatch, experts: LocalExperts, copies: CopiesInTurns | None = None) -> Tensor:
+        """Send a batch through the experts; by a plan where `copies` take turns. Collective."""
+        x_SM, weight_N, sent, exchange = counted
         in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
-        assigned = self.plans(x_SM, met.exchange, None if as_module else in_chunks)
-        chunk_experts = None if assigned is None or as_module else in_chunks()
+        assigned = self.plans(x_SM, exchange, None if exchange.as_module else in_chunks)
+        chunk_experts = None if assigned is None or exchange.as_module else in_chunks()
         # The graphs of chunks would have a checkpoint send all again from the midst of each chunk's backward.
         if chunk_experts is not None and not chunk_experts.any_degree and copies is None and packs():
             chunk_experts = None
         if assigned is None or chunk_experts is None:
-            rows_RM, handle = self._dispatch(x_SM, met)
-            y_RM = no_wider(self.compute(experts, rows_RM, handle, met.exchange), rows_RM)
+            rows_RM, handle = self._dispatch(counted)
+            y_RM = no_wider(self.compute(experts, rows_RM, handle, exchange), rows_RM)
             # Experts that learn take part in the backward also where they have used none of their parameters.
             own = experts.parameters() if isinstance(experts, nn.Module) else ()
             if torch.is_grad_enabled() and not y_RM.requires_grad and any(one.requires_grad for one in own):
@@ -290,9 +301,10 @@ class Collectives(Dispatcher):
             return reduced_behind(y_SM, assigned, None if copies is None else copies.wait)
         if not chunk_experts.any_degree:
             assigned.plans.require_one_degree()
-        chunk_experts.tokens_learn, chunk_experts.weights_learn = met.exchange.tokens_learn, met.exchange.weights_learn
-        batch = RowBatch(*met[1:], chunk_experts, self.run(assigned, met.exchange, x_SM.device, copies))
-        return _ByPlan.apply(x_SM, met.weight_N, batch, *chunk_experts.parameters)
+        chunk_experts.tokens_learn = exchange.tokens_require_grad
+        chunk_experts.weights_learn = exchange.weights_require_grad
+        batch = RowBatch(sent, exchange, chunk_experts, self.run(assigned, exchange, x_SM.device, copies))
+        return _ByPlan.apply(x_SM, weight_N, batch, *chunk_experts.parameters)
 
     def compute(self, experts: LocalExperts, rows_RM: Tensor, handle: Handle, exchange: Exchange) -> Tensor:
         """Calls the experts for rows that have come."""
@@ -301,29 +313,18 @@ class Collectives(Dispatcher):
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
         return experts.in_chunks(x_SM)
 
-    def run(self, assigned: Assigned, exchange: Sized, device: torch.device, copies: CopiesInTurns | None) -> Run:
+    def run(self, assigned: Assigned, exchange: Exchange, device: torch.device, copies: CopiesInTurns | None) -> Run:
         """Makes a call's run of its plans."""
         return Run(
             assigned.plans,
             partial(self.topology.stop, self.name),
             self.hooks,
-            self.recorder,
+            active_recorder(),
             None if self.streams is None else self.streams.on(device),
             assigned.gradients,
             assigned.beside,
             copies,
         )
-
-
-def _with_backward(x_SM: Tensor, met: Met) -> tuple[Tensor, Met]:
-    """Returns tokens and weights that have gradients where any rank's have: all take part in the dispatch's backward,
-    or some would wait. Where none have, as in the first layer of a frozen model, nothing goes back."""
-    if torch.is_grad_enabled():
-        if met.exchange.tokens_learn and not x_SM.requires_grad:
-            x_SM = x_SM.detach().requires_grad_()
-        if met.exchange.weights_learn and met.weight_N is not None and not met.weight_N.requires_grad:
-            met = met._replace(weight_N=met.weight_N.detach().requires_grad_())
-    return x_SM, met
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,8 +333,6 @@ class RowBatch:
 
     Attributes:
         sent: the tokens that travel, without padding.
-        exchange: made of them.
-        experts: the local ones.
     """
 
     sent: Sending
@@ -486,7 +485,7 @@ class _ByPlan(Function):
         del saved, received, kept, rest, rows_TM
         dx_TM, dweight_N = backward.run(), None
         dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
-        if ctx.rows is not None and exchange.weights_learn:
+        if ctx.rows is not None and exchange.weights_require_grad:
             # Gradients of weights go home in one message after the last chunk, as the weights have come.
             dweights = [chunk.weight_R.to(dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
             dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, ctx.rows)

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.comm.exchange import CHECK, Bad
+from fusedmoe.comm.metadata import CHECK, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import disable_current_modes, graph_task_id, saved_tensor_hooks, selective_modes
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.recorder import Recorder
 
 
 class LocalExperts(Protocol):
@@ -49,7 +48,7 @@ class Routed(NamedTuple):
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
-    refusal: str | Bad | None = None
+    refusal: str | NonFinite | None = None
 
 
 class Handle(NamedTuple):
@@ -95,13 +94,11 @@ class Dispatcher:
     Attributes:
         compiles: a compiler can take all that `through_experts` does into a graph, as operators.
         follows_plans: it has rows go in chunks, by plans.
-        recorder: takes spans while it is set.
         travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: not counted.
     """
 
     compiles: ClassVar[bool] = False
     follows_plans: ClassVar[bool] = False
-    recorder: Recorder | None = None
     travelled: tuple[int, int] | None = None
 
     def __init_subclass__(cls) -> None:
@@ -111,6 +108,11 @@ class Dispatcher:
 
     def __str__(self) -> str:
         return type(self).__name__
+
+    @property
+    def collectives(self) -> Any:
+        """The `Collectives` by whose operators graphs and integrations send rows; None: it has no such operators."""
+        return None
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
         """Takes tokens to their experts' ranks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fusedmoe.autograd import exchange_operators
-from fusedmoe.comm.row_form import RowForm
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 
@@ -26,8 +25,7 @@ def by_operators_in_graph(
     like = next((one for one in experts.parameters() if one.requires_grad), x_SM.new_zeros(1))
     padding_1M = like.reshape(-1)[:1].to(x_SM.dtype).expand(1, x_SM.shape[1])
     weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
-    form = RowForm.of(x_SM, routed.layout, routed.weight_SK)
-    sent, sizes = dispatcher.meet_by_operators(routed.layout, bad, form)
+    sent, sizes = dispatcher.metadata_by_operators(routed, bad)
     x_RM, handle = dispatcher.send_by_operators(padding_1M, weight_1, sent, sizes, dispatcher.way)
     y_RM = experts(x_RM, handle.layout, handle.weight_N)
     back_1M = exchange_operators.combine(y_RM, *sizes, 1, dispatcher.way.name)

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.exchange import Bad
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, refuse
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, active_recorder
 from fusedmoe.schedule.task import resources_of
 
 
@@ -34,14 +33,12 @@ class KernelTransport(NamedTuple):
     Attributes:
         kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
         rows: a bound on a rank's rows for each choice of a token; None: there is none.
-        stash: rows of a stash for each choice of a token; None: there is none.
     """
 
     kind: str
     degrees: tuple[int, int]
     tokens: int
     rows: int | None = None
-    stash: int | None = None
 
 
 class OneSided(Collectives):
@@ -69,13 +66,13 @@ class OneSided(Collectives):
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         later = None
-        if isinstance(refusal, Bad):
+        if isinstance(refusal, NonFinite):
             # No message takes the number to the other ranks. Where the host is not to wait they hear of it later.
             later = refusal if transport.rows is not None else None
             refusal = refusal.text if later is None and int(refusal.number) else None
         refuse(self.topology, refusal)
         own = experts.in_chunks(x_SM)
-        given = (x_SM, weight_SK, layout, self.topology, own, transport, self.recorder)
+        given = (x_SM, weight_SK, layout, self.topology, own, transport, active_recorder())
         return fused_experts(*given, self._call, later)
 
 
@@ -93,13 +90,12 @@ def choose_transport(
     x_SM: Tensor,
     plans_for: Callable[[int], Plans],
     row_factor: float | None = None,
-    stash_factor: float | None = None,
 ) -> KernelTransport | None:
     """Chooses a fused operation, where plans take it; None: collectives. Collective over the ranks with the experts.
 
     Args:
         plans_for: the plans for so many tokens on a rank.
-        row_factor, stash_factor: see `Schedule`.
+        row_factor: see `Schedule`.
     """
     group = _group(topology)
     assert group is not None
@@ -110,10 +106,8 @@ def choose_transport(
     plans = plans_for(most)
     if any(task.kind != kind for task in plans.forward):
         return None
-    rows, stash = (
-        None if factor is None else max(1, math.ceil(factor * largest)) for factor in (row_factor, stash_factor)
-    )
-    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows, stash)
+    rows = None if row_factor is None else max(1, math.ceil(row_factor * largest))
+    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows)
 
 
 def fused_experts(
@@ -125,7 +119,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
     name: str = "fused_experts",
-    bad: Bad | None = None,
+    bad: NonFinite | None = None,
 ) -> Tensor:
     """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 
@@ -151,7 +145,7 @@ def fused_experts(
             buffers.note(*bad)
         rows = None if transport.rows is None else transport.rows * layout.k
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        more = (transport.degrees, measured, rows, name, _stash(topology, layout, x_SM, experts, transport))
+        more = (transport.degrees, measured, rows, name)
         return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, *more)
     except BaseException:
         # Peers may still write into these buffers: no later batch may meet their rows.
@@ -175,21 +169,6 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     if (group.axis, sizes) not in known:
         known[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)
     return known[group.axis, sizes]
-
-
-def _stash(
-    topology: Topology, layout: Layout, x_SM: Tensor, experts: GroupedExperts, transport: KernelTransport
-) -> Any:
-    """Layers of one shape share a stash, as long as they share receive buffers."""
-    from fusedmoe.engine.stash import Stash
-
-    if transport.stash is None:
-        return None
-    rows, known = transport.stash * layout.k, _shared[topology]
-    shape = ("stash", rows, x_SM.shape[1], experts.weights.w1.shape[1:-1], x_SM.dtype)
-    if shape not in known:
-        known[shape] = Stash(rows)
-    return known[shape]
 
 
 def _group(topology: Topology) -> Group | None:

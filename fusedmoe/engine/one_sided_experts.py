@@ -13,7 +13,7 @@ receive buffer, and keeps them by the backward's chunks; pre-activations are cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals, gradients_of
 from fusedmoe.engine.chunks import concatenated, taken
 from fusedmoe.engine.route import Route
-from fusedmoe.engine.stash import Stash
-from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous
@@ -53,7 +51,6 @@ class Forward:
     Attributes:
         x: received rows [R, M] of each chunk of the backward pass; None where that does not read them.
         h: pre-activations [R, (2,) H] of each chunk of the forward pass.
-        Both are empty where a stash has them.
     """
 
     def __init__(self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: Measured | None = None) -> None:
@@ -77,14 +74,8 @@ class Forward:
                 h_RH = forward_in_flight(*given, wait, put)
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
-        keeps, there = self.experts.keeps_rows, route.backward
-        if route.stashed is not None:
-            if keeps:
-                route.stashed.store_x(route.buffers.token_rows[self._tokens], there.layouts)
-            route.stashed.store_h(self.h, chunks.layouts)
-            self.h.clear()
-        else:
-            self.x = [*there.take(self._tokens)] if keeps else [None] * len(there)
+        there = route.backward
+        self.x = [*there.take(self._tokens)] if self.experts.keeps_rows else [None] * len(there)
         route.read(self._tokens)
 
     def finish(self) -> Tensor:
@@ -111,9 +102,6 @@ class Backward:
     def compute(self) -> None:
         route, chunks, experts = self._route, self._route.backward, self._experts
         self._results = route.begin_results()
-        if route.stashed is not None:
-            route.stashed.check(chunks.layouts)
-            route.tell_faults()
         left = []
         for chunk, (arrivals, h_RH) in enumerate(zip(chunks.arrivals, self._pre_activations(), strict=True)):
             dy_CM, layout, wait = chunks.arriving(chunk, self._tokens)
@@ -128,29 +116,20 @@ class Backward:
             left = [(dy_RM, hidden) for dy_RM, (_, hidden) in zip(chunks.take(self._tokens), left, strict=True)]
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
-        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._received(), chunks.arrivals, strict=True):
+        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._x, chunks.arrivals, strict=True):
             if experts.wanted.parameters:
                 assert dy_RM is not None
                 given = (dy_RM, x_RM, hidden, contiguous(arrivals), arrivals.weight_R)
                 self.totals = experts.weight_gradients(*given, self.totals)
-        if route.stashed is not None:
-            route.stashed.give()
 
     def _pre_activations(self) -> Iterator[Tensor]:
         """Yields the pre-activations of each chunk, from those that the forward's chunks have kept."""
-        there, here, stashed = self._route.forward, self._route.backward, self._route.stashed
+        there, here = self._route.forward, self._route.backward
         if here is there:
-            yield from self._h if stashed is None else stashed.h(there.layouts)
+            yield from self._h
             return
-        h_RH = concatenated(self._h if stashed is None else [*stashed.h(there.layouts)])
+        h_RH = concatenated(self._h)
         yield from (taken(h_RH, index_R) for index_R in here.find(there))
-
-    def _received(self) -> Iterable[Tensor | None]:
-        """Returns the received rows of each chunk, [R, M]; None where the backward reads none."""
-        chunks, stashed = self._route.backward, self._route.stashed
-        if stashed is None:
-            return self._x
-        return stashed.x(chunks.layouts) if self._experts.keeps_rows else [None] * len(chunks)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns gradients of tokens, [S, M], and of router weights, [S, K] float32."""
@@ -198,7 +177,6 @@ def fused_experts(
     measured: Measured | None = None,
     rows: int | None = None,
     name: str = "fused_experts",
-    stash: Stash | None = None,
 ) -> Tensor:
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
@@ -210,23 +188,17 @@ def fused_experts(
             size; None: on a GPU as many as all ranks can send, else as many as come. With it nothing waits on the host
             and every launch has the same arguments each time, so that a CUDA graph may hold both passes.
         name: of who calls, for errors; the same on all ranks.
-        stash: keeps what is saved for backward, together with other calls; on all ranks or none, and only with `rows`.
     Returns:
         [S, M]
     Saves for backward:
         received rows, R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H), where R is the bound if there is
-        one; with a stash the rows that came, in its pages. Where the passes have different numbers of chunks, the
-        backward copies pre-activations once. Tables of about 64 bytes for each of R.
+        one. Where the passes have different numbers of chunks, the backward copies pre-activations once. Tables of
+        about 64 bytes for each of R.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for, `rows` below 1,
-            a stash without a bound or for layers of another shape, or a CPU without Triton's interpreter. Nothing has
-            been sent then.
+            or a CPU without Triton's interpreter. Nothing has been sent then.
         RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal. Or
-            in a call before more rows came to a rank than `rows`, or than the stash had pages for; it names rank,
-            `name` and both numbers.
+            in a call before more rows came to a rank than `rows`; it names rank, `name` and both numbers.
     """
-    if stash is not None and rows is None:
-        raise ConfigError(f"{name}: a stash is for what has a bound; give rows, too")
-    take = None if stash is None else stash.claim(x_SM, weight_SK, experts, buffers, name)
-    route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name, take)
+    route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)

@@ -13,7 +13,6 @@ from functools import cached_property
 from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
-from fusedmoe.engine.stash import StashedRows, TakePages
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout
@@ -50,11 +49,6 @@ class RouteChunks:
 
     def __len__(self) -> int:
         return len(self.arrivals)
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """The rows of each chunk, sorted by expert, which are to be looked up in a slot's rows."""
-        return [arrivals.layout for arrivals in self.arrivals]
 
     def arriving(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
         """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
@@ -99,9 +93,6 @@ class Route:
         degree: chunks in which results are computed and come back; two numbers: forward and backward.
         rows: a bound on the rows that come to this rank's experts, of all ranks' the same; None: there is none.
         name: of who sends, for errors; the same on all ranks.
-        take: gives what the forward keeps pages of a stash (`Stash.claim`); None: it keeps tensors.
-    Attributes:
-        stashed: what the forward keeps in pages of a stash, once it is known what comes; None: nothing.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the buffers have room for; a CPU without Triton's
             interpreter.
@@ -116,7 +107,6 @@ class Route:
         degree: int | tuple[int, int] = 1,
         rows: int | None = None,
         name: str = "fused_experts",
-        take: TakePages | None = None,
     ) -> None:
         if rows is not None and rows < 1:
             raise ConfigError(
@@ -138,8 +128,6 @@ class Route:
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
             self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
-        self._take_pages = take
-        self.stashed: StashedRows | None = None
         # Buffers and slots that have been read, and no peer has been told of.
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
@@ -184,15 +172,10 @@ class Route:
         forward = read(there)
         found = forward, forward if back == there else read(back)
         self._read.append((metadata, self._metadata_slot))
-        if self._take_pages is not None:
-            self.stashed = self._take_pages(found[1].layouts)
         if self._limit is not None:
-            self.tell_faults()
+            # Before this rank puts results: all ranks receive the fault with these.
+            tell_faults(buffers.faults, buffers.results.me, buffers.network)
         return found
-
-    def tell_faults(self) -> None:
-        """Tells all ranks what this one has found wrong, if anything, before it puts results."""
-        tell_faults(self.buffers.faults, self.buffers.results.me, self.buffers.network)
 
     def put_tokens(self, x_SM: Tensor) -> int:
         """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same

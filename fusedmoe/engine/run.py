@@ -14,6 +14,7 @@ is `Pass.dispatch` and `Pass.combine`, too. Bodies of tasks are bound methods, b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import GATHER, Task, TaskKind
 
@@ -216,7 +217,9 @@ class Pass:
     def execute(self) -> None:
         """Runs all tasks."""
         run = self.settings
-        execute(self.plan, self.bodies(), stop=run.stop, streams=run.streams, recorder=run.recorder)
+        # Each task is a span: parts of the experts inside it must not add another.
+        with nullcontext() if run.recorder is None else record_with(None):
+            execute(self.plan, self.bodies(), stop=run.stop, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
         """Returns the hooks of the task's layer."""

@@ -2,9 +2,9 @@
 
     y_SM, _ = through_experts_in_graph(dispatcher, Routed(x_SM, layout, weight_SK), experts, bad)
 
-Tokens, router weights and parameters go in, sums of results come out; between them the ranks meet, find their plans and
-work by these in chunks, as without a compiler (`engine/collectives_dispatcher.py`). Whose ranks and plans is known when
-a graph runs: the operator gets the number of its dispatcher as a tensor, which a graph takes as it takes parameters. So
+Tokens, router weights and parameters go in, sums of results come out; between them the ranks exchange metadata, find
+their plans and work by these in chunks, as without a compiler (`engine/collectives_dispatcher.py`). Whose ranks and
+plans is known when a graph runs: the operator gets the number of its dispatcher as a tensor, as if a parameter. So
 one graph does for all layers that are alike, and plans may change under it. What the backward needs are results: tokens
 as received, what experts keep of their rows, and what the ranks have told each other, with one size for all that is a
 token's and one for all that is a pair's. The gradient is an operator of its own, which sends once there and back.
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fusedmoe.autograd.exchange_operators import BAD_NUMBERS, exchange_of_sizes
 from fusedmoe.autograd.experts import backward_flops, row_flops
-from fusedmoe.comm.exchange import Bad
-from fusedmoe.comm.metadata import ExpertCalls
+from fusedmoe.comm.exchange import Agreed
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite
 from fusedmoe.compat.torch import recording
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, Rest, Totals, learning
 from fusedmoe.engine.chunks import concatenated
@@ -205,10 +205,10 @@ def scheduled_experts(
     """
     dispatcher = _dispatcher(number)
     with dispatcher.topology.guard("fusedmoe::scheduled_experts"):
-        refusal = None if bad is None else Bad(bad, BAD_NUMBERS)
+        refusal = None if bad is None else NonFinite(bad, BAD_NUMBERS)
         # A graph keeps sizes alone, and not where a node forwards tokens to.
         routed = Routed(x_SM, Layout.of(layout), None, refusal)
-        _, sent, exchange = dispatcher.meet(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)
+        *_, sent, exchange = dispatcher.exchange_metadata(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, learns)
         run = dispatcher.run(_plans(dispatcher, x_SM, exchange, experts), exchange, x_SM.device, None)
         batch, degree = RowBatch(sent, exchange, experts, run), run.plans.degrees[0]
@@ -301,8 +301,8 @@ def scheduled_experts_backward(
     topology = dispatcher.topology
     with topology.guard("fusedmoe::scheduled_experts_backward"):
         given = dispatcher.all_to_all, send_PC, come_QPC, x_RM.device, layout[2] is None
-        exchange: Any = exchange_of_sizes(topology, *given, f"a graph with {dispatcher.name}")
-        exchange.most_pairs, exchange.share = int(known[1]), float(known[2])
+        agreed = Agreed(most_pairs=int(known[1]), share=float(known[2]))
+        exchange = exchange_of_sizes(topology, *given, f"a graph with {dispatcher.name}", agreed)
         sent = sending(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
         own = w1, w2, b1, b2
         experts = _experts(dispatcher, own, b2_start, activation, learns)

@@ -5,7 +5,7 @@ behind computation.
 """
 
 from fusedmoe.graph.compiler import GraphBackend, backend
-from fusedmoe.graph.operator_costs import OperatorCosts, Points
+from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.planning import PassReport
 
-__all__ = ["GraphBackend", "OperatorCosts", "PassReport", "Points", "backend"]
+__all__ = ["GraphBackend", "OperatorCosts", "PassReport", "backend"]

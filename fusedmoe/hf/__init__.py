@@ -31,7 +31,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from fusedmoe.compat.peft import call_after_injection, replace_activation
 from fusedmoe.hf.callbacks import MetricsCallback, PlanTuningCallback
-from fusedmoe.hf.decoder_blocks import FAMILIES, pipeline
+from fusedmoe.hf.decoder_blocks import pipeline
 from fusedmoe.hf.expert_parallel import ExpertParallel
 from fusedmoe.hf.module_experts import NAME, computes, experts_forward
 from fusedmoe.hf.padding import mask_padding
@@ -41,9 +41,7 @@ from fusedmoe.ops import count_flops
 from fusedmoe.plans import layer_policies
 
 __all__ = [
-    "FAMILIES",
     "NAME",
-    "ExpertParallel",
     "MetricsCallback",
     "PlanTuningCallback",
     "apply",

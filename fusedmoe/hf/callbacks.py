@@ -17,7 +17,8 @@ from fusedmoe.compat.transformers import is_expert_parallel, is_registered, reco
 from fusedmoe.dispatchers import expert_load, trains_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
-from fusedmoe.training import StepTuning
+from fusedmoe.plans import PlanChooser
+from fusedmoe.training import tune_model
 
 
 class MetricsCallback(TrainerCallback):
@@ -170,14 +171,14 @@ def _expert_parallel(parameter: Tensor) -> int:
 
 
 class PlanTuningCallback(TrainerCallback):
-    """Measures plans while `Trainer` trains, and keeps to the fastest; see `fusedmoe.training.StepTuning`.
+    """Measures plans while `Trainer` trains, and keeps to the fastest; see `fusedmoe.training.tune_model`.
 
         Trainer(model, …, callbacks=[PlanTuningCallback()])
 
     Where experts are not over ranks nothing travels, and it does nothing. Where a model is trained again it begins with
     what it has found.
 
-    Args: as for `StepTuning`.
+    Args: as for `tune_model`.
     Attributes:
         tuning: what measures, while a model is trained over ranks and after.
     Raises:
@@ -187,12 +188,12 @@ class PlanTuningCallback(TrainerCallback):
 
     def __init__(self, **given: Any) -> None:
         self._given = given
-        self.tuning: StepTuning | None = None
+        self.tuning: PlanChooser | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         modules = registered_experts(model)
         travels = any(is_expert_parallel(module) for module in modules.values())
-        self.tuning = StepTuning(model, **self._given) if travels or not modules else None
+        self.tuning = tune_model(model, **self._given) if travels or not modules else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.tuning is not None:

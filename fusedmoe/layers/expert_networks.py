@@ -31,7 +31,6 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.adapters import adapted
 from fusedmoe.layers.initialisation import draw_seed, fill_again
 from fusedmoe.layers.wrappers import require_swaps
-from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.sizes import require_room, require_within
 
 if TYPE_CHECKING:  # only plans by cost ask for it
@@ -141,7 +140,6 @@ class Experts(Constructed, nn.Module):
         self.place: Place | None = None
         self.model_dim = 0
         self.shardings: dict[str, dict[str, int]] = {}
-        self.recorder: Recorder | None = None
         self.own_numbers: tuple[int, ...] | None = None
         self._given_numbers: Tensor | None = None
         self.num_experts = 0
@@ -467,7 +465,7 @@ class FeedForward(Experts):
         if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype if cast else None)) is not None:
             return low_rank_experts(x_SM, layout, weight_N, *low_rank, self.activation)
         weights = self.weights(x_SM.dtype if cast else None)
-        return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+        return grouped_experts(x_SM, layout, weight_N, weights, self.activation)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if is_parametrized(self) and (low_rank := adapted(self, x_SM.dtype)) is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
 from fusedmoe.comm.collectives import all_gather_rows, device_of
-from fusedmoe.comm.exchange import CHECK, Bad
+from fusedmoe.comm.metadata import CHECK, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
@@ -153,11 +153,11 @@ class InputChecks:
             bad = not all(map(math.isfinite, extremes))
         return f"{self._what}. {self._cure}" if bad else None
 
-    def for_exchange(self, *tensors: Tensor) -> str | Bad | None:
+    def for_exchange(self, *tensors: Tensor) -> str | NonFinite | None:
         """Says what is wrong with tokens and router weights, as `Routed.refusal` wants it: on CUDA an exchange tells
         whether there is anything, and the host does not wait for it here."""
         if uses_triton(tensors[0]) and self._topology.ep.size * self._topology.esp.size > 1:
-            return Bad(not_finite(*tensors), f"{self._what}. {self._cure}")
+            return NonFinite(not_finite(*tensors), f"{self._what}. {self._cure}")
         return self.of_numbers(*tensors)
 
     def of_given(self, *tensors: Tensor) -> Tensor | None:
@@ -185,7 +185,7 @@ class InputChecks:
             return int(bad)
         return 0
 
-    def bad_logits(self, *routings: Routing | SoftRouting) -> Bad | None:
+    def bad_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
         """Counts tokens whose logits are not finite, for an exchange to tell all ranks; None: `of_logits` says what is
         wrong.
 
@@ -195,7 +195,7 @@ class InputChecks:
         if not given or not self._is_carried(given[0][1]):
             return None
         counts = [_bad_tokens(*each) for each in given]
-        return Bad(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
+        return NonFinite(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
 
     def _is_carried(self, logits_SE: Tensor) -> bool:
         if self._topology.ep.size == self._topology.esp.size == 1:
@@ -373,7 +373,7 @@ def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> Non
                 refuse(gate, f"{name} must be {list(shape)}, got {list(matrix_SN.shape)}")
     elif isinstance(routing, Routing):
         check_tensor(gate, "expert_SK", routing.expert_SK, x_SM)
-        check_choice(gate, routing.expert_SK, experts, looked_at=True)  # on CUDA by the order
+        check_choice(gate, routing.expert_SK, experts)
         check_tensor(gate, "weight_SK", routing.weight_SK, x_SM)
         check_floats(gate, "weight_SK", routing.weight_SK)
         shapes = routing.expert_SK.shape, routing.weight_SK.shape

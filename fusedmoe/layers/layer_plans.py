@@ -63,6 +63,7 @@ class LayerPlans:
     Attributes:
         kinds: the kinds of tasks that plans by collectives have.
         assigned: plans to follow, whatever the schedule; they do not go with copies.
+        trial: called in each forward; assigned plans then override the schedule even if there are none. None: no trial.
     """
 
     #: Kernels may send and receive by themselves, in so many chunks at most.
@@ -74,6 +75,7 @@ class LayerPlans:
         self.topology, self.parts, self.moves = parts.topology, parts, moves
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
+        self.trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: Assigned | None = None
         self._followed: Assigned | None = None
 
@@ -87,7 +89,7 @@ class LayerPlans:
     @property
     def plans_nothing(self) -> bool:
         """Tells whether one thing goes after the other in any case."""
-        return self.assigned is None
+        return self.assigned is None and self.trial is None
 
     @property
     def compiles(self) -> bool:
@@ -124,6 +126,8 @@ class LayerPlans:
 
     def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
         """Returns the plans for as many pairs as the rank has that sends the most. None: nothing goes in chunks."""
+        if self.trial is not None and in_chunks is not None:
+            self.trial(x_SM, exchange, in_chunks)
         return self.to_follow()
 
     def to_follow(self) -> Assigned | None:

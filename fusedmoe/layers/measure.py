@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import disable_current_modes, recording, saved_tensor_hooks_removed
+from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
@@ -35,7 +37,7 @@ from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import BUDGET_S, STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -43,6 +45,7 @@ from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.workload import Workload
 
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)
@@ -123,6 +126,44 @@ def measure_layer(
     return replace(costs, observed={workload.shapes: seen})
 
 
+class Measurement(Enum):
+    """Progress of a `CostTrial`."""
+
+    DUE = "the next forward measures"
+    DONE = "measured, and not read yet"
+    TAKEN = "read; measured again on request"
+
+
+class CostTrial:
+    """Costs of a layer, measured in a forward: elsewhere FSDP may have its parameters sharded (`LayerPlans.trial`).
+
+    Attributes:
+        again_s: measure in any case, for about this many seconds; None: use earlier measurements if there are any.
+        workload, costs: as measured.
+        any_degree: the experts support another number of chunks backward than forward.
+    """
+
+    def __init__(self, plans: LayerPlans) -> None:
+        self._plans = plans
+        self.state = Measurement.DUE
+        self.again_s: float | None = None
+        self.workload: Workload | None = None
+        self.costs: CostModel | None = None
+        self.any_degree = False
+
+    def __call__(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts]) -> None:
+        """Measure the layer for tokens like these if that is due. Collective over all ranks."""
+        if self.state is not Measurement.DUE:
+            return
+        topology, experts = self._plans.topology, self._plans.parts.experts
+        self.any_degree = in_chunks().any_degree
+        with undisturbed():
+            self.costs = measure_layer(self._plans, x_SM, again_s=self.again_s)
+        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
+        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
+        self.state = Measurement.DONE
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """A context for measuring, and for what ranks say to each other about plans, in the midst of a forward pass.
@@ -131,7 +172,13 @@ def undisturbed() -> Iterator[None]:
     the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
     """
     # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
-    with torch.inference_mode(False), disable_current_modes(), saved_tensor_hooks_removed(), recording():
+    with (
+        torch.inference_mode(False),
+        disable_current_modes(),
+        saved_tensor_hooks_removed(),
+        recording(),
+        record_with(None),
+    ):
         yield
 
 
@@ -227,11 +274,12 @@ def observe_layer(
             sent.append(exchange.most_pairs)
             return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 
-        through = Collectives(topology, all_to_all, find, recorder=recorder, streams=streams)
+        through = Collectives(topology, all_to_all, find, streams=streams)
         recorder.clear()
         x = x_SM.detach().requires_grad_()
         ordered = order.order(x, gate(x), gate.experts)
-        y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
+        with record_with(recorder):
+            y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
         y = order.restore(y, ordered)
         with recorder.span("between the passes", kind=TaskKind.LOSS):
             pass

@@ -13,7 +13,6 @@ from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
-from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.graph_dispatch import by_operators_in_graph
 from fusedmoe.engine.module_hooks import must_be_called
@@ -38,7 +37,7 @@ from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
 from fusedmoe.losses import Packing
-from fusedmoe.runtime.recorder import Recorder, in_layer, span
+from fusedmoe.runtime.recorder import Recorder, in_layer, record_with, span
 from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only layers with a schedule load
@@ -93,11 +92,11 @@ class MoELayer(nn.Module):
             and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
             mp_loss="replicated")`; with "split" they are summands.
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
-            the best by prediction (in a training loop `fusedmoe.training.PlanTuning` measures); the name of a policy;
+            the best by prediction (in a training loop `fusedmoe.training.tune_step` measures); the name of a policy;
             or a `Schedule`. With "auto" and names the first forward, in each dtype, is collective over all ranks,
             replicas included: it measures the machine, and keeps that on disk (`fusedmoe.runtime.cache`). A layer does
             not watch its steps: what was measured holds until `measured_costs(tokens, again_s=…)` is called, by which
-            the next forward is planned. `PlanTuning` notices steps that drift by itself.
+            the next forward is planned. `PlanChooser` notices steps that drift by itself.
         placement: "ep": each rank has as many experts, in order, for good. "fssdp": any rank owns any number of them,
             and `fusedmoe.training.ShardedExperts` has them copied as load asks; results are those of "ep", to rounding.
         device, dtype: of the parameters.
@@ -178,7 +177,7 @@ class MoELayer(nn.Module):
         self._plans = make_plans(schedule, parts, moves, bool(self.hooks))
         self.parts = self._plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self._plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology, carried=isinstance(self.dispatcher, Collectives))
+        self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
         copies = self.topology.edp.ranks
         self.require_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
@@ -210,7 +209,7 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling() and self._compiles and takes:
             if self.require_wrapper is not None:
                 self.require_wrapper()
-            return self._forward(x, mask, cu_seqlens)
+            return self._forward(x, mask, cu_seqlens, None)
         return self._guarded(x, mask, cu_seqlens)
 
     def _guarded(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -220,9 +219,17 @@ class MoELayer(nn.Module):
             check()
         if torch.jit.is_tracing():
             raise not_traced()
-        with self.topology.guard("MoELayer.forward"):
+        recorder = in_layer(self.recorder, self.number)
+        with self.topology.guard("MoELayer.forward"), record_with(recorder):
             self.checks.tell_logits()
-            return self._forward(x, mask, cu_seqlens)
+            return self._forward(x, mask, cu_seqlens, recorder)
+
+    def refuse(self, refusal: str) -> None:
+        """Raise `refusal` on all ranks, whose next call is a forward pass of this layer. Collective over ep and esp."""
+        with self.topology.guard("MoELayer.forward"):
+            like = next(self.experts.parameters(), None)
+            nothing_SM = input_checks.no_tokens(None, self.model_dim, like)
+            self._route(nothing_SM, refusal, in_layer(self.recorder, self.number), False)
 
     @property
     def _compiles(self) -> bool:
@@ -230,15 +237,14 @@ class MoELayer(nn.Module):
         if self.hooks or self.topology.mp.size > 1 or not self.dispatcher.compiles:
             return False
         # Where tokens travel it must be whole, or each of its operators would be a graph's end.
-        whole = not isinstance(self.dispatcher, Collectives) or graph_takes_sizes()
+        whole = self.dispatcher.collectives is None or graph_takes_sizes()
         return whole and (not self._by_plan or self._plans.compiles)
 
     @property
     def _by_plan(self) -> bool:
         return self.dispatcher.follows_plans and not self._plans.plans_nothing
 
-    def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        recorder = in_layer(self.recorder, self.number)
+    def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, recorder: Recorder | None) -> Tensor:
         x = enter(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         packing = None
@@ -268,7 +274,6 @@ class MoELayer(nn.Module):
         masked: bool,
         packing: Packing | None = None,
     ) -> Tensor:
-        self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             if packing is not None:
                 routing = self.gate(x_SM, packing)
@@ -286,20 +291,19 @@ class MoELayer(nn.Module):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         # Behind the order, which says on CUDA what is wrong with numbers of experts.
         self.load.count(routing, ordered.kept_E, self.gate, self.training, ordered.all_kept)
-        self.dispatcher.recorder = recorder
         bad = self.checks.bad_logits(routing)
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or bad)
         aux = routing.aux_loss
-        if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
+        if torch.compiler.is_compiling() and (collectives := self.dispatcher.collectives) is not None:
             number = None if bad is None else bad.number
             if self._by_plan and not must_be_called(self.experts):
                 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 
-                y_SM, zero = through_experts_in_graph(self.dispatcher, routed, self.experts, number)
+                y_SM, zero = through_experts_in_graph(collectives, routed, self.experts, number)
                 # Gradients of the loss go through the exchange, where this rank has no others.
                 aux = aux if masked or len(y_SM) else aux + zero
             else:
-                y_SM, aux = by_operators_in_graph(self.dispatcher, routed, self.experts, number, aux, masked)
+                y_SM, aux = by_operators_in_graph(collectives, routed, self.experts, number, aux, masked)
         else:
             y_SM = self.dispatcher.through_experts(routed, self.experts)
             self.load.sent(self.dispatcher.travelled)
@@ -307,7 +311,6 @@ class MoELayer(nn.Module):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
-            self.shared.recorder = recorder
             every = contiguous_layout(torch.full((1,), x_SM.shape[0], device=x_SM.device), x_SM.shape[0])
             shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)

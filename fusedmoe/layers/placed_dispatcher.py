@@ -12,18 +12,17 @@ from torch import Tensor
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.all_to_all import LastTokens
-from fusedmoe.comm.exchange import Bad, Exchange, Sized
-from fusedmoe.comm.metadata import ExpertCalls
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
-from fusedmoe.engine.collectives_dispatcher import Collectives, Met
+from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
 from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
 from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, Run
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.expert_tables import of_experts
-from fusedmoe.runtime.recorder import span
+from fusedmoe.runtime.recorder import active_recorder, span
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.task import TaskKind
@@ -49,32 +48,32 @@ class Moving(Collectives):
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(
+    def exchange_metadata(
         self,
         routed: Routed,
         calls: ExpertCalls,
         by_node: bool = True,
         last: LastTokens | None = None,
         weight_N: Tensor | None = None,
-    ) -> Met:
+    ) -> CountedBatch:
         placed = self._placed
-        placed.come_in_turn(recomputing(), self.recorder)
-        with span(self.recorder, "permute", kind="permute", phase="forward"):
+        placed.come_in_turn(recomputing(), active_recorder())
+        with span(active_recorder(), "permute", kind="permute", phase="forward"):
             # Without padding: counts say how rows are split over copies. Only training steps count for predictions.
             layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
         refusal = placed.refusal() or routed.refusal
         routed = routed._replace(layout=layout, refusal=refusal)
-        return super().meet(routed, calls, by_node, placed.late.tokens, weight_N)
+        return super().exchange_metadata(routed, calls, by_node, placed.late.tokens, weight_N)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | Bad | None, **more: Any) -> Exchange:
-        return super().exchange(counts_E, form, refusal, held=max(1, len(self._placed.held)), **more)
+    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
+        return super().exchange(counts_E, form, refusal, held=max(1, len(self._placed.held)), **options)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         with unselected():
             return self._through_experts(routed)
 
     def _through_experts(self, routed: Routed) -> Tensor:
-        met, placed = self.meet(routed, self.calls(self._placed.experts)), self._placed
+        counted, placed = self.exchange_metadata(routed, self.calls(self._placed.experts)), self._placed
         turns = placed.travel == "in turns"
 
         def use(own: Experts, send: SendBack | None) -> Tensor:
@@ -82,7 +81,7 @@ class Moving(Collectives):
             # With a step's plan copies have the link between the rows of one layer and those of the next.
             if turns and send is not None:
                 copies = _InTurns(placed, send, list(own.parameters()))
-            y_SM = self.cross(routed.x_SM, met, own, copies)
+            y_SM = self.cross(counted, own, copies)
             placed.land()  # where none of this rank's rows have waited for them
             return y_SM
 
@@ -112,7 +111,7 @@ class Moving(Collectives):
             self._placed.land()
         return super().in_chunks(experts, x_SM)
 
-    def run(self, assigned: Assigned, exchange: Sized, *given: Any) -> Run:
+    def run(self, assigned: Assigned, exchange: Exchange, *given: Any) -> Run:
         plans, placed = assigned.plans, self._placed
         if placed.late.waiting:
             # Where tokens for them begin differs from rank to rank, and so does what waits; tasks and orders do not.
@@ -120,7 +119,7 @@ class Moving(Collectives):
             assigned = assigned._replace(plans=replace(plans, forward=late))
         return replace(super().run(assigned, exchange, *given), arrive=self._land)
 
-    def _first_late(self, exchange: Sized, degree: int) -> int:
+    def _first_late(self, exchange: Exchange, degree: int) -> int:
         """Returns the first of so many chunks whose rows here need late copies; their number where none does."""
         if not exchange.sizes.come_QPE[..., self._late_rows].any():
             return degree

@@ -60,14 +60,11 @@ class Schedule:
             tokens of the rank with most in the first batch, so f times the mean; None: for all that all ranks can send.
             With it nothing waits on the host, and a CUDA graph may hold the layer. A batch that needs more, and router
             logits that are not finite, are told of by a later forward, or by `MoELayer.check`, on all ranks.
-        stash_factor: g, beside `row_factor`: what all layers of one shape keep from forward to backward shares memory
-            for ⌈g·S⌉·K rows (times ESP), that is for g times the mean of one forward; None: each keeps memory of its
-            bound. For L layers and n micro-batches alive at once L·n, and some to spare. Too little is told of as late.
 
     Raises:
         ConfigError: an unknown policy, a degree or `limit` that is no integer of at least 1, or degrees for a policy of
-            your own, which chooses them; a `row_factor` or `stash_factor` that is not positive, where kernels do not
-            send by themselves, or the latter without the former.
+            your own, which chooses them; a `row_factor` that is not positive, or where kernels do not send by
+            themselves.
     """
 
     policy: str | PolicyFunction | Policy = "fsmoe"
@@ -76,19 +73,13 @@ class Schedule:
     limit: int = MAX_DEGREE
     puts: bool = False
     row_factor: float | None = None
-    stash_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.policy == FUSED_POLICY:
             object.__setattr__(self, "puts", True)
-        for name, factor in (("row_factor", self.row_factor), ("stash_factor", self.stash_factor)):
-            if factor is not None and not (self.puts and 0 < factor < math.inf):
-                text = 'give a positive number, of a schedule with puts=True or policy "fused"'
-                raise ConfigError(f"Schedule: {name} = {factor}; {text}")
-        if self.stash_factor is not None and self.row_factor is None:
-            raise ConfigError(
-                f"Schedule: stash_factor = {self.stash_factor} without a bound on rows; give row_factor, too"
-            )
+        if self.row_factor is not None and not (self.puts and 0 < self.row_factor < math.inf):
+            text = 'give a positive number, of a schedule with puts=True or policy "fused"'
+            raise ConfigError(f"Schedule: row_factor = {self.row_factor}; {text}")
         if not isinstance(self.policy, Policy) and callable(self.policy):
             object.__setattr__(self, "policy", own_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _names():
@@ -286,6 +277,8 @@ class ScheduledPlans(LayerPlans):
         return False
 
     def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
+        if self.trial is not None:
+            return super().find(x_SM, exchange, in_chunks)
         assigned = self.to_follow()
         if assigned is not None or in_chunks is None:
             return assigned
@@ -326,8 +319,7 @@ class ScheduledPlans(LayerPlans):
             # Plans of grouped experts, as fused operations are.
             return self._plans(x_SM, workload, any_degree=True, kinds=(*self.kinds, kind))
 
-        factors = self.schedule.row_factor, self.schedule.stash_factor
-        return choose_transport(self.topology, kind, x_SM, plans_for, *factors)
+        return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
         if not self.schedule.puts:

@@ -6,7 +6,7 @@ that say how wide they are (`ExternalExperts`); plans, costs and caches are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -14,27 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.exchange import Bad, Exchange
+from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.module_hooks import must_be_called
-from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
 from fusedmoe.layers.gates import Random
 from fusedmoe.layers.input_checks import InputChecks
-from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.orders import Dropless
 from fusedmoe.layers.wrappers import watch_utilities
 from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only exchanges with a schedule load
     from fusedmoe.layers.schedule import Schedule
-    from fusedmoe.schedule.cost import CostModel
     from fusedmoe.schedule.workload import Workload
 
 #: The attribute by which a module has its `ScheduledExchange`.
@@ -91,45 +89,6 @@ class ExternalExperts:
         return Workload.of_rows(rows, *self.widths, self.num_experts, self.gated, itemsize, ep, esp)
 
 
-class TriedPlans:
-    """The plans of an exchange: of its schedule, or, while a step's plans are tried, those that it is assigned.
-
-    Attributes:
-        plans: of the schedule, and assigned ones.
-        tries: plans of steps are tried; the next forward then measures for them.
-        again_s: None, or the next forward measures again, for about so many seconds.
-        workload, costs: what was measured.
-        any_degree: the experts take other numbers of chunks backward than forward; as far as was measured.
-    """
-
-    def __init__(self, plans: LayerPlans) -> None:
-        self.plans, self.tries = plans, False
-        self.again_s: float | None = None
-        self.workload: Workload | None = None
-        self.costs: CostModel | None = None
-        self.any_degree = False
-
-    def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
-        """Finds the plans for these tokens, as `LayerPlans.find`."""
-        if not self.tries:
-            return self.plans.find(x_SM, exchange, in_chunks)
-        if in_chunks is not None and (self.workload is None or self.again_s is not None):
-            self.any_degree = in_chunks().any_degree
-            self._measure(x_SM, exchange)
-        return self.plans.to_follow()
-
-    def _measure(self, x_SM: Tensor, exchange: Exchange) -> None:
-        """Measures in a forward, where the module's parameters are whole, which elsewhere they need not be."""
-        from fusedmoe.layers.measure import measure_layer, rounded, undisturbed
-
-        topology, experts = self.plans.topology, self.plans.parts.experts
-        with undisturbed():
-            self.costs = measure_layer(self.plans, x_SM, again_s=self.again_s)
-        self.again_s = None
-        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
-        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
-
-
 class ScheduledExchange:
     """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
 
@@ -179,15 +138,15 @@ class ScheduledExchange:
             }
             facts |= {"number of experts": own.num_experts, "model_dim and hidden": own.widths, "gated": own.gated}
             self.topology.agree(facts, self._name)
-        self.plans = TriedPlans(plans)
+        self.plans = plans
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
-        if isinstance(self.dispatcher, Collectives):
-            self.dispatcher.plans, self.dispatcher.local = self.plans.find, self.experts.in_graphs()
+        if (collectives := self.dispatcher.collectives) is not None:
+            collectives.local = self.experts.in_graphs()
 
     @property
     def plans_nothing(self) -> bool:
         """Tells whether one thing goes after the other in any case."""
-        return not self.plans.tries and self.plans.plans.plans_nothing
+        return self.plans.plans_nothing
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Returns [S, M], the sum of each token's results. Collective.
@@ -208,26 +167,26 @@ class ScheduledExchange:
 
     def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
-        if not isinstance(self.dispatcher, Collectives):
+        if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.plans_nothing or not self.plans.plans.compiles or must_be_called(self.experts):
-            return self.dispatcher.by_operators(routed, self.experts, bad)
-        return through_experts_in_graph(self.dispatcher, routed, self.experts, bad)[0]
+        if self.plans_nothing or not self.plans.compiles or must_be_called(self.experts):
+            return collectives.by_operators(routed, self.experts, bad)
+        return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
     def by_plan(self, routed: Routed) -> Tensor:
         """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
         if self.topology.ep.size == self.topology.esp.size == 1:
-            assert not isinstance(routed.refusal, Bad)
+            assert not isinstance(routed.refusal, NonFinite)
             self.checks.refuse(routed.refusal)  # no exchange would tell it
         with self.topology.guard(self._name):
-            self.plans.plans.parts.gate.k = routed.layout.k
+            self.plans.parts.gate.k = routed.layout.k
             return self.dispatcher.through_experts(routed, self.experts)
 
     def set_plan(
         self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
     ) -> None:
         """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
-        self.plans.plans.assign(plans, gradients, beside)
+        self.plans.assign(plans, gradients, beside)
 
 
 # By the world, as a process may end one and make another; then by ranks, places and time-out. No process group of a

@@ -62,15 +62,15 @@ def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placeme
     return worth(sharding, placement, load_E, now.nodes, now.costs)
 
 
-def predict(earlier: Sequence[ArrayLike] | NDArray[np.generic], window: int = WINDOW) -> NDArray[np.float64]:
-    """Returns the mean of the last `window` loads, or of all where there are fewer: what to expect next (section 4.2).
+def predict(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
+    """Return the mean of the last `WINDOW` loads, or of all if there are fewer: the expected next load (section 4.2).
 
     `earlier`: the oldest first, all of one shape: [E], or [L, E] for several layers. Raises `ConfigError` where there
     is none, or they differ in shape.
     """
-    if window < 1 or len(earlier) == 0:
-        raise ConfigError(f"a mean of the last {window} of {len(earlier)} loads is none; one at least is needed")
-    last = [np.asarray(load, dtype=np.float64) for load in earlier[-window:]]
+    if len(earlier) == 0:
+        raise ConfigError("a prediction needs at least one earlier load, got none")
+    last = [np.asarray(load, dtype=np.float64) for load in earlier[-WINDOW:]]
     if len({load.shape for load in last}) > 1:
         raise ConfigError(f"loads of different shapes: {sorted({load.shape for load in last})}")
     return np.mean(last, axis=0)

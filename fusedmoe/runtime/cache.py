@@ -37,12 +37,13 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule.candidates import PlanCandidate, predicted_s
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.tuning import PlanCandidate, predicted_s
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
@@ -323,12 +324,15 @@ def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, fa
     return cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _source(), **facts})}.json"
 
 
-def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], table: Sequence[Any]) -> str:
-    """Returns the text of a choice's file, for `read_choice`: the chosen plan first, which takes so many seconds, then
-    others to check it against. `line` and `table` are for who reads the file."""
-    plans = [{"family": each.family, "whole": each.whole, **_as_dict(each.plan)} for each in candidates]
-    head = {"format": _CHOICE, "version": _VERSION, "line": line, "seconds": seconds}
-    return json.dumps({**head, "table": table, "plans": plans})
+def choice_text(chooser: PlanChooser) -> str:
+    """Return the text of a choice's file, for `read_choice`: the chosen plan, its seconds, and the runner-up to compare
+    it with. A line and a table are for people."""
+    best = chooser.best
+    ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
+    kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
+    plans = [{"family": each.family, "whole": each.whole, **_as_dict(each.plan)} for each in kept]
+    head = {"format": _CHOICE, "version": _VERSION, "line": chooser.line(), "seconds": best.median_s}
+    return json.dumps({**head, "table": [row._asdict() for row in chooser.table()], "plans": plans})
 
 
 def read_choice(

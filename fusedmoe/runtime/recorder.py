@@ -16,9 +16,10 @@ where it opens and where it closes, so it shows when the device worked, and reco
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,33 @@ def span(
             return record
     numbers = [f"{what} {number}" for what, number in (("layer", layer), ("chunk", chunk)) if number is not None]
     return _Range(", ".join((f"fusedmoe: {name}", *numbers, *filter(None, (phase,)))), record)
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+_active = _Active()
+
+
+def active_recorder() -> Recorder | None:
+    """Return the recorder that `record_with` set on this thread; None without one, and in a graph."""
+    return None if torch.compiler.is_compiling() else _active.recorder
+
+
+def record_with(recorder: Recorder | None) -> AbstractContextManager[None]:
+    """Return a context in which the parts of a layer report to this recorder, on this thread; None: to none."""
+    # Without a recorder, inside and outside, a token's path has nothing to set.
+    return _NOTHING if recorder is _active.recorder else _record_with(recorder)
+
+
+@contextmanager
+def _record_with(recorder: Recorder | None) -> Iterator[None]:
+    outer, _active.recorder = _active.recorder, recorder
+    try:
+        yield
+    finally:
+        _active.recorder = outer
 
 
 def profiling() -> bool:

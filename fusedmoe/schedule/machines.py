@@ -372,7 +372,7 @@ MACHINES = {
 }
 
 
-def scale_of(machine: Machine, least: int = 8, most: int = 4096) -> list[int]:
-    """Returns numbers of ranks to look at: doubled from the least to the most."""
-    found = (least * 2**power for power in range(1 + int(math.log2(most / least))))
+def scale_of(machine: Machine) -> list[int]:
+    """Return the numbers of ranks of a scaling study: 8 to 4,096, doubled each time, in whole nodes."""
+    found = (8 * 2**power for power in range(10))
     return [ranks for ranks in found if ranks <= machine.ranks_per_node or ranks % machine.ranks_per_node == 0]

@@ -265,6 +265,13 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     return seconds
 
 
+def costs_of_tokens(costs: CostModel, workload: Workload) -> CostModel:
+    """Return costs measured on one layer as those of the same number of tokens, whatever number of rows `workload`
+    predicts for them."""
+    seen = next(iter(costs.observed.values()), None)
+    return replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
+
+
 def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
     """Returns the time of stages that one tile after the other goes through: the longest, and one tile of the others.
 

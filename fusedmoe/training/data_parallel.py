@@ -309,7 +309,7 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
 #: policy of one's own.
 KEPT_OPERATORS = frozenset(
     getattr(torch.ops.fusedmoe, name).default
-    for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine", "scheduled_experts")
+    for name in ("gate", "gate_from_logits", "order", "exchange_metadata", "dispatch", "combine", "scheduled_experts")
 ) | {torch.ops.aten.topk.default}
 
 

@@ -15,9 +15,9 @@ import struct
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, timedelta, timezone, tzinfo
 from math import isfinite, prod
-from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +42,9 @@ Fetch = Callable[[int, torch.dtype, torch.Size], Tensor]
 
 # A JSON parser recurses: what is nested deeper could be written from one stack and not read from another.
 _MOST_DEPTH = 100
-_TENSORS = {"Tensor": Tensor, "Parameter": nn.Parameter, "Buffer": nn.Buffer}
-_PATHS = {kind.__name__: kind for kind in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
-_ARRAY_KINDS = "biufcMmSU"
+_TENSORS = {"Tensor": Tensor, "Parameter": nn.Parameter}
+_SCALAR_KINDS = "biufcMm"
+_ARRAY_KINDS = f"{_SCALAR_KINDS}SU"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[a-zA-Zμ]{{1,7}}\])?")
 _ADVICE = {
     torch.Generator: "Store its get_state()",
@@ -208,19 +208,10 @@ class _Encoder:
             return {"$tensor": self._tensor(value, where)}
         if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
             return {"$ndarray": [value.dtype.str, list(value.shape), _base64(value.tobytes())]}
-        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _ARRAY_KINDS:
-            if value.dtype.kind in "SU":
-                plain: Any = str if value.dtype.kind == "U" else bytes  # whose item() drops zeros at the end
-                return {"$numpy_text": self.encode(plain.__getitem__(value, slice(None)), where)}
+        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _SCALAR_KINDS:
             return {"$numpy": [value.dtype.str, _base64(value.tobytes())]}
-        if kind in (datetime, time) and (value.tzinfo is None or type(value.tzinfo) is timezone):
-            return {
-                f"${kind.__name__}": [
-                    value.replace(tzinfo=None).isoformat(),
-                    value.fold,
-                    self.encode(value.tzinfo, where),
-                ]
-            }
+        if kind is datetime and _is_stored_zone(value.tzinfo):
+            return {"$datetime": [value.isoformat(), value.fold]}
         if kind not in _CONTAINERS:
             raise self._unknown(value, where)
         if id(value) in self._open or len(self._open) >= _MOST_DEPTH:
@@ -297,26 +288,9 @@ def _bytes(text: str) -> bytes:
     return b64decode(text, validate=True)
 
 
-def _from_dtype(text: str) -> torch.dtype:
-    return DTYPES[text] if text in DTYPES else _named(text, torch.dtype)
-
-
-def _named(text: str, kind: type) -> Any:
-    """Return the object of a type that PyTorch has under a name."""
-    found = getattr(torch, text) if re.fullmatch(r"\w+", text) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"torch has no {kind.__name__} of that name")
-    return found
-
-
-def _zone(value: timezone) -> list[Any]:
-    offset = value.utcoffset(None)
-    return [_delta(offset), None if timezone(offset).tzname(None) == value.tzname(None) else value.tzname(None)]
-
-
-def _from_zone(payload: Any) -> timezone:
-    offset, name = payload
-    return timezone(timedelta(*offset)) if name is None else timezone(timedelta(*offset), name)
+def _is_stored_zone(zone: tzinfo | None) -> bool:
+    """Return whether `datetime.isoformat` and `fromisoformat` keep a time zone: a fixed offset without a name."""
+    return zone is None or (type(zone) is timezone and str(zone) == str(timezone(zone.utcoffset(None))))
 
 
 def _delta(value: timedelta) -> list[int]:
@@ -326,27 +300,11 @@ def _delta(value: timedelta) -> list[int]:
 # Scalars: tag, encoder and decoder of each type.
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("$bytes", _base64, _bytes),
-    bytearray: ("$bytearray", _base64, lambda text: bytearray(_bytes(text))),
-    complex: (
-        "$complex",
-        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
-        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
-    ),
     date: ("$date", date.isoformat, date.fromisoformat),
     timedelta: ("$timedelta", _delta, lambda payload: timedelta(*payload)),
-    timezone: ("$timezone", _zone, _from_zone),
-    torch.dtype: ("$dtype", dtype_name, _from_dtype),
+    torch.dtype: ("$dtype", dtype_name, DTYPES.__getitem__),
     torch.device: ("$device", str, torch.device),
-    torch.layout: ("$layout", lambda value: str(value).removeprefix("torch."), lambda text: _named(text, torch.layout)),
-    torch.memory_format: (
-        "$memory_format",
-        lambda value: str(value).removeprefix("torch."),
-        lambda text: _named(text, torch.memory_format),
-    ),
-    **{
-        kind: ("$path", lambda value: [type(value).__name__, str(value)], lambda payload: _from_path(*payload))
-        for kind in _PATHS.values()
-    },
+    type(Path()): ("$path", str, Path),
 }
 
 _CONTAINERS: dict[type, str] = {
@@ -361,13 +319,6 @@ _CONTAINERS: dict[type, str] = {
 }
 
 
-def _from_path(name: str, text: str) -> PurePath:
-    try:
-        return _PATHS[name](text)
-    except NotImplementedError:  # another system's
-        return PurePath(text)
-
-
 def _decode(held: Any, tensor: Callable[..., Tensor]) -> Any:
     if type(held) is list:
         return [_decode(element, tensor) for element in held]
@@ -380,13 +331,6 @@ def _decode(held: Any, tensor: Callable[..., Tensor]) -> Any:
         return tensor(*payload)
     if tag in _DECODERS:
         return _DECODERS[tag](payload)
-    if tag in ("$datetime", "$time"):
-        text, fold, zone = payload
-        moment: Any = (datetime if tag == "$datetime" else time).fromisoformat(text)
-        return moment.replace(tzinfo=_decode(zone, tensor), fold=fold)
-    if tag == "$numpy_text":
-        text = _decode(payload, tensor)
-        return np.str_(text) if isinstance(text, str) else np.bytes_(text)
     kind: Any = _KINDS[tag]
     if not issubclass(kind, dict):
         if type(payload) is not list:
@@ -406,7 +350,7 @@ def _from_tensor(fetch: Fetch, number: Any, dtype: Any, shape: Any, requires_gra
         raise ValueError("a tensor has no number")
     tensor, made = fetch(number, DTYPES[dtype], size_of(shape)), _TENSORS[kind]
     if type(tensor) is not made:
-        tensor = nn.Parameter(tensor, requires_grad) if made is nn.Parameter else nn.Buffer(tensor)
+        tensor = nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
 
 
@@ -421,6 +365,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "$ndarray": lambda payload: _array(*payload),
     "$numpy": lambda payload: _array(payload[0], [1], payload[1])[0],
+    "$datetime": lambda payload: datetime.fromisoformat(payload[0]).replace(fold=payload[1]),
     **{tag: decode for tag, _, decode in _SCALARS.values()},
 }
 _KINDS: dict[str, type] = {tag: kind for kind, tag in _CONTAINERS.items() if tag}

@@ -1,304 +1,246 @@
-"""The fastest plan of a training step, found by measuring while a model trains: no plan changes a result.
+"""The fastest plan of a training step, chosen by measuring while a model trains. Results do not depend on the plan.
 
-    tuning = PlanTuning(model, topology, "auto", None, workload)
+    step = PlannedStep(model, topology, None, workload)
+    tuning = tune_step(step, "auto")
     for batch in batches:
-        began = time.perf_counter()
-        loss = model(batch)
-        tuning.buckets.open()
-        loss.backward()
-        sync_gradients(model, topology, buckets=tuning.buckets)
-        …
-        tuning.note(time.perf_counter() - began)
+        with tuning:
+            loss = model(batch)
+            step.buckets.open()
+            loss.backward()
+            sync_gradients(model, topology, buckets=step.buckets)
+            ...
 
-FlowMoE's tuning (§4.3) is a case of it, in which the candidates are numbers of micro-batches R, and with the best of
-them sizes S_p of buckets (`BucketSearch`).
+Models of Hugging Face, torchtitan and Megatron need `tune_model(model)` alone.
+
+FlowMoE's tuning (§4.3) is a special case. Its candidates are numbers of micro-batches R, and with the best of them
+sizes S_p of buckets (`BucketSearch`).
 """
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 
-from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import slowest_s
-from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.runtime.cache import choice_text, write
 from fusedmoe.runtime.profiler import BUDGET_S
+from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, degrees_beside, with_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.tuning import (
-    OFF,
-    WINDOW,
-    Contest,
-    Entry,
-    PlanCandidate,
-    candidates_beside,
-    degrees_beside,
-    with_bucket_bytes,
-)
-from fusedmoe.schedule.workload import Workload
-from fusedmoe.training.copies import MpLoss
-from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
 #: The policies that measure: all families, and FlowMoE's with R and S_p.
 TUNED = (AUTO, "flowmoe")
 
-# So often plans beside the best one are tried, and steps with each size of buckets in a round: as many again are done
-# with the best size so far, ten in all, as in the paper.
+# Searches near the best plan, and steps with each size of buckets in a round: with as many steps of the best size so
+# far ten in all, as in the paper.
 _CLIMBS, _SIZE_STEPS = 3, 5
-# In less time costs are not measured again: it would not tell much.
+# Costs measured in less time would not be accurate enough.
 _LEAST_S = 1.0
-# A line says how much steps differ, where it is more than this.
-_UNSURE = 0.1
 
 # Sizes that may be tried, evenly in their logarithm, and the least of them as a share of the largest.
 _GRID, _LEAST = 256, 2**-6
 # Gain that an expected improvement is counted from, in units of the spread of what was measured; as in the paper.
 _EXPLORATION = 0.1
 
-
-class TriedPlan(NamedTuple):
-    """A line of the table of what was measured; `measured_s`: the median, None where a plan was not tried."""
-
-    name: str
-    predicted_s: float
-    measured_s: float | None
-    steps: int
-    rounds: int
+Measure = Callable[[float], CostModel | StepCosts | None]
 
 
-class PlanTuning:
-    """Has a model follow one plan after the other while it trains, and keeps to the fastest.
+def tune_step(
+    step: PlannedStep,
+    policy: str = AUTO,
+    *,
+    drift: float | None = 0.1,
+    measure: Measure | None = None,
+    resumed: Path | None = None,
+    tell: Callable[[str], None] = print,
+) -> PlanChooser:
+    """Make a `PlanChooser` for the steps of a model. Collective over all ranks.
 
-    All ranks follow the same plan at all times, and the slowest rank's seconds count. The steps tried cost 2% of 500
-    steps, or of all where they are more, at most. What was found is kept on disk, and the next job begins with it.
-    Steps that get longer or shorter by more than `drift` begin it anew: first costs that were measured are measured
-    again, for half of the time that may still be spent, and then all that was chosen is chosen again. Nothing of this
-    belongs into a checkpoint.
+    All ranks follow the same plan in each step, and the slowest rank's seconds count. The choice is cached on disk, and
+    the next job begins with it. After a drift costs that were measured are measured again, in half of the budget that
+    is left, and the search starts again. None of this belongs into a checkpoint.
 
     Args:
-        model, topology, costs, workload, limit, mp_loss, blocks, samples: as for `plan_step`. Given costs stay.
-        policy: "auto", or "flowmoe", whose plan then has the best number of micro-batches and size of gradient buckets.
-        drift: None: never.
-        measure: measures the costs again after a drift, for about so many seconds as it is told, in place of what
-            `costs=None` does; costs that are given were then measured so. Collective over all ranks, and the same on
-            all of them. None: not now, it is asked again after the next step.
-        resumed: the file of a choice (`choice_text`) that this job made before it was stopped: where it is there, its
-            plan is followed without any other, unless steps drift.
-        tell: is told on rank 0 what was chosen, in a line.
-    Attributes:
-        now: what steps follow.   buckets: of gradients, for `sync_gradients`.
+        policy: "auto", or "flowmoe", which chooses the number of micro-batches and the size of gradient buckets.
+        drift: share by which the median of steps must change for another search; None: never.
+        measure: measures the costs again, in about the given number of seconds; collective, and the same on all ranks.
+            None: only costs that `PlannedStep` has measured are measured again. Returning None defers the measurement
+            to the end of the next step.
+        resumed: the file of a choice (`choice_text`) that this job made before it was stopped. If it exists, its plan
+            is followed without a trial unless steps drift.
+        tell: called on rank 0 with a line that describes each choice.
     Raises:
-        ConfigError: another policy; for "flowmoe" no scikit-learn (`fusedmoe[plan]`); what `plan_step` refuses.
+        ConfigError: another policy; for "flowmoe" no scikit-learn (`fusedmoe[plan]`).
     """
+    if policy not in TUNED:
+        raise ConfigError(f"tune_step measures for {' and '.join(TUNED)}; plan_step has a model follow {policy!r}")
+    measure = step.measured if measure is None and step.has_measured else measure
+    source = StepSource(step, policy, tell, measure, resumed)
+    return PlanChooser(source, steps=2 if policy == AUTO else _SIZE_STEPS, drift=drift)
+
+
+def tune_model(
+    model: nn.Module,
+    *,
+    limit: int = MAX_DEGREE,
+    drift: float | None = 0.1,
+    tell: Callable[[str], None] = print,
+) -> PlanChooser:
+    """Make a `PlanChooser` for a model of Hugging Face, torchtitan or Megatron: `with` it around each training step.
+
+    The first step follows no plan and measures costs, once for each machine. After a drift the next step measures them
+    again. Ranks that share experts choose together; each such group of ranks chooses by its own seconds.
+
+    Args:
+        model: with `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` in it. The chosen plans override schedules of
+            its layers. The same on every rank, as is the number of steps.
+        limit: the largest number of chunks.
+        drift, tell: as for `tune_step`.
+    Raises:
+        ConfigError: a model without such layers.
+        RankError: from a step: ranks that come to different plans.
+    """
+    exchanges = exchanges_of(model)
+    if not exchanges:
+        raise ConfigError(
+            "tune_model: the model has no experts whose tokens fusedmoe.hf, fusedmoe.titan.routed_experts or "
+            "fusedmoe.megatron sends. A model of MoELayers has fusedmoe.training.tune_step"
+        )
+    topology = next((exchange.topology for exchange in exchanges if exchange.topology.size > 1), None)
+    if topology is None:
+        return PlanChooser(PlanSource(), steps=None)
+    return tune_step(PlannedStep(model, topology, None, None, limit=limit), drift=drift, tell=tell)
+
+
+class StepSource(PlanSource):
+    """Plans of a whole training step, which a `PlannedStep` makes and applies; see `tune_step` for the arguments."""
 
     def __init__(
         self,
-        model: nn.Module,
-        topology: Topology,
+        step: PlannedStep,
         policy: str,
-        costs: CostModel | StepCosts | None,
-        workload: Workload,
-        *,
-        limit: int = MAX_DEGREE,
-        mp_loss: MpLoss = "summands",
-        blocks: PipelinedBlocks | None = None,
-        samples: int | None = None,
-        drift: float | None = 0.1,
-        measure: Callable[[float], CostModel | StepCosts | None] | None = None,
-        resumed: Path | None = None,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None],
+        measure: Measure | None,
+        resumed: Path | None,
     ) -> None:
-        if policy not in TUNED:
-            raise ConfigError(f"PlanTuning measures for {' and '.join(TUNED)}; plan_step has a model follow {policy!r}")
-        step = PlannedStep(
-            model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks, samples=samples
-        )
-        self._step, self._policy, self._tell = step, policy, tell
-        self.buckets: GradientBuckets = step.buckets
-        self._path = step.choice_path(policy)
-        kept = None if resumed is None else step.kept(policy, resumed)
-        # The job's own choice stands without a rival, so that it goes on by the plan that it was stopped with.
-        kept = step.kept(policy, self._path) if kept is None else (kept[0], kept[1][:1])
-        self._measure = step.measured if measure is None and costs is None else measure
+        self.step = step
+        self._policy, self._tell, self._measure, self._resumed = policy, tell, measure, resumed
+        self._path = Path()
+        self._is_measuring = False
         self._search: BucketSearch | None = None
-        self._climbs, self._climbed, self._sizes = 0, set[str](), False
-        if policy == AUTO:
-            self.contest = Contest(self._families, self._beside, kept=kept, drift=drift, renew=self._renew)
-        else:
-            # Where no gradient travels, sizes of buckets are nothing to search.
-            if largest := max(step.costs.gradient_bytes):
-                self._search = BucketSearch(largest)
-            given = self._first_split, self._next_split
-            self.contest = Contest(*given, kept=kept, steps=_SIZE_STEPS, drift=drift, renew=self._renew)
-        self._own: list[float] = []
-        self._said = self._skips = False
-        self.now: PlanCandidate
-        self._followed: PlanCandidate | None = None
-        self._follow()
+        # Without gradients to send there are no sizes of buckets to search.
+        if policy != AUTO and step.has_costs and (largest := max(step.costs.gradient_bytes)):
+            self._search = BucketSearch(largest)
+        self._climbs, self._climbed, self._has_degrees = 0, set[str](), False
 
     @property
-    def plan(self) -> Plan:
-        """The plan that steps follow now; without tasks: nothing in chunks."""
-        return self.now.plan
+    def has_costs(self) -> bool:
+        return self.step.has_costs
 
-    @property
-    def costs(self) -> StepCosts:
-        """Costs of a step by the plan that is followed now."""
-        return self._step.costs_of(self.now.whole)
+    def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
+        self._path = self.step.choice_path(self._policy)
+        kept = None if self._resumed is None else self.step.kept(self._policy, self._resumed)
+        if kept is not None:
+            # This job's own choice is not compared with another: the job continues with the plan it was stopped with.
+            return kept[0], kept[1][:1]
+        return self.step.kept(self._policy, self._path)
 
-    @property
-    def settled(self) -> bool:
-        """Tells that a plan is chosen."""
-        return self.contest.settled
+    def candidates(self) -> list[PlanCandidate]:
+        self._climbs, self._climbed, self._has_degrees = 0, set(), False
+        return self.step.candidates() if self._policy == AUTO else [self.step.candidate(self._policy)]
 
-    def note(self, seconds: float) -> None:
-        """Takes the seconds of a whole step on this rank. Collective over all ranks, but not in every step."""
-        if self._skips:  # on every rank, so that they go on counting the same steps
-            self._skips = False
-            return
-        self._own.append(seconds)
-        # Once a plan is chosen ranks only watch for drift: they exchange a window of steps at a time.
-        if self.contest.settled and len(self._own) < WINDOW:
-            return
-        topology = self._step.topology
-        with topology.guard("PlanTuning.note"):
-            took, self._own = self._own, []
-            # All ranks wait for the slowest, so its seconds are the step's.
-            slowest = slowest_s(topology.world, took, "the longest step of all ranks")
-            if not all(0 < step_s < math.inf for step_s in slowest):
-                raise ConfigError(f"PlanTuning.note: a step took {slowest} s; give its seconds, more than 0")
-            for step_s in slowest:
-                self.contest.note(step_s)
-            self._follow()
-        if self.contest.settled and not self._said:
-            self._keep()
-        self._said = self.contest.settled
+    def more(self, chooser: PlanChooser) -> list[PlanCandidate]:
+        """Return plans near the best one; under "flowmoe", once there are none, the next size of buckets."""
+        if not self._has_degrees and (near := self._near(chooser)):
+            return near
+        return [] if self._search is None else self._next_size(self._search, chooser)
 
-    def skip(self) -> None:
-        """Leaves the next step that is noted out: call it on every rank after what is no step, a checkpoint, say."""
-        # What some rank still does then, others wait for in their next step.
-        self._skips = True
-
-    def table(self) -> list[TriedPlan]:
-        """Lists what was tried and measured, the fastest first."""
-        rows = []
-        for one in self.contest.entries:
-            measured_s = one.median_s if one.seconds else None
-            made, predicted_s = one.candidate.name, one.candidate.predicted_s
-            rows.append(TriedPlan(made, predicted_s, measured_s, len(one.seconds), one.rounds))
-        return sorted(rows, key=lambda row: row.measured_s or math.inf)
-
-    def line(self) -> str:
-        """Describes the best plan so far, and by how much it is faster."""
-        contest, best = self.contest, self.contest.best
-        others: dict[str, Entry] = {}
-        for one in sorted(contest.entries, key=lambda one: one.median_s):
-            if one.seconds and one is not best:
-                others.setdefault(one.candidate.name if self._search else one.candidate.family, one)
-        named = [(name, one) for name, one in others.items() if name != best.candidate.family]
-        shown = [*named[:2], *(pair for pair in named[2:] if pair[0] == OFF)]
-        than = ", ".join(
-            f"{name} {one.median_s:.3g} s ({one.median_s / best.median_s - 1:+.0%})" for name, one in shown
-        )
-        # Then predictions may count for more than what was measured.
-        unsure = f" (steps differ by {contest.noise:.0%} by chance)" if contest.noise > _UNSURE else ""
-        first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s a step"
-        last = f"{contest.tried} steps tried, {contest.spent_s:.2g} s spent{unsure}"
-        return "; ".join(filter(None, (first, than, last)))
-
-    def choice(self) -> str:
-        """Writes the text of a file that a job which goes on with this one is given as `resumed`."""
-        best = self.contest.best
-        ranked = sorted((one for one in self.contest.entries if one.seconds), key=lambda one: one.median_s)
-        second = [one.candidate for one in ranked if one is not best][:1]
-        rows = [row._asdict() for row in self.table()]
-        return choice_text(self.line(), best.median_s, [best.candidate, *second], rows)
-
-    def _keep(self) -> None:
-        if self._step.topology.is_first:
-            write(self._path, self.choice(), "what was measured")
-            self._tell(self.line())
-
-    def _follow(self) -> None:
-        candidate = self.contest.now.candidate
-        # Following a plan is collective and takes a while: not in each of the hundreds of steps that keep to one.
-        if candidate is not self._followed:
-            self._step.follow(candidate)
-            self._followed = self.now = candidate
-
-    def _renew(self, left_s: float) -> float | None:
-        """Measures the costs again, as `Contest` asks. Collective over all ranks."""
-        if self._measure is None or left_s < _LEAST_S:
+    def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
+        if self._measure is None or (budget_s < _LEAST_S and not self._is_measuring):
             return 0.0
-        began_s = time.perf_counter()
-        costs = self._measure(min(left_s, BUDGET_S))
+        began_s, had_costs = time.perf_counter(), self.has_costs
+        costs = self._measure(min(budget_s, BUDGET_S))
+        self._is_measuring = costs is None
         if costs is None:
+            if not had_costs and chooser.trials.num_steps == 1 and self.step.topology.is_first:
+                self._tell(
+                    "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints go "
+                    "one thing after the other, and plans have no effect there"
+                )
             return None
-        self._step.set_costs(costs)
-        # What was predicted by the costs before says nothing beside what is predicted now. New objects are also
-        # followed anew: measuring may have had the layers follow plans of its own.
-        for entry in self.contest.entries:
-            entry.candidate = self._step.predicted(entry.candidate)
-        took_s = time.perf_counter() - began_s
-        return slowest_s(self._step.topology.world, [took_s], "the time to measure costs in")[0]
+        self.step.set_costs(costs)
+        # Predictions by the previous costs are not comparable with new ones. New objects are also followed anew:
+        # measuring may have applied plans of its own.
+        for entry in chooser.trials.entries:
+            entry.candidate = self.step.predicted(entry.candidate)
+        return self.slowest([time.perf_counter() - began_s])[0] if had_costs else 0.0
 
-    def _families(self) -> list[PlanCandidate]:
-        self._climbs, self._climbed = 0, set()
-        return self._step.candidates()
+    def follow(self, candidate: PlanCandidate) -> None:
+        if self.has_costs:
+            self.step.follow(candidate)
 
-    def _beside(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
-        """Lists plans beside the best one that were not tried."""
-        best = self.contest.best.candidate
-        # A few climbs, and none from where one has been: each costs steps by plans that are slower.
+    def slowest(self, seconds: list[float]) -> list[float]:
+        if not self.has_costs:
+            return seconds  # only the number of steps counts
+        return slowest_s(self.step.topology.world, seconds, "the longest step of all ranks")
+
+    def report(self, chooser: PlanChooser) -> None:
+        if self.step.topology.is_first:
+            write(self._path, choice_text(chooser), "what was measured")
+            self._tell(chooser.line())
+
+    def guard(self) -> AbstractContextManager[None]:
+        return self.step.topology.guard("PlanChooser.note")
+
+    def now_s(self, chooser: PlanChooser) -> float:
+        # Device time until a plan is chosen; after that the host does not wait for the device.
+        if torch.cuda.is_initialized() and not chooser.settled:
+            torch.cuda.synchronize()
+        return super().now_s(chooser)
+
+    def _near(self, chooser: PlanChooser) -> list[PlanCandidate]:
+        """List plans near the best one that were not tried."""
+        best, step = chooser.best.candidate, self.step
+        # A few searches, each from another plan: each costs steps by slower plans.
         self._climbs += 1
         if self._climbs > _CLIMBS or best.name in self._climbed:
             return []
         self._climbed.add(best.name)
-        tried = {(one.candidate.plan.fingerprint, one.candidate.whole) for one in entries}
-        costs = self._step.costs_of(best.whole)
+        entries = chooser.trials.entries
+        tried = {(entry.candidate.plan.fingerprint, entry.candidate.whole) for entry in entries}
         beside = candidates_beside if self._policy == AUTO else degrees_beside
-        found = beside(best, costs, self._step.limit, self._step.samples)
-        return [one for one in found if (one.plan.fingerprint, one.whole) not in tried and self._step.runs(one)]
+        near = beside(best, step.costs_of(best.whole), step.limit, step.samples)
+        return [new for new in near if (new.plan.fingerprint, new.whole) not in tried and step.runs(new)]
 
-    def _first_split(self) -> list[PlanCandidate]:
-        self._climbs, self._climbed, self._sizes = 0, set(), False
-        return [self._step.candidate(self._policy)]
-
-    def _next_split(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
-        """Lists other numbers of micro-batches, and once there are none to try, the next size of buckets."""
-        if not self._sizes and (found := self._beside(entries)):
-            return found
-        return self._next_size(entries)
-
-    def _next_size(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
-        if self._search is None:
-            return []
-        best = self.contest.best
-        measured = best.median_s / best.candidate.predicted_s  # of what was too far off to be tried, by prediction
+    def _next_size(self, search: BucketSearch, chooser: PlanChooser) -> list[PlanCandidate]:
+        best, entries = chooser.best, chooser.trials.entries
+        measured = best.median_s / best.candidate.predicted_s  # of candidates too far off to be tried, by prediction
         # Points of the search are steps with as many micro-batches; its first one is drawn, as in the paper.
         alike = [entry for entry in entries if entry.candidate.plan.degrees == best.candidate.plan.degrees]
-        self._search.tried = [
+        search.tried = [
             (largest, entry.median_s if entry.seconds else measured * entry.candidate.predicted_s)
-            for entry in (alike if self._sizes else ())
+            for entry in (alike if self._has_degrees else ())
             if (largest := entry.candidate.plan.largest_bucket)
         ]
-        self._sizes = True
-        size = self._search.next()
-        found = [] if size is None else [with_bucket_bytes(best.candidate, self._step.costs, size)]
-        return [one for one in found if self._step.runs(one) and one.plan not in [e.candidate.plan for e in entries]]
+        self._has_degrees = True
+        size = search.next()
+        if size is None:
+            return []
+        new = with_bucket_bytes(best.candidate, self.step.costs, size)
+        return [new] if self.step.runs(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
 
 
 @dataclass

@@ -129,7 +129,7 @@ class ShardedExperts:
             spread evenly over them.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
-        costs: what a token and an expert take. None: measured where a policy asks for them; what `PlanTuning` measures
+        costs: what a token and an expert take. None: measured where a policy asks for them; what `tune_step` measures
             again, as steps have drifted, counts from the next step on, and `overlap` is then found anew.
         heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
             Experts then travel by puts that kernels start, instead of by collectives.

@@ -11,29 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedmoe.blocks.cuts import passes_of
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.measure import CostTrial, Measurement
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_of
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates, predicted_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, own_plans
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
+from fusedmoe.schedule.step import buckets_after, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import PlanCandidate, distinct, family_candidates, predicted_s
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, costs_of_tokens
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
 
-#: The policy that takes what is the fastest here: as measured while a job trained (`PlanTuning`), else as predicted.
+#: The policy that takes what is the fastest here: as measured while a job trained (`tune_step`), else as predicted.
 AUTO = "auto"
 
 
@@ -63,7 +65,7 @@ def plan_step(
 
     Args:
         policy: a name of `fusedmoe.schedule.policies.layer_policies`, for blocks any of `POLICIES` there; or "auto",
-            what an earlier job has measured to be the fastest here, else what is so by prediction. `PlanTuning`
+            what an earlier job has measured to be the fastest here, else what is so by prediction. `tune_step`
             measures while a job trains.
         costs: of this machine, or of the steps of this model (`fusedmoe.schedule.refit`), the same on every rank; None:
             measured now, or before (`fusedmoe profile`).
@@ -81,17 +83,18 @@ def plan_step(
         RankError: ranks that come to different plans.
     """
     step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks, samples=samples)
-    found = step.candidate(policy)
-    return step.follow(found), step.buckets
+    if not step.has_costs:
+        raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.tune_model")
+    return step.follow(step.candidate(policy)), step.buckets
 
 
 class PlannedStep:
     """A training step of a model, which can follow one plan after the other. Making one is collective over all ranks.
 
-    Args: as for `plan_step`.
+    Args: as for `plan_step`. Layers of other libraries are measured in a forward, which also provides the workload.
     Attributes:
         costs: of a step.   buckets: of the gradients that plans reduce on the way.   blocks: in micro-batches, if any.
-        limit, samples: as given.
+        limit, samples: as given.   has_measured: costs are measured here, not given.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class PlannedStep:
         model: nn.Module,
         topology: Topology,
         costs: CostModel | StepCosts | None,
-        workload: Workload,
+        workload: Workload | None,
         *,
         limit: int = MAX_DEGREE,
         mp_loss: MpLoss = "summands",
@@ -118,10 +121,9 @@ class PlannedStep:
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
         number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
-        self._model, self.topology, self._workload = model, topology, workload
+        self._model, self.topology = model, topology
+        self._workload = workload if ours or costs is not None else None
         self.blocks, self.limit, self.samples = blocks, limit, samples
-        if costs is None:
-            costs = self.measured()
         dense = None if blocks is None else blocks.dense_parameters
         on = topology if blocks is None else blocks.topology
         if ours:
@@ -130,22 +132,50 @@ class PlannedStep:
             self.buckets = GradientBuckets(nn.Module(), on, dense=[() for _ in exchanges])
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
-        self.set_costs(costs)
+        self.has_measured = costs is None
+        if costs is None and ours:
+            costs = self.measured()
+        if costs is not None:
+            self.set_costs(costs)
 
-    def measured(self, again_s: float | None = None) -> CostModel:
-        """Returns what this machine and the model's first layer take; measured now, or before. Collective.
+    @property
+    def workload(self) -> Workload:
+        assert self._workload is not None
+        return self._workload
 
-        `again_s`: measure in any case, for about so many seconds.
+    @property
+    def has_costs(self) -> bool:
+        """Return whether plans can be made; false until a forward has measured the layers of another library."""
+        return self._workload is not None
+
+    def measured(self, again_s: float | None = None) -> CostModel | None:
+        """Return the costs of this machine and the model's first layer, measured now or before. Collective.
+
+        None: the next forward measures a layer of another library, whose parameters may be sharded now.
+
+        `again_s`: measure in any case, for about this many seconds.
         """
-        first, workload = self._layers[0], self._workload
-        if not isinstance(first, MoELayer):
-            raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.StepTuning")
-        costs = first.measured_costs(max(1, workload.tokens // workload.esp), again_s=again_s)
-        return of_tokens(costs, workload)
+        first = self._layers[0]
+        if isinstance(first, MoELayer):
+            costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
+            return costs_of_tokens(costs, self.workload)
+        trial = first.plans.trial
+        if not isinstance(trial, CostTrial):
+            for exchange in exchanges_of(self._model):
+                exchange.set_plan(None)
+                exchange.plans.trial = CostTrial(exchange.plans)
+        elif trial.state is Measurement.DONE or (trial.state is Measurement.TAKEN and not self.has_costs):
+            assert trial.costs is not None and trial.workload is not None
+            trial.state = Measurement.TAKEN
+            self._workload = self._workload or trial.workload
+            return costs_of_tokens(trial.costs, trial.workload)
+        elif trial.state is Measurement.TAKEN:
+            trial.state, trial.again_s = Measurement.DUE, again_s
+        return None
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
         """Has plans be made by these costs from now on, the same on every rank."""
-        workload, blocks = self._workload, self.blocks
+        workload, blocks = self.workload, self.blocks
         #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
         if isinstance(costs, StepCosts):
             self.costs = self.layer_costs = replace(costs, workload=costs.workload or workload)
@@ -207,7 +237,7 @@ class PlannedStep:
         if candidate.whole:
             if self.blocks is None:
                 raise ConfigError("plan_step: micro-batches go through blocks only (fusedmoe.pipeline)")
-            self.blocks.require_runnable(_passes(plan), self.buckets)
+            self.blocks.require_runnable(passes_of(plan), self.buckets)
         elif len(plan):
             require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
             # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
@@ -232,7 +262,7 @@ class PlannedStep:
         if candidate.whole:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
-            self.blocks.set_plan(_passes(plan), self.buckets)
+            self.blocks.set_plan(passes_of(plan), self.buckets)
             return plan
         if self.blocks is not None:
             self.blocks.set_plan(None)
@@ -253,7 +283,7 @@ class PlannedStep:
         """Returns the file that keeps what was measured to be the fastest here. Collective over all ranks."""
         facts = {
             "policy": policy,
-            "workload": asdict(self._workload),
+            "workload": asdict(self.workload),
             "gradient_bytes": self.costs.gradient_bytes,
             "parameters": [(list(one.shape), str(one.dtype)) for one in self._model.parameters()],
             "whole": self.blocks is not None,
@@ -280,20 +310,10 @@ class PlannedStep:
         return (seconds, runnable) if runnable[:1] == candidates[:1] else None
 
 
-def of_tokens(costs: CostModel, workload: Workload) -> CostModel:
-    """Returns costs that were measured of one layer as they are for so many tokens, however many rows of these there
-    may be by the workload."""
-    seen = next(iter(costs.observed.values()), None)
-    return replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
-
-
-def _passes(plan: Plan) -> Plans:
-    return Plans(one_pass(plan, "forward"), one_pass(plan, "backward"))
-
-
 def _any_degree(layer: MoELayer | ScheduledExchange) -> bool:
     if isinstance(layer, ScheduledExchange):
-        return layer.plans.any_degree  # elsewhere than in a forward its parameters need not be whole
+        # As measured in a forward: elsewhere its parameters need not be whole.
+        return isinstance(layer.plans.trial, CostTrial) and layer.plans.trial.any_degree
     return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).any_degree
 
 

@@ -84,7 +84,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     *tokens, row_N, code_N = torch.ops.fusedmoe.deduplicate(layout.tensors, 1)
     sizes, sent = (torch.tensor([[3, 3, 3]]), torch.tensor([[[3, 3, 3]]])), (row_N, code_N, 2)
     yield "deduplicate", (layout.tensors, 1)
-    yield "meet", (torch.tensor([3, 3]), tokens[0], None, torch.float32, 4, 2, torch.float32, WAY.name)
+    yield "exchange_metadata", (torch.tensor([3, 3]), tokens[0], None, torch.float32, 4, 2, torch.float32, WAY.name)
     yield "dispatch", (x_SM, torch.randn(6).requires_grad_(), *sent, *sizes, WAY.name)
     yield "dispatch_backward", (x_SM, torch.randn(6), torch.arange(6), *sent, *sizes, 3, 6, WAY.name)
     yield "combine", (x_SM, *sizes, 3, WAY.name)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ from bench.gpu import checks
 from bench.gpu.checks import judge_sanitizer, sanitizer
 from bench.gpu.exercise import PASSED
 from bench.gpu.part import Log, Place
-from bench.gpu.process import ROOT, Ended, Process, watch
+from bench.gpu.process import Ended, Process, watch
 
 WATCHED = f"========= COMPUTE-SANITIZER\nexercise: gate\n{PASSED}\n"
 
@@ -67,23 +64,6 @@ def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
     until(lambda: not is_running(int(child.read_text())))  # a signal has been sent
 
 
-@pytest.mark.slow
-def test_silence_counts_from_the_last_sign_of_life() -> None:
-    """Longer in all than it may be silent: lines keep it alive, or whatever else is a sign; then it falls silent."""
-    talker = "for i in 0 1 2 3 4 5 6 7; do echo $i; sleep 0.5; done; sleep 300"
-    ended = watch(Process(["sh", "-c", talker]), 60, silence_s=3.0)
-    assert ended.code is None and ended.output.split() == [*"01234567"] and "no sign of life for 3 s" in ended.why
-    silent = Process([sys.executable, "-c", "import time; time.sleep(4)"])
-    assert watch(silent, 60, silence_s=1.0, sign=time.monotonic).code == 0
-
-
-def test_one_that_is_stopped_with_the_run() -> None:
-    stop = threading.Event()
-    threading.Timer(0.2, stop.set).start()
-    ended = watch(Process(["sleep", "300"]), 60, stop=stop.is_set)
-    assert ended.code is None and "the run was ended" in ended.why
-
-
 def is_running(pid: int) -> bool:
     """False for one that has ended and that nobody has asked after."""
     try:
@@ -130,17 +110,6 @@ def test_an_alarm_of_racecheck_is_no_failure(monkeypatch: pytest.MonkeyPatch, tm
     assert sanitizer(place, "racecheck").result == "failed"
 
 
-def test_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
-    seen = 'echo "    Duration    us   41.2"; echo "    Memory Throughput   %  63.1"'
-    stub(monkeypatch, tmp_path, "ncu", f'echo "$@"; {seen}')
-    outcome = checks.profile(place)
-    assert outcome.result == "passed"
-    forms = ("up, triton", "dW1, triton", "dW1, gluon")
-    assert outcome.word == "; ".join(f"{name}: Duration us 41.2, Memory Throughput % 63.1" for name in forms)
-    stub(monkeypatch, tmp_path, "ncu", "echo no permission; exit 1")
-    assert checks.profile(place)[:2] == ("skipped", "up, triton: no permission")
-
-
 def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -156,11 +125,3 @@ def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert exercise.main(torch.device("cpu")) == []
     monkeypatch.setattr(exercise, "gather_sum", spoiled)
     assert any(fault.startswith("gather_sum: off by") for fault in exercise.main(torch.device("cpu")))
-
-
-@pytest.mark.slow
-def test_without_a_gpu() -> None:
-    """The command says what it needs."""
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=ROOT, env=hidden, capture_output=True, text=True)
-    assert done.returncode == 1 and "PyTorch finds none here" in done.stderr

@@ -14,19 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from bench.cluster import __main__ as command
-from bench.cluster import balance, job, model, network, placed, predicted, profile, report, stacks
+from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
 from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.rank import Parts, leave_waits_alone, setting_of
-from bench.cluster.report import MEASURED, goals, show
+from bench.cluster.report import MEASURED
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
-from bench.cluster.stacks import cross, plan_of, same_results
+from bench.cluster.stacks import plan_of, same_results
 from bench.cluster.step import Computed, Step, computation
-from bench.cluster.turns import beside, degrees_of, first_of, setting_json
+from bench.cluster.turns import beside, first_of, setting_json
 from bench.provenance import age, conditions, difference, git, provenance
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
@@ -379,11 +378,6 @@ def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     assert (lines.row_count, steps.row_count) == (4, 1)
 
 
-def test_the_sweep_is_around_the_choice() -> None:
-    assert cross((5, 2)) == sorted({(r, 2) for r in (1, 2, 3, 4, 5, 6, 8)} | {(5, r) for r in (1, 2, 3, 4, 6, 8)})
-    assert degrees_of(plan_of(stack(TINY), 3, 5)) == (3, 5)
-
-
 def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int, float]:
     """Bytes that leave for the other rank, as the moves of a step have them and as they are said to be."""
     of = Computed(setting)
@@ -520,16 +514,6 @@ def test_what_was_done_before_an_interruption_is_written(
     assert command._fitting(EMULATED, ["layer"], options, 50.0) == ([], 0.0)
 
 
-@pytest.mark.parametrize("wrong", ["unknown", "layer:job"])
-def test_settings_and_parts_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", wrong])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "choose from" in capsys.readouterr().err
-
-
 def test_rows_that_are_older_than_their_code_say_so() -> None:
     now = provenance(["bench/provenance.py"]) | {"rounds": 5, "changed_files": 0}
     first = git("log", "--format=%h", "--diff-filter=A", "--", "bench/provenance.py")
@@ -565,42 +549,6 @@ def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     assert f"fusedmoe-{os.getpid()}-" not in listed
 
 
-def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(median_s: float, error: float) -> dict[str, Any]:
-        return {
-            **{"median_s": median_s, "min_s": median_s, "max_s": median_s, "predicted_s": median_s, "error": error},
-            **{"degrees": (1, 1), "plan": str(POLICIES["sequential"].plan(costs))},
-        }
-
-    costs = stack(EMULATED)
-    clean = provenance(MEASURED) | {"rounds": 5, "changed_files": 0}
-    monkeypatch.setattr("bench.cluster.report.age", lambda run, paths: run.get("old"))
-    rows = {"off": row(1.1, 0.0), "sequential": row(1.0, -0.02), "fsmoe": row(0.5, 0.06), "auto": row(0.52, 0.01)}
-    common = {"run": clean, "setting": setting_json(EMULATED)}
-    layer = common | {"rows": beside(rows)}
-    steps = common | {"rows": beside({"sequential": row(1.0, 0.0)}), "profile": profile_json(EMULATED, costs)}
-    steps |= {"bound_s": 0.4}
-    sweep = common | {"best": (2, 2), "chosen": (2, 3), "regret": 0.06, "rows": [row(1.0, 0.0) | {"degrees": (2, 3)}]}
-    assert [goal.met for goal in goals("layer", layer)] == [False, False, True]
-    assert [goal.met for goal in goals("steps", steps)] == [True]
-    assert [goal.met for goal in goals("sweep", sweep)] == [False]
-    assert goals("layer", layer | {"run": clean | {"old": "OLD"}}) == []
-    auto = {"changes every step": (1, 1.3), "drifts slowly": (1, 0.99), "even": (0.97, 1)}
-    routers = {name: {"rows": {"auto": {"over_ep": ep, "over_hecate": hecate}}} for name, (ep, hecate) in auto.items()}
-    assert [goal.met for goal in goals("routers", common | {"routers": routers})] == [True, False, False]
-    assert goals("placement", layer) == []
-    found = {"emulated": {"layer": layer, "steps": steps, "sweep": sweep}, "layer": {"layer": layer}}
-    show(json.loads(json.dumps(found)), Console(width=170))
-    out = capsys.readouterr().out
-    assert "MISSED  auto the fastest, or within 3% of it: +4.0%" in out and "met     at least 1.8 times" in out
-    assert "by a model of machines" in out and "auto in all settings" in out
-    show(
-        {"emulated": {"layer": layer}, "layer": {"layer": layer | {"run": clean | {"commit": "1"}}}}, Console(width=170)
-    )
-    out = capsys.readouterr().out
-    assert "settings are not compared: rows of commits" in out and "auto in all settings" not in out
-
-
 def test_both_passes_of_a_layer_and_all_around_them() -> None:
     """What surrounds the pipeline is in its prediction, and so is the copy between other chunks of the two passes."""
     kinds = ("dispatch", "expert", "combine")
@@ -612,14 +560,6 @@ def test_both_passes_of_a_layer_and_all_around_them() -> None:
         passes_s = sum(makespan(one, bare) for one in (plans.forward, plans.backward))
         regrouped_s = makespan(both_passes(plans, costs), costs) - passes_s - 0.875
         assert regrouped_s == pytest.approx(2.0 if degrees == (2, 4) else 0.0, rel=0.02, abs=1e-9)
-
-
-def test_where_prediction_and_step_part_is_printed() -> None:
-    parts = [["expert forward", 1.0, 1.5], ["other forward", None, 0.25], ["step", 2.0, 2.5]]
-    console = Console(record=True, width=120)
-    console.print(report._parts({"rows": {"off": {}, "fsmoe": {"parts": parts}, "joint": {"same_as": "fsmoe"}}}))
-    text = console.export_text()
-    assert "-500 of 1500" in text and "-500 of 2500" in text and "250 ms" in text and "joint" not in text
 
 
 def test_waits_are_as_long_beside_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from bench.cluster import doors
 from bench.cluster.setting import DOORS, SETTINGS
 from fusedmoe.comm.topology import Topology
-from fusedmoe.dispatchers import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
 

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.cluster.gpipe import Stage, make_step, run, schedule_of
+from bench.cluster.gpipe import Stage, run, schedule_of
 from bench.cluster.job import measure
 from bench.cluster.setting import COMPUTED
-from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
@@ -117,12 +115,6 @@ def test_experts_are_parallel_inside_a_stage(cluster: Cluster) -> None:
     assert cluster.run(4, stages_of_two, CONFIG) == [2, 2, 4, 4]  # one block, and two
 
 
-def trained(rank: int, world: int, micro_batches: int) -> list[float | None]:
-    settings = Settings(model=replace(CONFIG, layers=2), steps=8, warmup=1, aux_weight=0.0)
-    step = make_step(settings, Topology.from_sizes(timeout_s=30), random_corpus(2**12), micro_batches)
-    return [step(0) for _ in range(3)]
-
-
 def measured(rank: int, world: int) -> dict[str, Any]:
     setting = replace(COMPUTED, layers=2, S=2048, M=16, H=32)
     topology = Topology.from_sizes(ep=2, ranks_per_node=1, timeout_s=30)
@@ -138,13 +130,3 @@ def test_it_stands_beside_the_schedules(cluster: Cluster) -> None:
     assert all(row["median_s"] > 0 and row["over_sequential"] > 0 for row in rows.values())
     assert "plan" not in rows["gpipe, 4 micro-batches"] and rows["fsmoe"]["predicted_s"] > 0
     assert found["auto"]["steps_tried"] > 0
-
-
-@pytest.mark.slow
-def test_steps_of_the_main_job(cluster: Cluster) -> None:
-    """They learn one batch, and the number of micro-batches changes nothing."""
-    first, last = cluster.run(2, trained, 2)
-    assert first == [None] * 3 and None not in last
-    _, other = cluster.run(2, trained, 4)
-    assert other == pytest.approx(last, rel=1e-4)
-    assert last[2] < last[0]

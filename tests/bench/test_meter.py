@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import meter
-from bench.meter import Use, energy_counter, energy_j, measure_use, peak_bytes
+from bench.meter import energy_counter, energy_j, peak_bytes
 from tests.marks import slowly
 
 CPU = torch.device("cpu")
@@ -35,16 +35,6 @@ def test_the_peak_is_what_a_step_holds_at_once(pieces: int) -> None:
         assert found is not None and 0.9 * mib * MIB < found < (1.6 * mib + 16) * MIB
     none = peak_bytes(lambda: None, CPU)
     assert none is not None and none < 8 * MIB
-
-
-def test_what_cannot_be_told_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[int] = []
-    use = measure_use(lambda: calls.append(0), CPU)
-    assert use.energy_j is None and "no GPU" in use.missing and len(calls) == 2
-    monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "no" / "such")
-    assert measure_use(lambda: None, CPU) == Use(
-        None, None, "this system does not tell the peak of resident memory; no GPU, whose counter would tell the energy"
-    )
 
 
 class Gpu:

@@ -62,23 +62,6 @@ def test_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes([result])[0].startswith("pytest fake: tests/test_fake.py")
 
 
-def test_a_suite_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(project(tmp_path)))
-    monkeypatch.setenv("SLOW_S", "600")
-    result = ran(tmp_path, limit_s=0.0)
-    assert "cut short after 0 s" in notes([result])[0]
-
-
-def test_reasons(tmp_path: Path) -> None:
-    nothing = Suite("fake", "no-such-distribution", ("tests",))
-    assert notes([run_suite(nothing, None, 1.0, lambda *_: None, tmp_path)]) == [
-        "no-such-distribution fake: skipped, no-such-distribution is not installed"
-    ]
-    without = Suite("fake", "pytest", ("tests/test_fake.py",))
-    result = run_suite(without, tmp_path, 1.0, lambda *_: None, tmp_path)
-    assert result.reason == "the checkout has no tests/test_fake.py; give a checkout: --source pytest=FOLDER"
-
-
 def test_outcomes_of_a_run_under_way(tmp_path: Path) -> None:
     """A half-written line is left for later; a test that passed and failed at its end has failed."""
     lines = [

@@ -91,16 +91,6 @@ def test_empty_experts_are_kept_from_torch_on_a_gpu(monkeypatch: pytest.MonkeyPa
         torch_grouped.make(case)
 
 
-def test_libraries_that_are_not_there() -> None:
-    for name in ("liger_kernel", "scattermoe", "sonicmoe"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, name, None)
-            patch.setitem(sys.modules, f"{name}.ops", None)
-            patch.setitem(sys.modules, f"{name}.mlp", None)
-            with pytest.raises(Unavailable):
-                PEERS[name](random_case(1))
-
-
 class LigerFunction:
     """Its conventions in plain torch: W1 [E, 2H, M], g before u; int32 experts; weights in the tokens' dtype."""
 

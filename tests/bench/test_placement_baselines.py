@@ -157,7 +157,3 @@ def test_even_loads_ask_for_little(policy):
         for tokens, one in zip(even.tokens_LWE, decision.placements, strict=True)
     )
     assert after_s <= before_s
-
-
-def test_costs_of_a_layer():
-    assert CLUSTER_A.expert_bytes == 2 * 2 * 768 * 1536 and CLUSTER_A.move_bytes == 7 * CLUSTER_A.expert_bytes

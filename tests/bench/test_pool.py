@@ -62,13 +62,6 @@ def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_what_is_running_when_the_time_is_up(tmp_path: Path) -> None:
-    (tmp_path / "test_slow.py").write_text("import time\ndef test_a(): time.sleep(300)\ndef test_b(): pass\n")
-    outcome = run_tests(place(tmp_path, 12), [str(tmp_path)], 1)
-    assert (outcome.result, outcome.word) == ("unfinished", "1 was running, 1 not run: test_slow.py::test_a")
-
-
-@pytest.mark.slow
 def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
     outcome = run_tests(place(tmp_path), [str(tmp_path)], 1)

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bench.placement.baselines import CLUSTER_A, expert_parallelism
 from bench.placement.made_loads import make_loads
@@ -19,7 +18,7 @@ from bench.placement.replay import replay
 from bench.reproduce import __main__ as command
 from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
 from bench.reproduce.page import page
-from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_of, shown
+from bench.reproduce.table import PAPERS, Part, Row, Table, cells, reasons_of, shown
 from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
@@ -66,17 +65,6 @@ def check(table: Table, head: Table) -> None:
     used = {number for row in table.rows for number in row.why}
     assert used == set(range(1, 1 + len(table.reasons))), f"{table.name}: a reason of no row"
     assert Table.from_dict(json.loads(json.dumps(table.as_dict()))) == table
-
-
-def test_what_is_announced():
-    heads = [head for part in command.PARTS for head in part.heads]
-    names = [head.name for head in heads]
-    assert len(set(names)) == len(names) and {head.paper for head in heads} == set(PAPERS)
-    assert all(head.name.startswith(head.paper.lower()) and not head.rows for head in heads)
-    assert {head.how for head in heads} == set(HOW)
-    assert sum(part.takes_s for part in command.PARTS) < 20 * 60
-    text = command._parser().format_help()
-    assert all(name in text for name in names)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -145,16 +133,6 @@ def test_every_table_on_a_few_cases(part: Part, monkeypatch):
     for table, head in zip(part.run(show), part.heads, strict=True):
         check(table, head)
     assert told == sorted(told)
-
-
-def test_rows_that_do_not_fit_are_refused():
-    head = replace(hecate.SIZES, rows=())
-    with pytest.raises(ValueError, match="2 figures for 1 columns"):
-        replace(head, rows=(Row("one", 1.0, (1.0, 2.0)),))
-    with pytest.raises(ValueError, match="a reason that is not there"):
-        replace(head, rows=(Row("one", 1.0, (1.0,), why=(1,)),))
-    with pytest.raises(ValueError, match="guessed"):
-        replace(head, how="guessed")
 
 
 def test_a_difference_without_a_reason_is_said():
@@ -361,30 +339,6 @@ def test_what_was_run_apart_is_said_apart(tmp_path):
     assert "The run: commit" in page({"tables": tables})
     tables["hecate-table1"]["run"] = tables["hecate-table1"]["run"] | {"commit": "0123456789ab"}
     assert "- commit 0123456789ab" in page({"tables": tables}) and ": `hecate-table1`" in page({"tables": tables})
-
-
-def test_show_without_results(tmp_path, capsys):
-    assert command.main(["--show", "--results", str(tmp_path)]) == 0
-    assert "no results in" in capsys.readouterr().out
-
-
-def test_progress_without_a_terminal(tmp_path, monkeypatch, capsys):
-    """What takes a while says how far it is and how long it will be."""
-    part = Part((hecate.SIZES,), 1, lambda show: (show(1, 2), hecate.sizes(show))[1])
-    monkeypatch.setattr("fusedmoe.runtime.progress._AFTER_S", -1.0)
-    command.run([part, part], tmp_path / "reproduce.json", {"tables": {}}, Console(width=150))
-    assert "hecate-table1 (1 of 2, 1 s after it): 50%" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch, capsys):
-    def interrupted(show):
-        raise KeyboardInterrupt
-
-    parts = (Part((hecate.SIZES,), 1, hecate.sizes), Part((hecate.VOLUMES,), 1, interrupted))
-    monkeypatch.setattr(command, "PARTS", parts)
-    assert command.main(["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 130
-    assert list(json.loads((tmp_path / "reproduce.json").read_text())["tables"]) == ["hecate-table1"]
-    assert "interrupted" in capsys.readouterr().out and not (tmp_path / "page.md").exists()
 
 
 def test_the_committed_page_is_the_file_s():

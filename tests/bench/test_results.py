@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,6 @@ def results() -> dict[str, Any]:
     return document(spool, CHECKS, TINY)
 
 
-def test_schema(results: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(results)) == results
-    keys = {"schema", "when", "gpu", "versions", "commit", "changed_files", "checks", "ceilings", "limit", "shapes"}
-    assert set(results) == keys | {"rows", "skipped"}
-    assert set(results["versions"]) == {"python", "torch", "triton", "cuda", "fusedmoe"}
-    assert results["gpu"] is None and results["versions"]["torch"] == torch.__version__
-    common = {"shape", "kind", "name", "variant", "parts", "flops", "measured_ms", "low_ms", "high_ms", "runs"}
-    common |= {"limit_ms", "fraction", "tflops"}
-    for row in results["rows"]:
-        more = {"version", "errors", "saved_bytes", "peak_bytes", "energy_j"} if row["kind"] == "pass" else set()
-        assert set(row) == common | more, row
-    assert len(results["rows"]) == 2 * (5 + 2 * 3)
-
-
 def test_rows(results: dict[str, Any]) -> None:
     """The limit is by the highest P and B; times come in the order of the steps."""
     best = Ceilings(2e9, 3e9)
@@ -89,11 +74,6 @@ def test_no_gpu_no_results(results: dict[str, Any], tmp_path: Path) -> None:
     assert save(results, tmp_path / "new").parent == tmp_path / "new"
 
 
-def test_name_of_the_file(results: dict[str, Any], tmp_path: Path) -> None:
-    found = {**results, "gpu": {"name": "NVIDIA H200"}, "when": "2026-01-02T03:04:05+00:00"}
-    assert save(found, tmp_path).name == "gpu_nvidia-h200_20260102T030405.json"
-
-
 @pytest.mark.slow
 def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = save(results, tmp_path)
@@ -108,24 +88,9 @@ def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     assert image.startswith(b"\x89PNG") and len(image) > 20_000
 
 
-def test_report_beside_published_numbers(results: dict[str, Any]) -> None:
-    shape = {"name": "7B-H256", "S": 24576, "M": 1536, "H": 256, "E": 128, "K": 8}
-    rates = {"forward": 182.0, "backward": 810.0}
-    rows = [row | {"shape": "7B-H256", "tflops": rates.get(row["name"], 0.0)} for row in results["rows"][:11]]
-    text = report.table({**results, "shapes": [shape], "rows": rows})
-    assert "| 364/405 (×0.50/2.00) | 205/212 (×0.89/3.82) | – |" in text
-
-
 def test_published_shapes() -> None:
     names = [shape.name for shape in SHAPES]
     assert set().union(*(published.tflops for published in PUBLISHED.values())) == set(names)
-
-
-def test_report_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.main([]) == 1
-    (tmp_path / "gpu_other.json").write_text("{}")
-    assert report.main([]) == 1
 
 
 def test_the_newest_results_are_those_of_the_last_run(tmp_path: Path) -> None:
@@ -144,10 +109,3 @@ def test_code_that_numbers_are_of_is_there(module: str) -> None:
     """Git says of a path that is not there that nothing has changed."""
     for path in import_module(f"bench.{module}").MEASURED:
         assert (ROOT / path.removeprefix(":(exclude)")).exists(), path
-
-
-def test_both_forms_stand_beside_each_other(results: dict[str, Any]) -> None:
-    found = results
-    row = next(row for row in found["rows"] if row["kind"] == "kernel")
-    row |= {"config": "gluon 128x256x64", "microseconds": {"128x256x64": 200.0, "64x64x64": 300.0, "gluon a": 150.0}}
-    assert f"| {row['shape']} | {row['name']} | 200 | 150 | 25% | gluon 128x256x64 |" in report.table(found)

@@ -8,7 +8,6 @@ import pytest
 from bench.simulate import grid
 from bench.simulate.__main__ import main
 from bench.simulate.grid import COLUMNS
-from fusedmoe.schedule.policies import POLICIES
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +36,4 @@ def test_json(capsys):
 def test_table(capsys):
     main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
     out = capsys.readouterr().out
-    for part in ("A ideal", "B calibrated", "A published", "1.18", "912", "· Coefficients"):
-        assert part in out
-
-
-def test_help_lists_the_policies(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and all(name in out for name in POLICIES)
-
-
-@pytest.mark.parametrize(("flag", "cure"), [("--layers", "at least one layer"), ("--sample", "at least one case")])
-def test_nothing_to_simulate_is_refused(flag, cure, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--grid", "fsmoe", flag, "0"])
-    assert end.value.code == 2 and cure in capsys.readouterr().err
+    assert all(row in out for row in ("A ideal", "B calibrated", "A published"))

@@ -1,6 +1,7 @@
 """Small models that reach the library otherwise than by `MoELayer`: its functions, Tutel's layer, and experts of
-transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration communicates between
-the ranks."""
+transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration
+communicates between the ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Functions(nn.Module):
         weight_SK, expert_SK = (x_SM @ self.router.t()).softmax(-1).topk(K)
         layout = ops.order(expert_SK, EXPERTS)
         form = ops.RowForm.of(x_SM, layout, weight_SK)
-        exchange = ops.Exchange(self._all_to_all, self._esp, layout.counts_E, form)
+        exchange = ops.exchange_metadata(self._all_to_all, self._esp, layout.counts_E, form)
         rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
 
         def experts(rows_RM: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ PLACES: dict[str, Place] = {
         experts=(("engine/chunk_experts.py", ""), ("kernels/experts.py", ""), ("autograd/experts.py", "")),
         combine=(("comm/exchange.py", "combine"), ("comm/exchange.py", "reduce_scatter")),
     ),
-    "counts": Place((("comm/exchange.py", "__init__"),)),
+    "counts": Place((("comm/exchange.py", "exchange_metadata"),)),
     "gradient sync": Place(
         (
             ("training/data_parallel.py", "sync_gradients"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,16 +19,9 @@ from torch import Tensor
 from fusedmoe.blocks import forward as blocks_forward
 from fusedmoe.comm import exchange
 from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.comm.metadata import RowForm
+from fusedmoe.engine import collectives_dispatcher
 from fusedmoe.kernels import deduplicate
-
-
-class Form(NamedTuple):
-    """What is said of rows before they travel."""
-
-    dtype: torch.dtype
-    width: int
-    weights: torch.dtype | None
-
 
 #: Of a message, or of what it is made of: the wrong one in place of the right one, None where there is none to be had.
 Lie = Callable[[random.Random, Any], Any]
@@ -119,16 +112,16 @@ def _longer(rng: random.Random, rows: Tensor) -> Tensor:
     return torch.cat([rows, rows[:1]])
 
 
-def _other_dtype(rng: random.Random, form: Form) -> Form:
-    return form._replace(dtype=torch.float32)
+def _other_dtype(rng: random.Random, form: RowForm) -> RowForm:
+    return form._replace(dtype=torch.float16)
 
 
-def _other_width(rng: random.Random, form: Form) -> Form:
+def _other_width(rng: random.Random, form: RowForm) -> RowForm:
     return form._replace(width=form.width + rng.choice([-1, 1, 1000]))
 
 
-def _other_weights(rng: random.Random, form: Form) -> Form:
-    return form._replace(weights=rng.choice([None, torch.float32, torch.bfloat16]))
+def _other_weights(rng: random.Random, form: RowForm) -> RowForm:
+    return form._replace(weights=rng.choice([None, torch.float16, torch.bfloat16]))
 
 
 LIES: dict[str, tuple[Lie, ...]] = {
@@ -163,7 +156,7 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
         strikes()
         return wrong
 
-    make, begin, dispatch = Exchange.__init__, exchange.begin, Part.dispatch
+    exchange_metadata, begin, dispatch = exchange.exchange_metadata, exchange.begin, Part.dispatch
 
     def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
         if name == "wrong codes":
@@ -171,16 +164,14 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
         message = deduplicate.pack(code_N, weight_N)
         return once(message) if name == "wrong message" else message
 
-    def made(
-        self: Exchange, algorithm: Any, esp: Any, counts_E: Tensor, dtype: torch.dtype, *more: Any, **named: Any
-    ) -> None:
+    def exchanged(algorithm: Any, esp: Any, counts_E: Tensor, form: RowForm, *more: Any, **named: Any) -> Exchange:
         if name == "wrong pairs":
             counts_E = once(counts_E)
-        elif name == "wrong tokens" and named.get("tokens_Wp") is not None:
-            named["tokens_Wp"] = once(named["tokens_Wp"])
-        elif name == "wrong form" and "width" in named:
-            dtype, named["width"], named["weights"] = once(Form(dtype, named["width"], named["weights"]))
-        make(self, algorithm, esp, counts_E, dtype, *more, **named)
+        elif name == "wrong tokens" and (tokens := named.get("tokens")) is not None:
+            named["tokens"] = tokens._replace(tokens_Wp=once(tokens.tokens_Wp))
+        elif name == "wrong form":
+            form = once(form)
+        return exchange_metadata(algorithm, esp, counts_E, form, *more, **named)
 
     def begun(group: Any, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
         wrong = name == "wrong table" and group.handle is not None and data and operation == "exchange of counts"
@@ -193,6 +184,7 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
         for where in (exchange, blocks_forward):
             stack.enter_context(patch.object(where, "pack", pack))
         stack.enter_context(patch.object(exchange, "begin", begun))
-        stack.enter_context(patch.object(Exchange, "__init__", made))
+        for where in (exchange, collectives_dispatcher):
+            stack.enter_context(patch.object(where, "exchange_metadata", exchanged))
         stack.enter_context(patch.object(Part, "dispatch", dispatched))
         yield

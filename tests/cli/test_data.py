@@ -1,3 +1,5 @@
+"""Training data of the command: the split into training and held-out files, and batches for each rank."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""`fusedmoe doctor`: answers about this machine and made-up machines, as text and as JSON."""
+
 from __future__ import annotations
 
 import json

@@ -18,8 +18,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Sample
+from fusedmoe.schedule.plan_chooser import WINDOW
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.tuning import WINDOW
 from fusedmoe.schedule.workload import IN_LAYERS
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -98,7 +98,8 @@ def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
         tuning = trainer.tuning
         assert tuning is not None
         losses: list[list[float]] = [[trainer.step(number).loss for number in range(2)], []]
-        before = tuning.costs
+        step = tuning.source.step
+        before = step.costs_of(tuning.now.whole)
         for times in (1.0, 2.0):
             factor = times / tuning.now.predicted_s
             tuning.skip()
@@ -107,7 +108,7 @@ def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
                     break
                 tuning.note(factor * tuning.now.predicted_s)
         names = [tuning.now.name]
-        assert before not in (tuning._step.costs, tuning._step.layer_costs)
+        assert before not in (step.costs, step.layer_costs)
         losses[0] += [trainer.step(number).loss for number in range(2, 6)]
         losses[1] = [plain.step(number).loss for number in range(6)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,3 +1,5 @@
+"""`fusedmoe plan`: plans and tables of testbeds and of this machine, and refused arguments."""
+
 from __future__ import annotations
 
 import json

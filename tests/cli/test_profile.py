@@ -1,3 +1,5 @@
+"""`fusedmoe profile`: which lines are measured with one and several ranks, and how they are printed."""
+
 from __future__ import annotations
 
 from pathlib import Path

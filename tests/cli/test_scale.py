@@ -1,3 +1,5 @@
+"""`fusedmoe plan --scale`: predictions for 8 to 4,096 ranks, and refused arguments."""
+
 from __future__ import annotations
 
 import json

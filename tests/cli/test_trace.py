@@ -1,3 +1,5 @@
+"""`fusedmoe trace`: a recorded step beside its plan, in one process and over ranks."""
+
 from __future__ import annotations
 
 import json

@@ -31,10 +31,10 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.plans import PlanChooser
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
-from fusedmoe.training import PlanTuning
 from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -411,15 +411,15 @@ def train_by_costs(
     """As on a machine of which these costs are measured, nothing of the model's own steps, and on which steps take what
     they should."""
 
-    def note(tuning: PlanTuning, seconds: float) -> None:
+    def note(tuning: PlanChooser, seconds: float) -> None:
         noted(tuning, tuning.now.predicted_s)
 
-    noted, folder = PlanTuning.note, run or resume
+    noted, folder = PlanChooser.note, run or resume
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, str(folder and folder / "cache"))
         patch.setattr("fusedmoe.cli.train.cached_profile", lambda *_, **__: (Profile(costs), Path()))
         patch.setattr(Trainer, "measured", lambda self, costs: costs)
-        patch.setattr(PlanTuning, "note", note)
+        patch.setattr(PlanChooser, "note", note)
         return train(rank, world, settings, run, resume, stop)
 
 

@@ -11,8 +11,8 @@ import torch
 import fusedmoe
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce, all_to_all_rows
-from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.row_form import RowForm
+from fusedmoe.comm.exchange import exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
@@ -30,7 +30,7 @@ def out_of_order(rank: int, world: int, culprit: int, way: str) -> None:
     if way == "counts" and mine:
         all_to_all_rows(ep, numbers, ones, ones, "an operation of its own")
     elif way == "counts":
-        Exchange(make_all_to_all("direct", topology), topology.esp, torch.ones(10, dtype=torch.int64), FORM)
+        exchange_metadata(make_all_to_all("direct", topology), topology.esp, torch.ones(10, dtype=torch.int64), FORM)
     elif mine:
         all_gather_rows(ep, numbers[:1, :2], ones, "an operation of its own")
     else:
@@ -63,7 +63,7 @@ def other_call(rank: int, world: int, culprit: int, way: str) -> None:
         ]
         if way == "other experts":
             counts = torch.ones(4 + 4 * mine, dtype=torch.int64)
-            Exchange(make_all_to_all("direct", topology), topology.esp, counts, FORM)
+            exchange_metadata(make_all_to_all("direct", topology), topology.esp, counts, FORM)
         if way == "other order of layers":
             layers = layers[::-1] if mine else layers
         losses = [layer(torch.randn(40 + 50 * mine, 16)).square().mean() for layer in layers]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedmoe import ops
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.row_form import RowForm, differ
+from fusedmoe.comm.metadata import Metadata, RowForm, describe_difference
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -65,7 +65,9 @@ def crossing(topology: Topology, path: str) -> Any:
         def send(x_SM: Tensor, weight_SK: Tensor, layout: Layout) -> Tensor:
             if path == "operators":
                 return dispatcher.by_operators(Routed(x_SM, layout, weight_SK), experts)
-            exchange = ops.Exchange(all_to_all, topology.esp, layout.counts_E, RowForm.of(x_SM, layout, weight_SK))
+            form = RowForm.of(x_SM, layout, weight_SK)
+            exchange = ops.exchange_metadata(all_to_all, topology.esp, layout.counts_E, form)
+            assert exchange.form == form
             rows, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
             return ops.unpermute(ops.through_experts(rows, weight_N, exchange, experts), layout)
 
@@ -126,22 +128,24 @@ def test_shards(cluster: Cluster, path: str, ep: int) -> None:
     refused(cluster, 4, ep, path)
 
 
-def test_forms_are_packed() -> None:
-    for form in (
+def test_columns_of_forms() -> None:
+    forms = [
         RowForm(torch.float64, 0, 0, None),
-        RowForm(torch.bfloat16, 2**40 - 1, 2**16 - 1, torch.bfloat16),
+        RowForm(torch.bfloat16, 2**40, 2**16, torch.bfloat16),
         RowForm(torch.float16, 4096, 8, torch.float32),
-    ):
-        assert form.refusal() == "" and RowForm.unpacked(form.packed()) == form and 0 <= form.packed() < 2**63
+    ]
+    for form in forms:
+        assert form.refusal() == "" and RowForm.of_columns(*form.columns()) == form
+        assert Metadata(*form.columns(), rank=0)[: len(form)] == form.columns()
+    assert len({form.columns() for form in forms}) == 3
     assert "torch.int32" in RowForm(torch.int32, 1, 1, None).refusal()
     assert "torch.int8" in RowForm(torch.float32, 1, 1, torch.int8).refusal()
-    assert "the bounds are" in RowForm(torch.float32, 2**40, 1, None).refusal()
 
 
 def test_who_differs() -> None:
-    one, other, third = (RowForm(torch.float32, width, 2, None).packed() for width in (8, 9, 10))
-    assert differ({0: one, 1: other})[1] is None
-    assert differ({0: one, 1: one, 2: other, 3: other})[1] is None
-    text, odd = differ({0: one, 3: one, 5: other})
+    one, other, third = (RowForm(torch.float32, width, 2, None) for width in (8, 9, 10))
+    assert describe_difference({0: one, 1: other})[1] is None
+    assert describe_difference({0: one, 1: one, 2: other, 3: other})[1] is None
+    text, odd = describe_difference({0: one, 3: one, 5: other})
     assert odd == 5 and "8 on ranks [0, 3], 9 on rank 5" in text
-    assert differ({0: one, 1: other, 2: third})[1] is None
+    assert describe_difference({0: one, 1: other, 2: third})[1] is None

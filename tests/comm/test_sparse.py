@@ -1,3 +1,5 @@
+"""Sparse collectives between two placements, on ranks that come late, fail or have nothing to send."""
+
 from __future__ import annotations
 
 import random

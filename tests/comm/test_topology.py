@@ -1,3 +1,5 @@
+"""Topologies: grids of ranks, groups that are shared and closed, ragged rows, and refused sizes."""
+
 from __future__ import annotations
 
 import os

@@ -26,8 +26,8 @@ from transformers import (
 import fusedmoe.hf
 from fusedmoe import routing
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.hf import FAMILIES
 from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
+from fusedmoe.hf.decoder_blocks import FAMILIES
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
 from tests.integrations.models import _LATENT, _SHAPE, _TOP_2, CONFIGS, VOCABULARY

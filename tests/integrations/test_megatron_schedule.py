@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedmoe import Schedule
-from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.integrations.test_megatron import (

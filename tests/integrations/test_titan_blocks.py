@@ -25,8 +25,8 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 import fusedmoe.titan
 from fusedmoe.blocks.cuts import ExternalCall
-from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from fusedmoe.titan import FAMILIES
 from tests.cluster import Cluster
 from tests.integrations.plans_run import forwards_of

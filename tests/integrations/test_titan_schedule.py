@@ -30,8 +30,8 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 import fusedmoe.titan
 from fusedmoe import Schedule
-from fusedmoe.dispatchers import exchanges_of
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.scheduled_exchange import exchanges_of
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.integrations.test_titan import (

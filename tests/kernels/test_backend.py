@@ -1,3 +1,5 @@
+"""Every Triton kernel has a contract in plain PyTorch."""
+
 from __future__ import annotations
 
 from pathlib import Path

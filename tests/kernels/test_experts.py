@@ -1,3 +1,5 @@
+"""`experts` in plain PyTorch against loops in float64: values, all gradients, frozen parameters."""
+
 from __future__ import annotations
 
 import itertools

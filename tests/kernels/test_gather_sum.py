@@ -1,3 +1,5 @@
+"""`gather_sum`, `permute` and pair operators in plain PyTorch against their definitions."""
+
 from __future__ import annotations
 
 import pytest

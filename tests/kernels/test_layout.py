@@ -1,3 +1,5 @@
+"""`build_layout` against the definition of a layout, and its worked example."""
+
 from __future__ import annotations
 
 import torch

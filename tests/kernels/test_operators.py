@@ -1,3 +1,5 @@
+"""Operators of `torch.ops.fusedmoe`: schema, fake tensors and gradients agree with what they compute."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Packing rows to float8 and back: shapes, strides, and the definition by hand."""
+
 from __future__ import annotations
 
 import math

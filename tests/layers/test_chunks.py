@@ -1,3 +1,5 @@
+"""Chunks of rows and micro-batches, rows saved by other chunks, and the worked examples of layouts."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,7 +12,7 @@ from fusedmoe.autograd.experts import experts as experts_of
 from fusedmoe.autograd.order import order
 from fusedmoe.blocks.cuts import cut
 from fusedmoe.comm.all_to_all import LastTokens, block_order, make_all_to_all, share
-from fusedmoe.comm.exchange import ExchangeSizes, Sized
+from fusedmoe.comm.exchange import Exchange, ExchangeSizes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.kernels.deduplicate import decode, inverse, sending
@@ -57,7 +59,7 @@ def test_the_first_chunks_have_no_tokens_that_come_last(seed: int) -> None:
         come_PC.append(torch.bincount(torch.tensor([x for x, _ in pairs[-1]], dtype=torch.long), minlength=e).tolist())
     come_QPC = np.concatenate([np.array(come_PC), np.array(tokens)[:, None]], axis=1)[None]
     topology = Topology()
-    exchange = Sized(
+    exchange = Exchange(
         make_all_to_all("direct", topology), topology.esp, ExchangeSizes(come_QPC[0], come_QPC), torch.device("cpu")
     )
     last_PE = last_E.view(W, e).numpy()
@@ -78,7 +80,7 @@ def test_the_first_chunks_have_no_tokens_that_come_last(seed: int) -> None:
     for source, of_source in enumerate(come_PC):
         send_PC = np.tile([*of_source, tokens[source]], (W, 1))
         sizes = ExchangeSizes(send_PC, come_QPC)
-        sender = Sized(make_all_to_all("direct", topology), topology.esp, sizes, torch.device("cpu"))
+        sender = Exchange(make_all_to_all("direct", topology), topology.esp, sizes, torch.device("cpu"))
         sender.last = exchange.last
         np.testing.assert_array_equal(sender.cut(degree).sent_Gi[0], come_Gi[source])
 

@@ -6,7 +6,7 @@ import copy
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
 from tests.marks import slowly
+from tests.oracle import assert_same_results, run_passes
 
 M = 32
 
@@ -43,31 +44,13 @@ def a_model(layer: fusedmoe.MoELayer) -> nn.Module:
     return nn.Sequential(nn.Linear(M, M), layer, nn.Tanh(), nn.Linear(M, M))
 
 
-def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, seed: int) -> dict[str, Tensor]:
-    """Output, gradients and what the layer tells of itself."""
-    layer = model[1]  # type: ignore[index]
-    torch.manual_seed(seed)
-    x = x.detach().requires_grad_()
-    y = call(x)
-    model.zero_grad(set_to_none=True)
-    (y.float().square().sum() + layer.aux_loss).backward()
-    found = {"y": y.detach(), "dx": x.grad, "aux": layer.aux_loss.detach(), "load": layer.load_E}
-    found |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {name: tensor.clone() for name, tensor in found.items()} | {"dropped": torch.tensor(layer.dropped)}
-
-
 def compare(layer: fusedmoe.MoELayer, backend: str, sizes: tuple[int, ...] = (41, 57), exact: bool = True) -> None:
     model = a_model(layer)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for size in sizes:
         x = torch.randn(size, M)
-        ours, theirs = step(compiled, model, x, size), step(model, model, x, size)
-        assert ours.keys() == theirs.keys()
-        for name, right in theirs.items():
-            if exact:
-                assert torch.equal(ours[name], right), name
-            else:
-                torch.testing.assert_close(ours[name], right, rtol=1e-4, atol=1e-5)
+        ours, theirs = run_passes(model, x, call=compiled, seed=size), run_passes(model, x, seed=size)
+        assert_same_results(ours, theirs, *(() if exact else (1e-4, 1e-5)))
 
 
 # With a capacity or without one: test_mask.py compiles the gates that have both the other way.
@@ -144,16 +127,16 @@ def test_checkpointed_in_a_compiled_model() -> None:
         return checkpoint(model, x, use_reentrant=False)
 
     x = torch.randn(41, M)
-    ours, theirs = (step(call, model, x, 0) for call in (torch.compile(checkpointed, backend="aot_eager"), model))
-    assert all(torch.equal(ours[name], right) for name, right in theirs.items())
+    compiled = torch.compile(checkpointed, backend="aot_eager")
+    assert_same_results(run_passes(model, x, call=compiled, seed=0), run_passes(model, x, seed=0))
 
 
 def test_layers_that_exchange_are_called_as_they_are() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24), hooks=[fusedmoe.Hooks()])
     model = a_model(layer)
     x = torch.randn(41, M)
-    ours, theirs = (step(call, model, x, 0) for call in (torch.compile(model, backend="aot_eager"), model))
-    assert all(torch.equal(ours[name], right) for name, right in theirs.items())
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same_results(run_passes(model, x, call=compiled, seed=0), run_passes(model, x, seed=0))
 
 
 @pytest.mark.slow
@@ -281,7 +264,7 @@ def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
         return checkpoint(model, x, use_reentrant=False, context_fn=save_communication)
 
     call = torch.compile(checkpointed, backend="aot_eager", fullgraph=True) if compiles else checkpointed
-    theirs = step(model, model, x, 0)
+    theirs = run_passes(model, x, seed=0)
     # What the layer tells of itself (loads, auxiliary loss) is not to be told again by a recomputation.
     quiet = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), quiet:
@@ -294,8 +277,8 @@ def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
                 return whole(part, rows)
 
             patch.setattr(Part, name, counted)
-        ours = step(call, model, x, 0)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        ours = run_passes(model, x, call=call, seed=0)
+    assert_same_results(ours, theirs)
     return dict(seen)
 
 
@@ -322,14 +305,14 @@ def check_operators(rank: int, world: int) -> None:
         (layout.counts_E, tokens_W, (row_N, code_N), 3),
         (torch.tensor([3, 0, 2, 1 + rank]), None, (None, None), 1),
     ):
-        sizes = ops.meet(counts, tokens, None, torch.float32, 4, k, None, way.name)
+        sizes = ops.exchange_metadata(counts, tokens, None, torch.float32, 4, k, None, way.name)
         rows, sent = int(counts.sum()), int((counts if tokens is None else tokens).sum())
         x_RM, _, order_N, *_ = ops.dispatch(random(sent + 2, 4), None, *pairs, k, *sizes, way.name)
         received, more = len(x_RM), (*pairs, k, *sizes)
         grads = torch.randn(received, 4), torch.randn(len(order_N)), order_N
         for operator, inputs in (
             (ops.deduplicate, (layout.tensors, world)),
-            (ops.meet, (counts, tokens, torch.tensor(0), torch.float32, 4, k, torch.float32, way.name)),
+            (ops.exchange_metadata, (counts, tokens, torch.tensor(0), torch.float32, 4, k, torch.float32, way.name)),
             (ops.dispatch, (random(sent + 2, 4), random(rows + 2), *more, way.name)),
             (ops.dispatch, (random(sent, 4), None, *more, way.name)),
             (ops.dispatch_backward, (*grads, *more, sent + 2, rows + 2, way.name)),
@@ -351,5 +334,5 @@ def test_a_layer_that_is_gone() -> None:
     name = way.name
     del way
     assert name not in exchange_operators._ways, "a job that makes many topologies keeps nothing of them"
-    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"meet: the layer of {name} is gone")):
-        torch.ops.fusedmoe.meet(torch.tensor([1]), None, None, torch.float32, 4, 1, None, name)
+    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"exchange_metadata: the layer of {name} is gone")):
+        torch.ops.fusedmoe.exchange_metadata(torch.tensor([1]), None, None, torch.float32, 4, 1, None, name)

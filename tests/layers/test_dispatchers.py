@@ -19,6 +19,7 @@ from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers import measure
 from fusedmoe.schedule.task import PIPELINE
 from tests.cluster import Cluster
+from tests.oracle import Results, assert_same_results, run_passes
 
 M, E, K = 6, 4, 2
 
@@ -42,15 +43,11 @@ class Own(fusedmoe.Dispatcher):
         return unpermute(out_RM, handle.state)
 
 
-def step(dispatch: Any, topology: Topology, network: experts.Experts, **options: Any) -> dict[str, Tensor]:
+def step(dispatch: Any, topology: Topology, network: experts.Experts, **options: Any) -> Results:
     torch.manual_seed(3)
     gate = gates.TopK(E, K, aux={"balance": 1.0})
     layer = MoELayer(M, gate, network, topology=topology, dispatch=dispatch, dtype=torch.float64, **options)
-    x = torch.randn(9 + topology.rank, M, dtype=torch.float64).requires_grad_()
-    y = layer(x)
-    ((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + layer.aux_loss).backward()
-    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+    return run_passes(layer, torch.randn(9 + topology.rank, M, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("order", [orders.Sparse, orders.Dropless, orders.Einsum])
@@ -58,8 +55,7 @@ def test_one_of_your_own(order: type[orders.Order]) -> None:
     own = Own()
     right, found = (step(dispatch, Topology(), experts.SwiGLU(5), order=order()) for dispatch in ("direct", own))
     assert own.calls == ["dispatch", "combine"]
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    assert_same_results(found, right, 1e-12)
 
 
 @pytest.mark.parametrize("own", [Own, lambda: Collectives(Topology(), make_all_to_all("direct", Topology()))])
@@ -98,8 +94,7 @@ def chosen(rank: int, world: int, seconds: dict[str, list[list[float]]], expecte
         if seconds:
             patch.setattr(measure, "_round_trips_s", measured)
         found = step("auto", topology, experts.SwiGLU(5))
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    assert_same_results(found, right, 1e-12)
     if seconds:
         like = torch.empty(9 + rank, M, dtype=torch.float64)
         found_again = measure.choose_all_to_all(topology, gates.TopK(E, K), like)
@@ -145,8 +140,7 @@ def apart(rank: int, world: int, ep: int, esp: int) -> None:
     topology = Topology.from_sizes(ep, esp)
     plain = step("direct", topology, experts.SwiGLU(4))
     parts = step(Apart(topology, make_all_to_all("direct", topology)), topology, experts.SwiGLU(4))
-    for name, value in plain.items():
-        assert torch.equal(parts[name], value), name
+    assert_same_results(parts, plain)
 
 
 @pytest.mark.parametrize(("ep", "esp"), [(2, 1), (1, 2)])

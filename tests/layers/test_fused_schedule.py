@@ -122,11 +122,3 @@ def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
 def test_bounds_on_rows_that_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Schedule: row_factor = .*; give a positive number"):
         Schedule("joint", **given)
-
-
-def test_stashes_that_are_refused() -> None:
-    for factor in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ConfigError, match=r"Schedule: stash_factor = .*; give a positive number"):
-            Schedule("fused", row_factor=2.0, stash_factor=factor)
-    with pytest.raises(ConfigError, match="stash_factor = 2.0 without a bound on rows; give row_factor, too"):
-        Schedule("fused", stash_factor=2.0)

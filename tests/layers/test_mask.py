@@ -17,6 +17,7 @@ from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
 from tests.marks import slowly
+from tests.oracle import Results, assert_same_results, run_passes
 from tests.training.placed import Between
 
 M, H, E = 6, 5, 8
@@ -32,25 +33,19 @@ def build(gate: str, factor: float | None = None, **options: Any) -> MoELayer:
     return layer
 
 
-def step(layer: MoELayer, x: Tensor, mask: Tensor | None, run: Any = None) -> dict[str, Tensor]:
-    """Output, gradients, loads, losses, drops and metrics of a step, of tokens alone."""
-    torch.manual_seed(11)
-    layer.zero_grad(set_to_none=True)
+def step(layer: MoELayer, x: Tensor, mask: Tensor | None, run: Any = None) -> Results:
+    """Results of a step for tokens alone, with metrics."""
     assert layer.load.counters is not None
     layer.load.counters.sums.zero_()
-    x = x.detach().requires_grad_()
-    run = layer if run is None else run
-    y = run(x) if mask is None else run(x, mask)
+    given = () if mask is None else (mask,)
     # What a loss makes of padding must not matter either.
-    ((y * (y.detach() + 1)).sum() + 3 * layer.aux_loss).backward()
-    assert x.grad is not None
+    results = run_passes(layer, x, *given, call=run, dy=lambda y: y + 1, aux=3.0, seed=11)
     real = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
-    assert not y.detach()[~real].any() and not x.grad[~real].any()
-    found = {"y": y.detach()[real], "dx": x.grad[real], "aux": layer.aux_loss.detach(), "load": layer.load_E.clone()}
-    found |= {"dropped": torch.tensor(layer.dropped), "metrics": layer.load.counters.sums.clone()}
-    for name, parameter in layer.named_parameters():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-    return found
+    for name in ("y", "dx"):
+        value = results[name]
+        assert value is not None and not value[~real].any(), name
+        results[name] = value[real]
+    return results | {"metrics": layer.load.counters.sums.clone()}
 
 
 def batch(real: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -65,11 +60,9 @@ def batch(real: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 def compare(layer: MoELayer, real: Tensor, seed: int, run: Any = None) -> None:
     tokens, x = batch(real, seed)
     wanted, found = step(layer, tokens, None), step(layer, x, real, run)
-    assert wanted.keys() == found.keys()
     if run is not None:  # graphs do not tell what travels
-        wanted["metrics"], found["metrics"] = wanted["metrics"][:-2], found["metrics"][:-2]
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+        wanted["metrics"], found["metrics"] = wanted["metrics"][:-2], found["metrics"][:-2]  # type: ignore[index]
+    assert_same_results(found, wanted, 1e-12, none_is_zero=True)
 
 
 def masks(seed: int, share: float = 0.6) -> list[Tensor]:

@@ -24,7 +24,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from tests.cluster import Cluster
-from tests.layers.dense import ShardedExpert
+from tests.oracle import Results, ShardedExpert, assert_same_results, run_passes
 
 M, H, E = 8, 12, 4
 
@@ -39,34 +39,21 @@ def build(seed: int = 0, experts: Experts | None = None, device: str | None = No
     return layer
 
 
-def results(layer: MoELayer, x: Tensor) -> list[Tensor]:
-    """y, aux, dx and the parameters' gradients."""
-    layer.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = layer(x)
-    (y.square().sum() + layer.aux_loss).backward()
-    assert x.grad is not None
-    gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
-    return [y.detach(), layer.aux_loss.detach(), x.grad, *gradients]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs) > 3
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def same(ours: Results, theirs: Results) -> None:
+    assert_same_results(ours, theirs, 1e-12)
 
 
 @pytest.mark.parametrize("make", [lambda: SwiGLU(H), lambda: FeedForward(H), lambda: Custom(ShardedExpert)])
 def test_state_dict_round_trip(make: object) -> None:
     first, second = build(1, make()), build(2, make())  # type: ignore[operator]
     x = torch.randn(7, M, dtype=torch.float64)
-    expected = results(first, x)
-    assert not torch.equal(results(second, x)[0], expected[0])
+    expected = run_passes(first, x)
+    assert not torch.equal(run_passes(second, x)["y"], expected["y"])
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
-    same(results(second, x), expected)
+    same(run_passes(second, x), expected)
 
 
 def test_made_on_meta_then_loaded() -> None:
@@ -76,7 +63,7 @@ def test_made_on_meta_then_loaded() -> None:
     assert all(p.is_meta for p in blank.parameters())
     blank.to_empty(device="cpu")
     blank.load_state_dict(layer.state_dict())
-    same(results(blank, x), results(layer, x))
+    same(run_passes(blank, x), run_passes(layer, x))
     blank.update_gate()
 
 
@@ -87,7 +74,7 @@ def test_deepcopy_after_a_step_is_independent() -> None:
     twin = copy.deepcopy(layer)  # aux_loss is part of a graph by now
     assert not twin.aux_loss.requires_grad and layer.aux_loss.requires_grad
     (y.sum() + layer.aux_loss).backward()
-    same(results(twin, x), results(layer, x))
+    same(run_passes(twin, x), run_passes(layer, x))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
@@ -97,11 +84,11 @@ def test_deepcopy_after_a_step_is_independent() -> None:
 def test_pickles_whole() -> None:
     layer = build()
     x = torch.randn(5, M, dtype=torch.float64)
-    expected = results(layer, x)
+    expected = run_passes(layer, x)
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    same(results(torch.load(file, weights_only=False), x), expected)
+    same(run_passes(torch.load(file, weights_only=False), x), expected)
 
 
 def test_to_dtype_casts_parameters_and_keeps_the_gates_bias() -> None:
@@ -171,7 +158,7 @@ def test_strides_do_not_matter() -> None:
     x = torch.randn(6, 10, M, dtype=torch.float64)
     variants = [x.transpose(0, 1), x[:, ::3], x.flip(-1), x[:1, :1].expand(4, 5, M), torch.randn(M, 7).double().t()]
     for variant in variants:
-        same(results(layer, variant), results(layer, variant.contiguous()))
+        same(run_passes(layer, variant), run_passes(layer, variant.contiguous()))
     y = layer(x[:, 0])
     dy = torch.randn(M, 6, dtype=torch.float64).t()
     of_w1 = [torch.autograd.grad(y, layer.experts.w1, g, retain_graph=True)[0] for g in (dy, dy.contiguous())]
@@ -196,12 +183,12 @@ def test_frozen_experts() -> None:
 def test_accumulates_gradients() -> None:
     layer = build()
     x = torch.randn(6, M, dtype=torch.float64)
-    once = results(layer, x)[3:]
+    once = run_passes(layer, x, dy=lambda y: 2 * y, aux=1.0)
     layer.zero_grad()
     for _ in range(2):
         (layer(x).square().sum() + layer.aux_loss).backward()
-    for a, p in zip(once, (p for p in layer.parameters()), strict=True):
-        torch.testing.assert_close(p.grad, 2 * a)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[f"gradient of {name}"])
 
 
 def test_learns() -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates
 from fusedmoe.blocks.deferred import DeferredGradients
-from fusedmoe.blocks.pipeline import Parts
+from fusedmoe.blocks.external_blocks import BlocksSource
+from fusedmoe.blocks.pipeline import Parts, PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
+from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.schedule.policies import POLICIES, whole_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.step import Degrees, fused_pass, one_pass
@@ -342,3 +346,31 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         run.set_plan(Plans(*(fused_pass("dispatch-expert-combine", 1, phase) for phase in STAGES)))
     with pytest.raises(ConfigError, match="along"):
         fusedmoe.pipeline([(Attention(), fusedmoe.MoELayer(M, gates.TopK(E), experts.SwiGLU(H)))], along="length")  # type: ignore[list-item, arg-type]
+
+
+@pytest.mark.parametrize("policy", ["auto", "flowmoe"])
+def test_a_choice_by_prediction_is_the_first_plan_that_blocks_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    run = fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (3, 3))
+    costs = costs_of(run.topology, 2, run.experts[0].parts, run.waits[0])
+    source = BlocksSource(run, policy, costs, 4)
+    ranked = source.candidates()
+    seconds = [one.predicted_s for one in ranked]
+    assert all(one.whole for one in ranked) and seconds == sorted(seconds)
+    PlanChooser(source, steps=None)
+    assert run.plans == halves(ranked[0].plan)
+    refused, require = halves(ranked[0].plan), PipelinedBlocks.require_runnable
+
+    def require_another(self: PipelinedBlocks, plans: Plans, gradients: object = None) -> None:
+        if plans == refused:
+            raise ConfigError("not this one")
+        require(self, plans)
+
+    monkeypatch.setattr(PipelinedBlocks, "require_runnable", require_another)
+    other = fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (3, 3))
+    own = other.plans
+    PlanChooser(BlocksSource(other, policy, costs, 4), steps=None)
+    # A policy by name has one candidate.
+    assert other.plans == (halves(ranked[1].plan) if policy == "auto" else own)

@@ -78,9 +78,13 @@ def step(run: PipelinedBlocks, x_BLM: Tensor) -> list[Tensor]:
     return [z_BLM.detach(), *(one.grad.clone() for one in (x_BLM, *run.parameters()) if one.grad is not None)]
 
 
-def goes_on(rank: int, world: int, culprit: int, sizes: tuple[int, int], degrees: tuple[int, int]) -> None:
+def goes_on(
+    rank: int, world: int, culprit: int, sizes: tuple[int, int], degrees: tuple[int, int], hooked: bool = False
+) -> None:
     topology = Topology.from_sizes(*sizes, timeout_s=60.0)
     run = make(topology, degrees)
+    if hooked:  # the blocks run one after the other
+        run.experts[0].gate.register_forward_hook(lambda gate, given, routing: None)
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
     wanted, others = step(run, x_BLM), ""
     if rank != culprit:
@@ -110,6 +114,13 @@ def test_what_one_rank_refuses_is_over(
     cluster: Cluster, world: int, sizes: tuple[int, int], degrees: tuple[int, int]
 ) -> None:
     cluster.run(world, goes_on, random.randrange(world), sizes, degrees)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), *slowly((2, (1, 2)), (4, (2, 2)))])
+def test_what_one_rank_refuses_is_over_where_hooks_forbid_plans(
+    cluster: Cluster, world: int, sizes: tuple[int, int]
+) -> None:
+    cluster.run(world, goes_on, random.randrange(world), sizes, (1, 1), True)
 
 
 def test_in_a_world_of_one() -> None:

@@ -17,6 +17,7 @@ from fusedmoe.blocks.pipeline import Parts
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import GATES, Attention, E, H, L, M, make_blocks
 from tests.marks import slowly
+from tests.oracle import Results, assert_same_results, run_passes
 
 K = 2
 
@@ -28,22 +29,13 @@ def in_turn(blocks: list[Parts], x: Tensor, mask: Tensor | None) -> Tensor:
     return x
 
 
-def step(run: Any, blocks: list[Parts], x: Tensor, seed: int) -> list[Tensor]:
+def step(run: Any, blocks: list[Parts], x: Tensor, seed: int) -> Results:
     modules = nn.ModuleList([module for block in blocks for module in block])
-    modules.zero_grad(set_to_none=True)
-    x = x.detach().requires_grad_()
-    torch.manual_seed(seed)
-    z = run(x)
-    (z.square().sum() + sum(block.experts.aux_loss for block in blocks)).backward()
-    found = [z.detach(), x.grad, *(block.experts.aux_loss.detach() for block in blocks)]
-    found += [torch.zeros_like(p) if p.grad is None else p.grad for p in modules.parameters()]
-    found += [torch.tensor(block.experts.dropped) for block in blocks]
-    return found + [block.experts.load_E.clone() for block in blocks]
+    return run_passes(modules, x, call=run, aux=1.0, seed=seed)
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def same(found: Results, wanted: Results) -> None:
+    assert_same_results(found, wanted, 1e-12, none_is_zero=True)
 
 
 def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +78,7 @@ def masked(
         wanted = step(lambda x, mask=mask: in_turn(blocks, x, mask), blocks, x, seed)
         same(step(lambda x, mask=mask: pipeline(x, mask), others, x, seed), wanted)
         if samples == 5:
-            assert not torch.equal(step(pipeline, others, x, seed)[-1], wanted[-1])
+            assert not torch.equal(step(pipeline, others, x, seed)["load"], wanted["load"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.exchange import Exchange, exchange_metadata
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
@@ -35,36 +35,23 @@ from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
-from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
 from tests.marks import slowly
+from tests.oracle import GATES, M, Results, assert_same_results, make_layer, run_passes
 
 TOKENS = [23, 0, 41, 1]
 DEGREES = (1, 2, 4, 8)
 PAIRS = list(itertools.product(DEGREES, DEGREES))
 
 
-def build(gate: str, order: str, experts: str, topology: Topology, dtype: torch.dtype, **options: Any) -> MoELayer:
-    torch.manual_seed(7)
-    layer = MoELayer(
-        M, GATES[gate](), EXPERTS[experts](), order=ORDERS[order](), topology=topology, dtype=dtype, **options
-    )
-    with torch.no_grad():
-        for parameter in layer.gate.parameters():
-            parameter.copy_(torch.randn(parameter.shape))
-    return layer
+LAYER = ("topk", "sparse", "swiglu")
 
 
-def step(layer: MoELayer, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    torch.manual_seed(100 + rank)
-    x = torch.randn(TOKENS[rank], M, dtype=dtype).requires_grad_()
-    y = layer(x)
-    loss = (y * torch.randn(y.shape, dtype=dtype)).sum() + 0.3 * layer.aux_loss
-    loss.backward()
-    found = {"y": y.detach(), "dx": x.grad, "dropped": torch.tensor(layer.dropped), "load": layer.load_E}
-    return found | {name: parameter.grad for name, parameter in layer.named_parameters()}
+def step(layer: MoELayer, rank: int) -> Results:
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return run_passes(layer, x, seed=100 + rank)
 
 
-def compare(
+def same_as_without_a_schedule(
     rank: int,
     world: int,
     ep: int,
@@ -75,26 +62,13 @@ def compare(
     dispatch: str,
     policy: str,
     pairs: list[tuple[int, int]],
-) -> int:
-    """How many of the results are the same bits as without a schedule, of those that may differ in the last ones."""
-    topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
-    same = 0
-    options: dict[str, Any] = {"dispatch": dispatch}
-    plain = step(build(gate, order, experts, topology, torch.float64, **options), rank, torch.float64)
+) -> None:
+    """One chunk gives the same bits, more chunks other sums of weight gradients."""
+    topology, case = Topology.from_sizes(ep, esp, ranks_per_node=2), (gate, order, experts)
+    plain = step(make_layer(case, topology, dispatch=dispatch), rank)
     for pair in pairs:
-        layer = build(gate, order, experts, topology, torch.float64, schedule=Schedule(policy, pair), **options)
-        found = step(layer, rank, torch.float64)
-        assert found.keys() == plain.keys()
-        for name, right in plain.items():
-            got = found[name]
-            if right is None:
-                assert got is None, name
-                continue
-            if pair == (1, 1) or not right.is_floating_point():
-                assert torch.equal(got, right), (pair, name)
-            torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
-            same += torch.equal(got, right)
-    return same
+        found = step(make_layer(case, topology, schedule=Schedule(policy, pair), dispatch=dispatch), rank)
+        assert_same_results(found, plain, 0.0 if pair == (1, 1) else 1e-10, what=pair)
 
 
 @pytest.mark.parametrize("experts", ["swiglu", pytest.param("feed_forward", marks=pytest.mark.slow)])
@@ -108,7 +82,7 @@ def compare(
 )
 def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) -> None:
     pairs = PAIRS if world == 2 else PAIRS[:: len(DEGREES) - 1]  # each degree of a pass with one of the other
-    cluster.run(world, compare, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", pairs)
+    cluster.run(world, same_as_without_a_schedule, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", pairs)
 
 
 @pytest.mark.parametrize(("world", "esp"), [(2, 1), *slowly((4, 2))])
@@ -122,23 +96,25 @@ def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) 
 )
 def test_gates(cluster: Cluster, gate: str, world: int, esp: int) -> None:
     order = "dropless" if gate in ("topk3", "deepseek_v3") else "sparse"
-    cluster.run(world, compare, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
+    cluster.run(world, same_as_without_a_schedule, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
 
 
 @pytest.mark.parametrize("policy", ["joint", *slowly("lina", "sequential", "tutel", "fsmoe_no_iio")])
 def test_policies(cluster: Cluster, policy: str) -> None:
-    cluster.run(4, compare, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
+    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
 
 
 @pytest.mark.parametrize("dispatch", ["2dh", *slowly("1dh")])
 def test_dispatch(cluster: Cluster, dispatch: str) -> None:
-    cluster.run(4, compare, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)])
+    cluster.run(
+        4, same_as_without_a_schedule, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)]
+    )
 
 
 @pytest.mark.slow
 def test_modules_and_products(cluster: Cluster) -> None:
-    cluster.run(4, compare, 2, 2, "topk", "sparse", "custom", "direct", "fsmoe", [(1, 1), (4, 4)])
-    cluster.run(4, compare, 2, 2, "topk", "einsum", "swiglu", "direct", "fsmoe", [(1, 1), (4, 2)])
+    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "sparse", "custom", "direct", "fsmoe", [(1, 1), (4, 4)])
+    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "einsum", "swiglu", "direct", "fsmoe", [(1, 1), (4, 2)])
 
 
 class Count(fusedmoe.Hooks):
@@ -165,11 +141,10 @@ def hooked(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     hooks = [Count(), Count()]
     plain, chunked = (
-        step(build("topk", "sparse", "swiglu", topology, torch.float64, hooks=[hook], **options), rank, torch.float64)
+        step(make_layer(LAYER, topology, hooks=[hook], **options), rank)
         for hook, options in zip(hooks, ({}, {"schedule": Schedule("fsmoe", (3, 2))}), strict=True)
     )
-    for name, right in plain.items():
-        torch.testing.assert_close(chunked[name], right, rtol=1e-10, atol=1e-10)
+    assert_same_results(chunked, plain, 1e-10)
     chunks = [("forward", i, 3) for i in range(3)] + [("backward", i, 2) for i in range(2)]
     expected = {(what, *chunk) for what in ("dispatch", "combine") for chunk in chunks}
     assert set(hooks[1].seen) == expected and len(hooks[1].seen) == len(expected)
@@ -187,8 +162,8 @@ def by_costs(rank: int, world: int) -> tuple[Any, Any]:
     for alpha_s in (0.0, 10.0):
         line = Line(alpha_s, 1e-9)
         costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
-        layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", costs=costs))
-        step(layer, rank, torch.float64)
+        layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", costs=costs))
+        step(layer, rank)
         (plans,) = layer._plans.made.values()
         found.append((max(plans.forward.degrees.values()), max(plans.backward.degrees.values())))
         found.append(plans.forward.fingerprint)
@@ -213,18 +188,17 @@ def by_own_policy(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     register_policy("mine", mine)
     try:
-        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
+        plain = step(make_layer(LAYER, topology), rank)
         for schedule in (Schedule(mine, costs=costs), Schedule("mine", costs=costs)):
-            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=schedule)
-            found = step(layer, rank, torch.float64)
-            for name, right in plain.items():
-                torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
+            layer = make_layer(LAYER, topology, schedule=schedule)
+            found = step(layer, rank)
+            assert_same_results(found, plain, 1e-10)
             (plans,) = layer._plans.made.values()
             assert {**plans.forward.degrees, **plans.backward.degrees} == {("forward", 0): 3, ("backward", 0): 2}
     finally:
         del POLICIES["mine"]
     alone = Topology.from_sizes(1)
-    step(build("topk", "sparse", "swiglu", alone, torch.float64, schedule=Schedule(mine)), rank, torch.float64)
+    step(make_layer(LAYER, alone, schedule=Schedule(mine)), rank)
 
 
 def test_a_policy_of_ones_own(cluster: Cluster) -> None:
@@ -238,9 +212,9 @@ def other_plan_on_each_rank(rank: int, world: int) -> None:
     line = Line(1e-5, 1e-9)
     costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
     schedule = Schedule(mine, costs=costs)
-    layer = build("topk", "sparse", "swiglu", Topology.from_sizes(2), torch.float64, schedule=schedule)
+    layer = make_layer(LAYER, Topology.from_sizes(2), schedule=schedule)
     with pytest.raises(RankError, match=r"the ranks plan differently: .* on ranks \[0\] but .* on ranks \[1\]"):
-        step(layer, rank, torch.float64)
+        step(layer, rank)
 
 
 def test_ranks_whose_policies_differ(cluster: Cluster) -> None:
@@ -249,7 +223,7 @@ def test_ranks_whose_policies_differ(cluster: Cluster) -> None:
 
 def fail_in_a_chunk(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, timeout_s=60.0)
-    layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", (4, 4)))
+    layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", (4, 4)))
     if rank == 1:
         usual = layer.experts.in_chunks
 
@@ -266,7 +240,7 @@ def fail_in_a_chunk(rank: int, world: int) -> None:
             return chunks
 
         layer.experts.in_chunks = broken  # type: ignore[method-assign]
-    step(layer, rank, torch.float64)
+    step(layer, rank)
 
 
 def test_a_failure_in_a_chunk_names_its_rank(cluster: Cluster) -> None:
@@ -287,14 +261,13 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     measured = schedules.ScheduledPlans.measured
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.runtime.cache.profile", None)  # measured once is enough
-        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
+        plain = step(make_layer(LAYER, topology), rank)
         for name in names:
-            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)
+            layer = make_layer(LAYER, topology, schedule=name)
             costs = measured(layer._plans, torch.empty(6, M, dtype=torch.float64))
             patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all, known=costs: known)
-            found = step(layer, rank, torch.float64)
-            for part, right in plain.items():
-                torch.testing.assert_close(found[part], right, rtol=1e-10, atol=1e-10, msg=f"{name}: {part}")
+            found = step(layer, rank)
+            assert_same_results(found, plain, 1e-10, what=name)
             (plans,) = layer._plans.made.values()
             given = Schedule("joint" if name == "auto" else name, costs=costs)
             (workload,) = layer._plans.made
@@ -320,11 +293,10 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "measured_costs", None)
         patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all: slow)
-        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
-        layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
-        found = step(layer, rank, torch.float64)
-    for name, right in plain.items():
-        torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
+        plain = step(make_layer(LAYER, topology), rank)
+        layer = make_layer(LAYER, topology, schedule="auto")
+        found = step(layer, rank)
+    assert_same_results(found, plain, 1e-10)
     (plans,) = layer._plans.made.values()
     return max(plans.forward.degrees.values()), max(plans.backward.degrees.values())
 
@@ -350,7 +322,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
         patch.setattr(schedules, "require_same_plans", lambda topology, plans: compared.append(plans))
         for dtype in (torch.float64, torch.float32):
             for _ in range(2):
-                layer = build("topk", "sparse", "swiglu", topology, dtype, schedule="fsmoe")
+                layer = make_layer(LAYER, topology, dtype=dtype, schedule="fsmoe")
                 x_SM = torch.randn(200 + rank, M, dtype=dtype)
                 for tokens in (6, 6, 200, 200):
                     layer(x_SM[:tokens])
@@ -381,7 +353,7 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
         for found, right in zip(gradients(*given), theirs, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
-    plain = build("topk", "sparse", "swiglu", topology, torch.float64)
+    plain = make_layer(LAYER, topology)
     theirs = gradients(plain, lambda layer, x: layer(x))
     whole = partial(checkpoint, use_reentrant=False)
     calls = (whole, partial(whole, context_fn=save_communication), partial(checkpoint, use_reentrant=True))
@@ -392,7 +364,7 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
         for number, call in enumerate(calls):
             patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
             patch.setattr(measure_module, "_parts", WeakKeyDictionary())
-            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
+            layer = make_layer(LAYER, topology, schedule="auto")
             same(layer, call)
             same(layer, call)
     many, one = (Schedule("fsmoe", (degree, degree)).plans(plain.parts, None) for degree in (3, 1))
@@ -411,10 +383,10 @@ def test_a_first_forward_inside_a_checkpoint(cluster: Cluster, tmp_path: Path) -
 
 def differing(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, 2, ranks_per_node=2, timeout_s=60.0)
-    layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
+    layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", (2, 2)))
     if rank in (1, 3):
         layer._plans.schedule = Schedule("fsmoe", (2, 4))
-    step(layer, rank, torch.float64)
+    step(layer, rank)
 
 
 def test_differing_plans_are_refused(cluster: Cluster) -> None:
@@ -438,9 +410,8 @@ def modules(rank: int, world: int) -> None:
         torch.manual_seed(7)
         experts = Doubling(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
         layer = MoELayer(M, GATES["topk"](), experts, topology=topology, dtype=torch.float64, **options)
-        found.append(step(layer, rank, torch.float64))
-    for name, right in found[0].items():
-        torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
+        found.append(step(layer, rank))
+    assert_same_results(found[1], found[0], 1e-10)
     (plans,) = layer._plans.made.values()
     assert plans.forward.degrees["forward", 0] == plans.backward.degrees["backward", 0] > 1
     (workload,) = layer._plans.made
@@ -458,7 +429,7 @@ def test_modules_have_one_degree(cluster: Cluster) -> None:
 
 def twice_backward(rank: int, world: int) -> None:
     topology = Topology.from_sizes(world)
-    layer = build("topk", "sparse", "custom", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
+    layer = make_layer(("topk", "sparse", "custom"), topology, schedule=Schedule("fsmoe", (2, 2)))
     x = torch.randn(4 + rank, M, dtype=torch.float64, requires_grad=True)
     y = layer(x).square().sum()
     leaves = [x, *layer.experts.parameters()]
@@ -521,14 +492,13 @@ ASSIGNED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\
     ],
 )
 def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says: str) -> None:
-    layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, hooks=[fusedmoe.Hooks()])
-    right = step(layer, 0, torch.float64)
+    layer = make_layer(LAYER, Topology(), hooks=[fusedmoe.Hooks()])
+    right = step(layer, 0)
     with pytest.raises(ConfigError, match=says):
         layer.set_plan(Plans(*map(Plan.parse, texts)))
     layer.zero_grad()
     layer.set_plan(Plans(*map(Plan.parse, ASSIGNED)))
-    for name, found in step(layer, 0, torch.float64).items():
-        torch.testing.assert_close(found, right[name], rtol=1e-10, atol=1e-10)
+    assert_same_results(step(layer, 0), right, 1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
@@ -538,18 +508,14 @@ def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: 
     for hooks in ([], [fusedmoe.Hooks()]):
         found = []
         for options in ({}, {"schedule": schedule}):
-            layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, hooks=hooks, **options)
-            found.append(step(layer, 0, torch.float64))
-        for name, right in found[0].items():
-            if hooks and isinstance(schedule, Schedule):
-                torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
-            else:
-                assert torch.equal(found[1][name], right), name
+            layer = make_layer(LAYER, Topology(), hooks=hooks, **options)
+            found.append(step(layer, 0))
+        assert_same_results(found[1], found[0], 1e-10 if hooks and isinstance(schedule, Schedule) else 0.0)
 
 
 @pytest.mark.slow
 def test_a_compiled_layer_does_not_notice() -> None:
-    layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, schedule="auto")
+    layer = make_layer(LAYER, Topology(), schedule="auto")
     x = torch.randn(5, M, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
 
@@ -559,15 +525,15 @@ def modules_in_a_checkpoint(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     met: list[str] = []
 
-    def meet(*given: Any, **named: Any) -> Exchange:
+    def counted(*given: Any, **named: Any) -> Exchange:
         met.append("met")
-        return Exchange(*given, **named)
+        return exchange_metadata(*given, **named)
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.engine.collectives_dispatcher.Exchange", meet)
+        patch.setattr("fusedmoe.engine.collectives_dispatcher.exchange_metadata", counted)
         for schedule in ("off", Schedule("fsmoe", (4, 4))):
-            layer = build("topk", "sparse", "custom", topology, torch.float64, schedule=schedule)
+            layer = make_layer(("topk", "sparse", "custom"), topology, schedule=schedule)
             torch.manual_seed(100 + rank)
             x = torch.randn(TOKENS[rank], M, dtype=torch.float64).requires_grad_()
             checkpoint(layer, x, use_reentrant=False).square().sum().backward()

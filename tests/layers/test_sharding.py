@@ -1,3 +1,5 @@
+"""Names and split dimensions of parameters, as checkpoints and gradient synchronisation read them."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""`WireFp8` rounds rows that travel and nothing else, in one process and between ranks."""
+
 from __future__ import annotations
 
 import pytest

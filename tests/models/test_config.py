@@ -1,3 +1,5 @@
+"""Configurations of the papers' models: their published sizes, and refused dimensions and parts."""
+
 from __future__ import annotations
 
 from typing import Any

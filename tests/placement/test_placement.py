@@ -1,3 +1,5 @@
+"""Placements as values: text, owners and replicas of experts, and refused placements."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Transfers between two placements: replicas, sums and bytes against the papers' definitions."""
+
 from __future__ import annotations
 
 from collections import Counter

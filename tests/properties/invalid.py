@@ -254,16 +254,15 @@ def exchange(draw: Draw) -> Case:
         "form": [
             lambda d, form: form._replace(dtype=d.one_of((torch.int32, torch.complex64, torch.float8_e5m2))),
             lambda d, form: form._replace(weights=torch.int32),
-            lambda d, form: form._replace(width=2**50),
         ],
     }
-    return ops.Exchange, given, spoils
+    return ops.exchange_metadata, given, spoils
 
 
 def moves(draw: Draw) -> Case:
     """Rows that an exchange knows nothing of."""
     counts_E = torch.randint(0, 4, (draw.size(1, 5),))
-    met = ops.Exchange(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None))
+    met = ops.exchange_metadata(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None))
     move = draw.one_of((ops.dispatch, ops.combine, ops.all_gather, ops.reduce_scatter))
     rows = draw.floats(int(counts_E.sum()), 3)
 
@@ -275,7 +274,7 @@ def moves(draw: Draw) -> Case:
 
 def through_experts(draw: Draw) -> Case:
     counts_E = torch.randint(0, 4, (draw.size(1, 5),))
-    met, N = ops.Exchange(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None)), int(counts_E.sum())
+    met, N = ops.exchange_metadata(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None)), int(counts_E.sum())
     given = {"rows_NM": draw.floats(N, 3), "weight_N": draw.floats(N), "exchange": met, "compute": _identity}
     spoils: dict[str, list[Spoil]] = {
         "rows_NM": [longer, deeper, no_tensor],

@@ -14,10 +14,9 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.gates.base import Routing
 from fusedmoe.layers.moe import MoELayer
-from tests.layers.dense import ShardedExpert, dense_forward
 from tests.layers.gate_cases import make as make_gate
-from tests.layers.test_parallel import compare
 from tests.layers.test_refusals import Spy
+from tests.oracle import ShardedExpert, assert_equal_to_dense, randomise
 from tests.poison import poisoned
 from tests.properties.draw import Draw, close
 from tests.properties.invalid import Users, deeper, elsewhere, longer, whole, wider
@@ -77,29 +76,11 @@ def layer(draw: Draw, rank: int, world: int, topology: Topology) -> None:
         )
 
     made, dense = build(topology), build(None)
-    with torch.no_grad():
-        for one, other in zip(made.gate.parameters(), dense.gate.parameters(), strict=True):
-            one.copy_(other.copy_(torch.randn(one.shape)))
+    randomise(made.gate)
+    dense.gate.load_state_dict(made.gate.state_dict())
     x_W = [draw.floats(draw.size(), M) for _ in range(world)]
     dy_W = [torch.randn(x.shape, dtype=torch.float64) for x in x_W]
-    dropless = order == "Dropless" or (order == "none" and made.gate.capacity_factor is None)
-    loss = torch.zeros((), dtype=torch.float64)
-    for number, (x, dy) in enumerate(zip(x_W, dy_W, strict=True)):
-        torch.manual_seed(number)
-        y, aux = dense_forward(dense, x, dropless)
-        loss = loss + (y * dy).sum() + 0.3 * aux
-        if number == rank:
-            expected_y, expected_aux = y, aux
-    loss.backward()
-    mine = x_W[rank].detach().requires_grad_()
-    torch.manual_seed(rank)
-    y = made(mine)
-    ((y * dy_W[rank]).sum() + 0.3 * made.aux_loss).backward()
-    close("y", y, expected_y)
-    close("aux", made.aux_loss, expected_aux)
-    dx, expected_dx = mine.grad, x_W[rank].grad
-    close("dx", dx, torch.zeros_like(mine) if expected_dx is None else expected_dx)
-    compare(rank, topology, made, dense, (name, order, network, dispatch, str(schedule)))
+    assert_equal_to_dense(made, dense, x_W, dy_W, (name, order, network, dispatch, str(schedule)))
 
 
 def _of_two(topology: Topology) -> Group:
@@ -138,7 +119,7 @@ def exchange(draw: Draw, rank: int, world: int, topology: Topology) -> None:
     E = ep.size * draw.size(1, 3)
     counts_WE = torch.randint(0, 4, (world, E))
     algorithm = ops.make_all_to_all(draw.one_of(("direct", "1dh", "2dh")), topology)
-    met = ops.Exchange(algorithm, esp, counts_WE[rank], ops.RowForm(torch.float64, 3, 1, None))
+    met = ops.exchange_metadata(algorithm, esp, counts_WE[rank], ops.RowForm(torch.float64, 3, 1, None))
     # A row's value says whose it is and which expert's.
     expert_E1 = torch.arange(E, dtype=torch.float64)[:, None].expand(E, 3)
     x_W = [100.0 * r + expert_E1.repeat_interleave(counts_WE[r], 0) for r in range(world)]
@@ -210,7 +191,7 @@ def counts_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[
     counts_E = torch.randint(0, 4, (2 * topology.ep.size,))
     bad = draw.one_of((counts_E - 5, counts_E[None], counts_E.double(), counts_E[:0]))
     form = ops.RowForm(torch.float64, 3, 1, None)
-    return lambda spoilt: ops.Exchange(algorithm, topology.esp, bad if spoilt else counts_E, form)
+    return lambda spoilt: ops.exchange_metadata(algorithm, topology.esp, bad if spoilt else counts_E, form)
 
 
 def rows_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[bool], Any]:

@@ -14,9 +14,9 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
 from fusedmoe.kernels.layout import define_layout
-from tests.layers.dense import dense_forward
 from tests.layers.gate_cases import best_first
 from tests.layers.gate_cases import make as make_gate
+from tests.oracle import dense_forward
 from tests.properties.draw import Draw, close, same_gradients
 
 
@@ -109,7 +109,7 @@ def through_experts(draw: Draw) -> None:
     topology = Topology()
     name = draw.one_of(("direct", "1dh", "2dh"))
     form = ops.RowForm.of(x_SM, layout, weight_SK)
-    exchange = ops.Exchange(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
+    exchange = ops.exchange_metadata(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
 
     def compute(rows: Tensor, here: ops.Layout, factor: Tensor | None) -> Tensor:
         return ops.experts(rows, here, factor, weights, activation)

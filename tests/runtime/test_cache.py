@@ -1,4 +1,4 @@
-""""""
+"""The cache of profiles and plans on disk: one measurement per machine, broken files, several hosts."""
 
 from __future__ import annotations
 

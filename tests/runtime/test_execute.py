@@ -1,4 +1,4 @@
-""""""
+"""The executor: order and overlap of tasks, and what follows when a task raises."""
 
 from __future__ import annotations
 

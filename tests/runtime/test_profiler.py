@@ -1,4 +1,4 @@
-""""""
+"""Fits of cost lines and contention to measured times, and measurements within a budget."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Progress of long work without a terminal."""
+
 from __future__ import annotations
 
 import time

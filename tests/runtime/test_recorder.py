@@ -1,3 +1,5 @@
+"""The recorder: spans of bodies and of backward passes, and timelines from several threads."""
+
 from __future__ import annotations
 
 import threading

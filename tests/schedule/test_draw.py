@@ -1,3 +1,5 @@
+"""Pictures of timelines: rows, colours, labels and legends."""
+
 from __future__ import annotations
 
 import itertools

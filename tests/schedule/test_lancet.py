@@ -1,3 +1,5 @@
+"""Lancet's partition and weight-gradient placement, against brute force and exact programmes."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""List scheduling of tasks over resources, against all orders of small steps."""
+
 from __future__ import annotations
 
 import itertools

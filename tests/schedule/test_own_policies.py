@@ -13,6 +13,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import plan_path
+from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -30,7 +31,6 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.tuning import PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.workload import Workload
 
 MODEL = CostModel({name: Line(1e-5, 1e-12 if name == "gemm" else 1e-9) for name in LINES})

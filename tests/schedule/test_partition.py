@@ -1,3 +1,5 @@
+"""FSMoE's partition of gradients, against its definition and all partitions."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""The choice of chunks for one pass, against all numbers of chunks on published and drawn layers."""
+
 from __future__ import annotations
 
 import random

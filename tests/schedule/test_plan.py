@@ -1,3 +1,5 @@
+"""Plans as values and as text: dependencies, orders, and refused plans with the task and the fix."""
+
 from __future__ import annotations
 
 import os

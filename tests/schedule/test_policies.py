@@ -1,3 +1,5 @@
+"""Every policy makes a complete plan, none beats the bound, and each does what its paper says."""
+
 from __future__ import annotations
 
 import random

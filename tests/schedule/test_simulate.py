@@ -1,3 +1,5 @@
+"""The simulator against its definition, closed forms, and contention by hand."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Sparse collectives in plans: what communication hides, and where the tasks are inserted."""
+
 from __future__ import annotations
 
 import pytest

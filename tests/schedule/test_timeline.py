@@ -1,3 +1,5 @@
+"""Timelines: spans, lanes, busy and exposed times against a grid, JSON, and alignment of ranks."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Checkpoints: saved on one topology and loaded on another, refused when damaged or of another model."""
+
 from __future__ import annotations
 
 import os

@@ -21,16 +21,18 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates, predicted_s
 from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan_chooser import WINDOW, Phase, PlanChooser
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.tuning import OFF, WINDOW, PlanCandidate, candidates_beside, family_candidates, predicted_s
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
-from fusedmoe.training import PlanTuning, plan_step, sync_gradients
+from fusedmoe.training import choice_text, plan_step, sync_gradients, tune_step
+from fusedmoe.training.plan_tuning import StepSource
 from fusedmoe.training.step_plan import PlannedStep, model_costs
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
@@ -70,7 +72,14 @@ def step(model: Model, optimizer: torch.optim.Optimizer, topology: Topology, num
     return loss.detach()
 
 
-def trained(tuning: PlanTuning, model: Model, plain: Model, topology: Topology, seconds: dict[str, float]) -> list[str]:
+def step_of(tuning: PlanChooser) -> PlannedStep:
+    assert isinstance(tuning.source, StepSource)
+    return tuning.source.step
+
+
+def trained(
+    tuning: PlanChooser, model: Model, plain: Model, topology: Topology, seconds: dict[str, float]
+) -> list[str]:
     """Steps until a plan is chosen and some more, beside those of a model without: which plans were followed."""
     ours, theirs = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, plain))
     followed: list[str] = []
@@ -80,7 +89,7 @@ def trained(tuning: PlanTuning, model: Model, plain: Model, topology: Topology, 
         now = tuning.now
         followed.append(now.name)
         assert len(followed) < 200
-        loss = step(model, ours, topology, len(followed), tuning.buckets)
+        loss = step(model, ours, topology, len(followed), step_of(tuning).buckets)
         torch.testing.assert_close(loss, step(plain, theirs, topology, len(followed), None), rtol=1e-10, atol=1e-10)
         # On one rank it takes longer, another one in each step: the longest counts.
         longest = (topology.rank + len(followed)) % topology.size == 0
@@ -100,9 +109,9 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
     plain = Model(topology, False)
     lines: list[str] = []
 
-    def make(model: Model, **more: Any) -> PlanTuning:
-        made = (model, topology, policy, COSTS, workload(topology, 2))
-        return PlanTuning(*made, limit=4, tell=lines.append, **more)
+    def make(model: Model, **more: Any) -> PlanChooser:
+        step = PlannedStep(model, topology, COSTS, workload(topology, 2), limit=4)
+        return tune_step(step, policy, tell=lines.append, **more)
 
     model = Model(topology, whole)
     tuning = make(model)
@@ -123,8 +132,8 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
     if policy == "auto":
         assert second[-1] == first[-1] and len(set(second)) == 2
     else:
-        assert len({one.candidate.plan.degrees["forward", 0] for one in tuning.contest.entries}) > 1
-        assert len(tuning.contest.entries) > 8
+        assert len({one.candidate.plan.degrees["forward", 0] for one in tuning.trials.entries}) > 1
+        assert len(tuning.trials.entries) > 8
     assert len(second) < len(first) and set(second) <= set(first)
     if topology.rank == 0:
         assert len(lines) == 2
@@ -135,11 +144,11 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
     return first, second, tuning.line()
 
 
-def _kept(tuning: PlanTuning) -> str:
+def _kept(tuning: PlanChooser) -> str:
     """As `write_kept` has it."""
     import hashlib
 
-    held = json.loads(tuning.choice())
+    held = json.loads(choice_text(tuning))
     digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
     return json.dumps(held | {"sha256": digest})
 
@@ -159,15 +168,21 @@ def test_a_model_learns_the_same_and_all_ranks_choose_the_same(
 
 
 def alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str = "auto", costs: CostModel = COSTS, **more: Any
-) -> PlanTuning:
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str = "auto",
+    costs: CostModel = COSTS,
+    samples: int | None = None,
+    **more: Any,
+) -> PlanChooser:
     """Of a world of one, where everything is planned as if rows travelled."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     topology = Topology()
-    return PlanTuning(Model(topology, True), topology, policy, costs, workload(topology, 2), limit=4, **more)
+    step = PlannedStep(Model(topology, True), topology, costs, workload(topology, 2), limit=4, samples=samples)
+    return tune_step(step, policy, **more)
 
 
-def settle(tuning: PlanTuning, factor: float = 1.0) -> None:
+def settle(tuning: PlanChooser, factor: float = 1.0) -> None:
     while not tuning.settled:
         tuning.note(factor * tuning.now.predicted_s)
 
@@ -220,7 +235,7 @@ STARTS = replace(
 )
 
 
-def drifted(tuning: PlanTuning, factor: float) -> None:
+def drifted(tuning: PlanChooser, factor: float) -> None:
     """Steps that take longer, until that is seen."""
     before_s = tuning.now.predicted_s
     for _ in range(WINDOW):
@@ -237,12 +252,12 @@ def test_costs_that_nobody_measured_and_steps_too_short_to_pay_for_it_keep_their
     monkeypatch.setattr(PlannedStep, "measured", measure)
     more = {} if why == "costs were given" else {"measure": measure}
     tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, **more)
-    costs, factor = tuning._step.costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s
+    costs, factor = step_of(tuning).costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s
     settle(tuning, factor)
     drifted(tuning, 2 * factor)
     assert not tuning.settled
     settle(tuning, 2 * factor)
-    assert tuning._step.costs is costs
+    assert step_of(tuning).costs is costs
 
 
 def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list[str], list[float | None], list[bool]]:
@@ -262,10 +277,11 @@ def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list
         topology = Topology.from_sizes(ep=world, timeout_s=30)
         shape, model = workload(topology, 2), Model(topology, False)
         costs, more = (STARTS, {"measure": measure}) if given else (None, {})
-        tuning = PlanTuning(model, topology, "auto", costs, shape, limit=4, tell=lambda line: None, **more)
+        step = PlannedStep(model, topology, costs, shape, limit=4)
+        tuning = tune_step(step, "auto", tell=lambda line: None, **more)
         names, best = [], []
         for true in (STARTS, COSTS):
-            of_step = model_costs(None, topology, true, shape, tuning.buckets)
+            of_step = model_costs(None, topology, true, shape, step.buckets)
             least_s = family_candidates(of_step, 4, None, lambda done, total: None)[0].predicted_s
             for number in range(300):
                 if tuning.settled and number > WINDOW:
@@ -274,7 +290,9 @@ def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list
                 slower = 1.0 if true is STARTS else 1.5
                 tuning.note(slower * predicted_s(tuning.plan, of_step) / least_s / (1 + rank))
             names.append(tuning.now.name)
-            best.append(predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9) and tuning.costs == of_step)
+            best.append(
+                predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9) and step.costs_of(tuning.now.whole) == of_step
+            )
         return names, asked, best
 
 
@@ -290,13 +308,34 @@ def test_costs_are_measured_again_and_plans_chosen_by_them_when_steps_drift(
     assert first == [None] * (not given) and len(again) == 1 and again[0] is not None and 1 <= again[0] <= 30
 
 
+def test_costs_that_the_next_step_measures_are_read_when_that_step_takes_all_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def measure(budget_s: float) -> CostModel | None:
+        asked.append(budget_s)
+        return STARTS if len(asked) % 2 == 0 else None
+
+    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, measure=measure)
+    settle(tuning, 1.0 / tuning.now.predicted_s)
+    usual_s = tuning.best.median_s
+    for _ in range(WINDOW):
+        tuning.note(1.2 * usual_s)
+    assert len(asked) == 1 and tuning.phase is Phase.MEASURE
+    tuning.note(9 * usual_s)  # 2% of 500 steps are 10 of them
+    assert len(asked) == 2 and asked[1] < 1.0 < asked[0] and tuning.phase is Phase.TRY
+    step = step_of(tuning)
+    assert step.costs == model_costs(step.blocks, step.topology, STARTS, step.workload, step.buckets)
+
+
 def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
     """Before and after a drift: R and S_p, and all that were tried; the fastest ones are made up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, cache)
         topology = Topology.from_sizes(ep=world, timeout_s=30)
-        made = Model(topology, True), topology, "flowmoe", COSTS, workload(topology, 2)
-        tuning = PlanTuning(*made, limit=4, samples=4, tell=lambda line: None)
+        step = PlannedStep(Model(topology, True), topology, COSTS, workload(topology, 2), limit=4, samples=4)
+        tuning = tune_step(step, "flowmoe", tell=lambda line: None)
         found = []
         for best_degree, best_bytes, rest_s in ((1, 4000, 1.0), (4, 300, 2.0)):
             tried: set[tuple[int, int | None]] = set()
@@ -349,7 +388,7 @@ def test_a_step_after_something_else_does_not_count(tmp_path: Path, monkeypatch:
         tuning.note(1e6)
         tuning.note(tuning.now.predicted_s)
         slow += 1
-    assert all((row.measured_s or 0.0) < 1e3 for row in tuning.table()) and tuning.contest.spent_s < 1.0 < slow
+    assert all((row.measured_s or 0.0) < 1e3 for row in tuning.table()) and tuning.trials.spent_s < 1.0 < slow
 
 
 def test_nothing_of_it_is_in_the_models_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +396,8 @@ def test_nothing_of_it_is_in_the_models_state(tmp_path: Path, monkeypatch: pytes
     topology = Topology()
     model = Model(topology, True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    tuning = PlanTuning(model, topology, "auto", COSTS, workload(topology, 2), limit=4, tell=lambda line: None)
+    step = PlannedStep(model, topology, COSTS, workload(topology, 2), limit=4)
+    tuning = tune_step(step, "auto", tell=lambda line: None)
     settle(tuning)
     assert model.state_dict().keys() == state.keys()
     copy.deepcopy(model)  # as averaging does
@@ -365,10 +405,10 @@ def test_nothing_of_it_is_in_the_models_state(tmp_path: Path, monkeypatch: pytes
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
-    made = (Model(Topology(), True), Topology())
+    step = PlannedStep(Model(Topology(), True), Topology(), COSTS, workload(Topology(), 2), limit=2)
     with pytest.raises(ConfigError, match="auto and flowmoe"):
-        PlanTuning(*made, "fsmoe", COSTS, workload(Topology(), 2))
-    tuning = PlanTuning(*made, "auto", COSTS, workload(Topology(), 2), limit=2)
+        tune_step(step, "fsmoe")
+    tuning = tune_step(step)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="more than 0"):
             tuning.note(wrong)

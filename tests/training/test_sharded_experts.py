@@ -1,4 +1,4 @@
-""""""
+"""`ShardedExperts` trains as expert parallelism does: policies, placements, resumed jobs, memory."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ def measured_again(rank: int, world: int, balance: str) -> tuple[list[Tensor], l
         steps(0, WINDOW)
         assert sharded.overlap == 0 and sharded.state_dict()["overlap"] == 0
         slow_bytes_s = sharded._costs.inter_bytes_s
-        # As `PlanTuning` does it once steps have drifted; links are the same for products of any dtype.
+        # As `tune_step` does it once steps have drifted; links are the same for products of any dtype.
         measure.measured_costs(topology, torch.device("cpu"), torch.bfloat16, 1.0)
         assert sharded._costs.inter_bytes_s == slow_bytes_s < 1
         steps(WINDOW, WINDOW + 1)

@@ -18,11 +18,11 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.tuning import PlanCandidate
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -143,20 +143,19 @@ class Tagged(torch.Tensor):
 def kept_values() -> dict[str, Any]:
     """Values of every kind that a checkpoint stores."""
     tensor = torch.arange(12.0).view(3, 4)
-    zone = timezone(timedelta(hours=2), "Home")
+    zone = timezone(timedelta(hours=2))
     values: dict[str, Any] = {
         "constants": [None, True, False, 0, -1, 2**63, -(2**64), 10**5000],
         "floats": [0.1, -0.0, 1e-320, math.inf, -math.inf, math.nan, struct.unpack(">d", b"\x7f\xf8\0\0\0\0\0\7")[0]],
-        "complex": [1 + 2j, complex(math.nan, -0.0)],
-        "text": ["", "é\x1b\ud800", "$tuple", b"\0\xff", bytearray(b"1")],
+        "text": ["", "é\x1b\ud800", "$tuple", b"\0\xff"],
         "tuples": ((), (1, (2, [3]))),
         "sets": [{1, "a", (2, 3)}, frozenset({4}), set()],
         "keys": {10**5000: 1, (10**5000,): 2, 1: "a", None: 2, (1, "b"): 3, b"c": 4, 2.5: 5, torch.float16: 6},
         "tags": {"$tuple": [1], "a": {"$": 2}},
         "ordered": OrderedDict(b=1, a=OrderedDict()),
         "counter": Counter("abca"),
-        "torch": [torch.bfloat16, torch.device("cuda:1"), torch.strided, torch.channels_last, torch.Size([2, 0])],
-        "numpy": [np.float64(0.1), np.float32(0.1), np.int8(-3), np.bool_(True), np.str_("x"), np.bytes_(b"a\0")],
+        "torch": [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 0])],
+        "numpy": [np.float64(0.1), np.float32(0.1), np.int8(-3), np.bool_(True), np.complex64(1 + 2j)],
         "arrays": [
             np.arange(6)[::2],
             np.zeros((2, 0), ">f4"),
@@ -172,14 +171,14 @@ def kept_values() -> dict[str, Any]:
             random.getstate(),
             torch.get_rng_state(),
         ],
-        "paths": [Path("a/\udcff"), PurePosixPath("b"), PureWindowsPath("c:\\d")],
+        "paths": [Path("a/\udcff"), Path()],
         "times": [datetime(2026, 1, 1, fold=1, tzinfo=zone), datetime.now(UTC), datetime.now(), date(1, 1, 1)],
-        "more times": [time(1, 2, 3, 4, tzinfo=zone), timedelta(days=-1, microseconds=5), zone, UTC],
+        "more times": [datetime(2026, 1, 1, 1, 2, 3, 4), timedelta(days=-1, microseconds=5)],
         "state": nn.BatchNorm1d(3).state_dict(),
         "parameters": [
             nn.Parameter(torch.ones(2)),
             nn.Parameter(torch.ones(2), requires_grad=False),
-            nn.Buffer(tensor),
+            nn.Buffer(tensor),  # PyTorch returns a plain tensor
         ],
         "tensors": [
             tensor.t(),
@@ -214,8 +213,6 @@ def assert_same(found: Any, value: Any) -> None:
             assert_same(each, right)
     elif isinstance(value, float):
         assert struct.pack(">d", found) == struct.pack(">d", value)
-    elif isinstance(value, complex):
-        assert_same([found.real, found.imag], [value.real, value.imag])
     else:
         assert found == value
         assert isinstance(value, int | set | frozenset) or repr(found) == repr(value)
@@ -256,6 +253,13 @@ def rejected_values() -> dict[str, Any]:
         "a class": dict,
         "a module": nn.Linear(1, 1),
         "a zone": datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),
+        "a zone with a name": datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=2), "Home")),
+        "a time of day": time(1, 2),
+        "a complex number": 1 + 2j,
+        "text of numpy": np.str_("x"),
+        "bytes of numpy": np.bytes_(b"a"),
+        "a path of another system": PureWindowsPath("c:\\d"),
+        "a memory format": torch.channels_last,
         "a cycle": cycle,
         "depth": deep,
         "an attribute": with_attribute,
@@ -303,7 +307,6 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
 INEXACT = {
     "two surrogates": "\ud83d\ude00",
     "two surrogates in a key": {"\ud83d\ude00": 1},
-    "two surrogates of numpy": np.str_("\ud83d\ude00"),
     "two surrogates in a path": Path("\ud83d\ude00"),
     "a size below zero": torch.Size([-1]),
     "a size of many dimensions": torch.Size([1] * 65),

@@ -120,7 +120,6 @@ class MOELayer(Constructed, nn.Module):
         # Fewer experts than ranks: s consecutive ranks hold shards of the same one.
         self.num_local_experts = max(1, E // self.world_size)
         self.sharded_count = s = max(1, self.world_size // E)
-        self.auto_parallel, self.use_model_parallel = False, True
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore

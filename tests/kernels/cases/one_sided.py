@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 
 from bench.gpu import returned_rows
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.triton import pages
 from fusedmoe.kernels.triton.gather_sum import columns, total_dtype
 from fusedmoe.kernels.triton.grouped import holder
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS
@@ -22,7 +20,7 @@ from tests.kernels.cases import AotCase
 
 
 def aot_cases() -> list[AotCase]:
-    return [*_of_puts(), *_of_waits(), *_of_signals(), *_of_plans(), *_of_pages(), _held()]
+    return [*_of_puts(), *_of_waits(), *_of_signals(), *_of_plans(), _held()]
 
 
 def _of_puts() -> list[AotCase]:
@@ -227,36 +225,6 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
     return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)
-
-
-def _of_pages() -> list[AotCase]:
-    """By the number of chunks as a power of two; rows that are looked up, those of a chunk, and their way back."""
-    i64 = torch.int64
-    chunks = {"ends_ptr": torch.int32, "step": "i32", "experts": "i32"}
-    pool = dict.fromkeys(("free_ptr", "state_ptr", "taker_ptr", "table_ptr"), i64)
-    fault = {"fault_ptr": i64, "number": "i32", "degree": "i32"}
-    blocks = {"BLOCK": pages.NUMBERS}
-    cases = [AotCase("give pages", pages.give_pages_kernel, {**pool, **blocks})]
-    checked = {"taker_ptr": i64, "table_ptr": i64}
-    for powers in (1, 2, 8):
-        more = {**chunks, **fault, **blocks, "P": 128, "DP": powers}
-        cases.append(AotCase(f"take pages {powers} chunks", pages.take_pages_kernel, {**pool, **more, "count": "i32"}))
-        cases.append(AotCase(f"check pages {powers} chunks", pages.check_pages_kernel, {**checked, **more}))
-    for dtype, width, powers in (
-        (torch.bfloat16, 4096, 1),
-        (torch.bfloat16, 4096, 8),
-        (torch.float16, 768, 2),
-        (torch.float32, 4096, 2),
-        (torch.float32, 100, 1),
-    ):
-        copied = {"rows_ptr": dtype, "pool_ptr": dtype, "table_ptr": i64, **chunks, "first": "i32", "bound": "i32"}
-        copied |= {"tiles": "i32", "M": width, "P": 128, "DP": powers, "ROWS": pages.ROWS}
-        copied |= {"BLOCK": min(pages.COLUMNS, triton.next_power_of_2(width))}
-        for way, source, store in (("looked up", i64, True), ("kept", None, True), ("back", None, False)):
-            name = f"copy pages {str(dtype)[6:]} {width} {powers} chunks {way}"
-            arguments = {**copied, "source_ptr": source, "STORE": store}
-            cases.append(AotCase(name, pages.copy_pages_kernel, arguments, {"num_warps": pages.WARPS}))
-    return cases
 
 
 def _held() -> AotCase:

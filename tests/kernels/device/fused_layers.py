@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import Sample
 from fusedmoe.schedule.task import FUSED, PHASES
+from tests.memory import PeakMemory
 
 WIDTH = 32
 
@@ -174,3 +176,22 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
             wrong.append(f"result {place}: {(one - other).abs().max()}")
     kinds = {one.kind for one in recorder.timeline().spans} & {*FUSED, "expert"}
     return kinds, chunks_of(recorder), wrong
+
+
+def saved_bytes(rank: int, world: int) -> int:
+    """Bytes that live after a layer's forward more than before it, where there is room for all rows that can come."""
+    topology = Topology.from_sizes(ep=world, timeout_s=60)
+    schedule = fusedmoe.Schedule("fused", degrees=(1, 1), row_factor=float(world))
+    torch.manual_seed(5)
+    gate, experts = fusedmoe.gates.TopK(2 * world, k=2), fusedmoe.experts.SwiGLU(128)
+    layer = fusedmoe.MoELayer(256, gate, experts, topology=topology, schedule=schedule)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    layer(x)  # makes buffers
+    gc.collect()
+    with PeakMemory() as memory:
+        before, y = memory.now, layer(x)
+        gc.collect()
+        saved = memory.now - before
+    layer.check()
+    assert y.requires_grad
+    return saved

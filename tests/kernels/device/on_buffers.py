@@ -18,12 +18,12 @@ from fusedmoe.autograd.experts import experts as local_experts
 from fusedmoe.autograd.moves import through_experts
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.metadata import RowForm, TokenCounts
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
-from fusedmoe.comm.row_form import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
@@ -82,8 +82,8 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     x, weight, experts = leaves(case)
     layout = case.layout.exact()
     sent = sending(layout, topology.ep.size)
-    counts = layout.counts_E, RowForm.of(x, layout, weight), None, sent.tokens.counts_E
-    exchange = Exchange(make_all_to_all("direct", topology), topology.esp, *counts)
+    given = make_all_to_all("direct", topology), topology.esp, layout.counts_E, RowForm.of(x, layout, weight)
+    exchange = exchange_metadata(*given, tokens=TokenCounts(sent.tokens.counts_E))
     sent = sent.exact(exchange.sent, layout.rows)
     degrees = (degree, degree) if isinstance(degree, int) else degree
     tasks = {
@@ -160,7 +160,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
 
             x, weight, experts = leaves(case)
             form = RowForm.of(x, layout, weight)
-            exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, form)
+            exchange = exchange_metadata(make_all_to_all("direct", topology), topology.esp, layout.counts_E, form)
             compute = partial(local_experts, weights=experts.weights, activation="swiglu")
             x_NM = x[layout.source_N]
             y_NM = through_experts(x_NM, take_pairs(weight[:, :1], layout), exchange, compute)

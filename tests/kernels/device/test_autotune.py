@@ -1,4 +1,4 @@
-"""Configurations are timed, chosen and remembered; here with made-up checks and times, then through the launchers."""
+"""Configurations are timed, chosen and remembered; here with made-up times and faults, then through the launchers."""
 
 from __future__ import annotations
 
@@ -12,64 +12,58 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fusedmoe.files import write_kept
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton import experts as triton_experts
-from fusedmoe.kernels.triton.grouped import autotune, correctness
-from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped import autotune
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
-from fusedmoe.kernels.triton.grouped.configs import (
-    Candidate,
-    Config,
-    HopperConfig,
-    Key,
-    Variant,
-)
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
-from tests.kernels.device.test_configurations import assert_some_are_right, small, variant
+from tests.kernels.device.test_configurations import variant
 
 # Warnings of configurations that are named and left out.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not used.*:RuntimeWarning")
 
-SLOW, FAST, WRONG = (Config(16 * i, 64, 32, 4, 1) for i in (1, 2, 3))
+SLOW, FAST, BROKEN = (Config(16 * i, 64, 32, 4, 1) for i in (1, 2, 3))
 KEY = Key(variant("up"), 4096, 1024, 64, 1024)
 
 
 class Fake:
-    """A tuner whose checks and times are made up; it counts what it is asked."""
+    """A tuner whose times and faults are made up; it counts what it is asked."""
 
     def __init__(self, file: Path | None = None, allowed: bool = True) -> None:
-        self.checked: list[Config] = []
         self.timed = 0
         self.launched: list[Config] = []
         self.allowed, self.fixed = allowed, False
-        self.faults = {WRONG: "3 values are wrong"}
-        choices = [Candidate(SLOW), Candidate(WRONG), Candidate(FAST)]
+        self.faults: dict[Config, Exception] = {BROKEN: RuntimeError("misaligned address")}
         record = Record(file)
         states: Any = {"allowed": lambda: self.allowed, "fixed": lambda: self.fixed}
-        self.tuner = Tuner(lambda key: choices, self._check, self._measure, record, **states)
-
-    def _check(self, variant: Variant, config: Config) -> str:
-        self.checked.append(config)
-        return self.faults.get(config, "")
+        self.tuner = Tuner(lambda key: [SLOW, BROKEN, FAST], self._measure, record, **states)
 
     def _measure(self, run: Callable[[], object], shared: bool) -> Callable[[], float]:
-        self.timed += 1
         run()
         config = self.launched[-1]
-        return lambda: {SLOW: 2e-3, FAST: 1e-3, WRONG: 1e-6}[config]
+        if config in self.faults:
+            raise self.faults[config]
+        self.timed += 1
+        return lambda: {SLOW: 2e-3, FAST: 1e-3, BROKEN: 1e-6}[config]
 
     def choose(self, key: Key = KEY) -> Config:
         return self.tuner.choose(key, self.launched.append)
+
+
+def two(file: Path) -> Fake:
+    """A tuner without the configuration that fails at once."""
+    fake = Fake(file)
+    fake.tuner._candidates = lambda key: [SLOW, FAST]
+    return fake
 
 
 @pytest.fixture
@@ -77,52 +71,50 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "grouped.json"
 
 
-def test_one_bad_configuration_is_named_and_left_out() -> None:
-    choices = [SLOW, WRONG, FAST]
-    with pytest.warns(RuntimeWarning, match=f"{WRONG} is not used: lost a tile"):
-        assert_some_are_right(KEY.variant, choices, lambda case, config: "lost a tile" if config == WRONG else "")
-    with pytest.raises(AssertionError, match="lost a tile"):
-        assert_some_are_right(KEY.variant, choices, lambda case, config: "lost a tile")
-
-
-def test_the_fastest_of_the_right_ones(file: Path) -> None:
+def test_the_fastest_of_those_that_run(file: Path) -> None:
     fake = Fake(file)
     assert fake.choose() == FAST
-    assert sorted(map(str, fake.checked)) == sorted(map(str, (SLOW, FAST, WRONG)))
-    assert fake.launched == [SLOW, FAST], "a wrong one was timed"
+    assert fake.launched == [SLOW, BROKEN, FAST]
     assert fake.choose() == FAST and fake.timed == 2, "tuned again"
     found = json.loads(file.read_text())
-    assert found["faults"][f"{KEY.variant}, {WRONG}"] == "3 values are wrong"
+    assert found["faults"] == {f"{KEY.variant}, {BROKEN}": "RuntimeError: misaligned address"}
     assert found["choices"][str(KEY)] == {
         "config": str(FAST),
         "microseconds": {str(SLOW): 2000.0, str(FAST): 1000.0},
     }
 
 
-def test_a_wrong_one_is_told() -> None:
-    with pytest.warns(RuntimeWarning, match="is not used: 3 values are wrong"):
+def test_one_that_fails_is_told() -> None:
+    with pytest.warns(RuntimeWarning, match=f"{BROKEN} is not used: RuntimeError: misaligned address"):
         Fake().choose()
 
 
-def test_verdicts_serve_other_keys_of_the_variant_only() -> None:
+def test_a_fault_holds_for_other_keys_of_the_variant_only() -> None:
     fake = Fake()
     fake.choose()
     fake.choose(KEY._replace(rows=2048))
-    assert len(fake.checked) == 3 and fake.timed == 4
+    assert fake.launched.count(BROKEN) == 1 and fake.timed == 4
     fake.choose(KEY._replace(variant=KEY.variant._replace(gather=False)))
-    assert len(fake.checked) == 6
+    assert fake.launched.count(BROKEN) == 2 and fake.timed == 6
+
+
+def test_one_candidate_is_not_timed(file: Path) -> None:
+    """As on a GPU without verified configurations."""
+    fake = Fake(file)
+    fake.tuner._candidates = lambda key: [SLOW]
+    assert fake.choose() == SLOW and not fake.launched and not file.exists()
 
 
 def test_what_is_recorded_is_used(file: Path) -> None:
     Fake(file).choose()
     fake = Fake(file)
-    assert fake.choose() == FAST and not fake.checked and not fake.timed
-    assert fake.choose(KEY._replace(experts=8)) == FAST and not fake.checked and fake.timed == 2
+    assert fake.choose() == FAST and not fake.launched and not fake.timed
+    assert fake.choose(KEY._replace(experts=8)) == FAST and fake.launched == [SLOW, FAST] and fake.timed == 2
 
 
-def test_a_recorded_choice_that_is_gone_or_wrong_is_not_used(file: Path) -> None:
+def test_a_recorded_choice_that_is_gone_or_fails_is_not_used(file: Path) -> None:
     Fake(file).choose()
-    for config in ("999x64x32 w4 s1 g8", str(WRONG), 7, None):
+    for config in ("999x64x32 w4 s1 g8", str(BROKEN), 7, None):
         found = json.loads(file.read_text())
         found["choices"][str(KEY)]["config"] = config
         write_kept(file, json.dumps(found))
@@ -130,52 +122,41 @@ def test_a_recorded_choice_that_is_gone_or_wrong_is_not_used(file: Path) -> None
         assert fake.choose() == FAST and fake.timed == 2
 
 
-def test_an_exception_is_a_fault(file: Path) -> None:
+def test_a_choice_among_fewer_is_made_again(file: Path) -> None:
+    """Once a configuration has been verified that was not among the candidates."""
     fake = Fake(file)
-
-    def check(variant: Variant, config: Config) -> str:
-        if config == FAST:
-            raise RuntimeError("out of shared memory")
-        return fake.faults.get(config, "")
-
-    fake.tuner._check = check
-    assert fake.choose() == SLOW and fake.timed == 0
-    assert "out of shared memory" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
+    fake.tuner._candidates = lambda key: [SLOW, BROKEN]
+    assert fake.choose() == SLOW
+    assert Fake(file).choose() == FAST
 
 
 def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
     fake = Fake(file)
     ended = iter([False, False, True])
-    correctness.wait(lambda: next(ended), 60)
-    fake.tuner._check = lambda variant, config: correctness.wait(lambda: config != SLOW, 0.01) or ""
+    autotune.wait(lambda: next(ended), 60)
+    with pytest.raises(TimeoutError, match=r"has not ended after 0.01 seconds") as late:
+        autotune.wait(lambda: False, 0.01)
+    fake.faults[SLOW] = late.value
     with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*please start again"):
         fake.choose()
     again = Fake(file)
-    assert again.choose() == FAST and SLOW not in again.checked
+    assert again.choose() == FAST and SLOW not in again.launched
 
 
 def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an illegal access nothing runs in this process: that is no fault of the configurations behind."""
-    fake, lost = Fake(file), []
-
-    def check(variant: Variant, config: Config) -> str:
-        fake.checked.append(config)
-        if config == SLOW:
-            lost.append(True)
-        if lost:
-            raise RuntimeError("an illegal memory access was encountered")
-        return ""
-
-    fake.tuner._check = check
+    fake, lost = Fake(file), [True]
+    fake.faults = dict.fromkeys((SLOW, BROKEN, FAST), RuntimeError("an illegal memory access was encountered"))
     monkeypatch.setattr(autotune, "_is_lost", lambda: bool(lost))
     with pytest.raises(RuntimeError, match="illegal memory access.*nothing else can run.*please start again"):
         fake.choose()
-    assert fake.checked[-1] == SLOW and set(json.loads(file.read_text())["faults"].values()) - {""} == {
-        "RuntimeError: an illegal memory access was encountered"
+    assert fake.launched == [SLOW]
+    assert json.loads(file.read_text())["faults"] == {
+        f"{KEY.variant}, {SLOW}": "RuntimeError: an illegal memory access was encountered"
     }
     lost.clear()
     again = Fake(file)
-    assert again.choose() == FAST and SLOW not in again.checked
+    assert again.choose() == FAST and SLOW not in again.launched
 
 
 @pytest.mark.parametrize("good", [0, 40])
@@ -183,7 +164,7 @@ def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytes
 def test_one_that_fails_at_the_sizes_themselves(
     lost: bool, good: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = Fake(file)
+    fake = two(file)
     measure = fake.tuner._measure
 
     def failing(run: Callable[[], object], shared: bool) -> Callable[[], float]:
@@ -207,26 +188,21 @@ def test_one_that_fails_at_the_sizes_themselves(
     else:
         assert fake.choose() == SLOW
     assert "misaligned" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
-    assert Fake(file).choose() == SLOW
+    assert two(file).choose() == SLOW
 
 
-def test_all_wrong() -> None:
+def test_all_fail() -> None:
     fake = Fake()
-    fake.faults = dict.fromkeys((SLOW, FAST, WRONG), "all zeros")
+    fake.faults = dict.fromkeys((SLOW, FAST, BROKEN), RuntimeError("no image"))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="every configuration of up float32.*all zeros.*FUSEDMOE_AUTOTUNE=0"):
+        with pytest.raises(RuntimeError, match="every configuration of up float32.*no image.*FUSEDMOE_AUTOTUNE=0"):
             fake.choose()
         fake.allowed = False
 
 
-@pytest.mark.parametrize("where", ["check", "measure"])
-def test_out_of_memory_is_no_verdict(where: str, file: Path) -> None:
+def test_out_of_memory_is_no_fault(file: Path) -> None:
     fake = Fake(file)
-
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("none left")
-
-    setattr(fake.tuner, f"_{where}", fail)
+    fake.faults = {FAST: torch.OutOfMemoryError("none left")}
     assert fake.choose() == SLOW and fake.choose() == SLOW
     again = Fake(file)
     assert again.choose() == FAST and again.timed == 2, "what lack of memory decided was written down"
@@ -250,7 +226,7 @@ class Clocked:
 
             return taken
 
-        self.tuner = Tuner(lambda key: [*map(Candidate, times)], lambda *of: "", measure, Record(None), lambda: True)
+        self.tuner = Tuner(lambda key: [*times], measure, Record(None), lambda: True)
 
     def choose(self) -> Config:
         return self.tuner.choose(KEY, lambda config: None)
@@ -288,19 +264,18 @@ def test_long_launches_are_timed_three_times() -> None:
 def test_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDMOE_AUTOTUNE", "0")
     fake = Fake(file)
-    assert fake.choose() == SLOW and not fake.checked and not fake.timed and not file.exists()
+    assert fake.choose() == SLOW and not fake.launched and not file.exists()
 
 
 def test_not_now(file: Path) -> None:
     """Under graph capture the table decides, and the next launch is tuned; what is known is used even then."""
     fake = Fake(file, allowed=False)
-    assert fake.choose() == SLOW and not fake.checked and not fake.timed
+    assert fake.choose() == SLOW and not fake.launched
     fake.allowed = True
     assert fake.choose() == FAST
     fake = Fake(file, allowed=False)
-    fake.faults = {}
     assert fake.choose() == FAST
-    fake.tuner.record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    fake.tuner.record.faults[f"{KEY.variant}, {SLOW}"] = "known to fail"
     assert fake.choose(KEY._replace(experts=8)) == FAST
 
 
@@ -316,27 +291,19 @@ def test_deterministic_algorithms_go_by_the_table_whatever_was_timed(file: Path)
     assert fake.choose() == SLOW and not fake.timed
 
 
-def test_a_verdict_that_changes_counts_for_launches_without_tuning(file: Path) -> None:
-    """What passed its check may fail at the sizes of a launch that is tuned later."""
+def test_a_fault_counts_for_launches_without_tuning(file: Path) -> None:
+    """One is found at the sizes of a launch that is tuned later."""
     Fake(file).choose()
     fake, small = Fake(file), KEY._replace(rows=1, experts=1)
     assert fake.choose(small) == SLOW
-    measure = fake.tuner._measure
-
-    def failing(run: Callable[[], object], shared: bool) -> Callable[[], float]:
-        take = measure(run, shared)
-        if fake.launched[-1] == SLOW:
-            raise RuntimeError("misaligned address")
-        return take
-
-    fake.tuner._measure = failing
+    fake.faults[SLOW] = RuntimeError("misaligned address")
     assert fake.choose(KEY._replace(experts=8)) == FAST
     assert fake.choose(small) == FAST
 
 
 def test_small_launches_are_not_tuned() -> None:
     fake = Fake()
-    assert fake.choose(KEY._replace(rows=1, experts=1)) == SLOW and not fake.checked and not fake.timed
+    assert fake.choose(KEY._replace(rows=1, experts=1)) == SLOW and not fake.launched
 
 
 @pytest.mark.parametrize(
@@ -398,34 +365,21 @@ def test_two_processes_write(file: Path) -> None:
 
 
 def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real checks and launches: the fastest of the right ones runs, and not the one that loses rows."""
+    """With real launches: the fastest of those that run."""
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
-    make_tiles = grouped_call.make_tiles
-
-    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
-        tiles = make_tiles(offsets_E1, rows, block_rows)
-        if block_rows == 16:
-            tiles.table[1:, 0] = -1
-        return tiles
-
-    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))
-    times = {broken: 1.0, slow: 3.0, fast: 2.0}
+    times = {slow: 3.0, fast: 2.0}
     ran: list[Config] = []
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         run()
         config = run.args[0]  # type: ignore[attr-defined]
+        if config == broken:
+            raise RuntimeError("misaligned address")
         ran.append(config)
         return lambda: times[config]
 
-    tuner = Tuner(
-        lambda key: [Candidate(config) for config in (broken, slow, fast)],
-        lambda variant, config: small(variant, config, device),
-        measure,
-        Record(None),
-        lambda: True,
-    )
+    tuner = Tuner(lambda key: [broken, slow, fast], measure, Record(None), lambda: True)
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
     call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True)
     a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
@@ -452,7 +406,7 @@ def test_a_launch_that_adds_is_repeated_and_adds_once(total: torch.dtype, device
         return lambda: times[run.args[0]]  # type: ignore[attr-defined]
 
     def choose(key: Key, launch: Callable[[Config], object]) -> Config:
-        tuner = Tuner(lambda key: [*map(Candidate, times)], lambda *of: "", measure, Record(None), lambda: True)
+        tuner = Tuner(lambda key: [*times], measure, Record(None), lambda: True)
         return tuner.choose(key._replace(rows=10**9), launch)
 
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
@@ -553,15 +507,16 @@ def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pyt
     assert take() == 1e-3 and said == held
 
 
-def test_beside_communication_the_gluon_form_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tuner chooses for launches alone and beside communication, from times of their own."""
-    monkeypatch.setattr(autotune, "generation_of", lambda device: (9, 0))
+def test_the_tuner_of_a_gpu_times_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose kind nobody has checked it times nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
-    gpu = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    tuner = autotune.tuner.__wrapped__(torch.device("cuda", 0))
     key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)
-    alone, beside = ([one.config for one in tuner._candidates(of)] for of in (key, key._replace(shared=True)))
-    gluon = [isinstance(one, HopperConfig) for one in alone]
-    assert any(gluon)
-    assert [*map(str, beside)] == [f"{one}{' p116' * form}" for one, form in zip(alone, gluon, strict=True)]
+
+    def candidates(**changed: Any) -> list[Config]:
+        gpu = {"major": 9, "minor": 0, "shared_memory_per_block_optin": 232_448, "multi_processor_count": 132}
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**(gpu | changed)))
+        return [*autotune.tuner.__wrapped__(torch.device("cuda", 0))._candidates(key)]
+
+    known = candidates()
+    assert len(known) > 5 and any(isinstance(one, HopperConfig) for one in known)
+    assert candidates(major=10) == known[:1]

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu import correctness
+from bench.gpu.correctness import check
 from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
-from fusedmoe.kernels.triton.grouped import correctness
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Config,
-    Key,
     Variant,
     bucket,
     by_shape,
     candidates,
     is_even,
 )
-from fusedmoe.kernels.triton.grouped.correctness import check
 from tests.marks import interpreted_slowly, slowly
-
-# Warnings of configurations that are named and left out.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not used.*:RuntimeWarning")
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
 # Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
@@ -64,29 +58,10 @@ def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.devic
         assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
 
 
-class _ChecksBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            assert small(variant("dhidden"), SMALL, dx.device) == ""
-        return dx
-
-
-def test_checks_pass_inside_a_backward(device: torch.device) -> None:
-    """In an operator, where autograd is off altogether, and on a GPU in the one thread that takes its derivatives: the
-    definition takes one nevertheless."""
-    _ChecksBackward.apply(torch.ones(1, device=device, requires_grad=True)).backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
-    """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike. On a GPU one that
-    fails is named and left out, as the tuner does, so long as others are right."""
+    """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     bulk = capability is None or capability >= (9, 0)
     for even, flag in itertools.product((True, False), repeat=2):
@@ -94,17 +69,8 @@ def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.d
             continue
         case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
         choices = [one.config for one in candidates(operation, dtype, capability, even)]
-        if capability is None:
-            assert [small(case, config, device) for config in choices] == [""] * len(choices), case
-        else:
-            assert_some_are_right(case, choices, lambda case, config: check(case, config, device))
-
-
-def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[[Variant, Config], str]) -> None:
-    """Through the tuner's own judgement, which names the others in warnings."""
-    tuner = Tuner(lambda key: [], check, lambda run, shared: lambda: 0.0, Record(None), lambda: True)
-    key = Key(case, 576, 272, 8, 64)
-    assert tuner._right(key, choices), tuner.record.faults
+        faults = {config: (small if capability is None else check)(case, config, device) for config in choices}
+        assert set(faults.values()) == {""}, (case, faults)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -12,6 +12,7 @@ from tests.kernels.device.fused_layers import (
     hooked_on_one_rank,
     no_room,
     same_as_collectives,
+    saved_bytes,
     without_a_heap,
 )
 from tests.marks import slowly
@@ -68,3 +69,11 @@ def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool)
     for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=110):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}
         assert chunks == ((2, 4) if quick else (0, 0))
+
+
+@pytest.mark.slow
+def test_what_is_saved_for_backward(cluster: Cluster) -> None:
+    """With a bound of all rows that can come: rows and pre-activations of the bound, and tables beside the output."""
+    bound, row_bytes, output = 4 * 64 * 2, 4 * (256 + 2 * 128), 4 * 64 * 256
+    saved = cluster.run(4, saved_bytes)[0] - output
+    assert saved == 1_124_328 and bound * row_bytes < saved < bound * (row_bytes + 160)

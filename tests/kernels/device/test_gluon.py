@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.apart import Case, check_apart
+from bench.gpu.correctness import check
 from bench.gpu.gluon_first import variants
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates, with_programs
-from fusedmoe.kernels.triton.grouped.correctness import check, check_apart
+from fusedmoe.kernels.triton.grouped.configs import Variant, gluon_candidates, with_programs
 from fusedmoe.kernels.triton.grouped.holder import HELD
 
 _HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -19,17 +20,15 @@ _HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_
 @pytest.mark.parametrize("variant", list(variants()), ids=str)
 def test_right(variant: Variant, dtype: str) -> None:
     variant = variant._replace(dtype=dtype)
-    configs = [one.config for one in gluon_candidates(variant, (9, 0))]
-    verdicts = dict(
-        check_apart(variant, [one for one in configs if isinstance(one, HopperConfig)], torch.device("cuda"))
-    )
+    cases = [Case(variant, one.config) for one in gluon_candidates(variant, (9, 0))]
+    verdicts = dict(check_apart(cases, torch.device("cuda")))
     assert set(verdicts.values()) == {""}, verdicts
 
 
 @pytest.mark.skipif(not _HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("variant", list(variants()), ids=str)
 def test_right_with_fewer_programs(variant: Variant) -> None:
-    """Beside communication a form has them without a check of its own: here is one, of more tiles than programs."""
+    """As beside communication, with more tiles than programs."""
     device = torch.device("cuda", torch.cuda.current_device())
     free = torch.cuda.get_device_properties(device).multi_processor_count - HELD
     for one in gluon_candidates(variant, (9, 0)):

@@ -18,7 +18,6 @@ from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
 from fusedmoe.engine.route import Route
-from fusedmoe.engine.stash import Stash
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
 from tests.kernels.device.capture import captured
@@ -91,17 +90,15 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degree", "stashed"),
-    interpreted_slowly(((2, 1), True), ((1, 1), False), ((3, 3), False)),
+    "degree",
+    interpreted_slowly(((2, 1),), ((1, 1),), ((3, 3),)),
     ids=str,
 )
-def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, int], stashed: bool) -> None:
-    """With a bound on rows they are captured, and replayed with other tokens and loads; also where what the backward
-    needs is kept in a stash."""
+def test_a_graph_of_both_passes(device: torch.device, degree: tuple[int, int]) -> None:
+    """With a bound on rows they are captured, and replayed with other tokens and loads."""
     peers, experts, slots, width, hidden, count, rows = 2, 4, 2, 16, 8, 7, 24
     sizes = BufferSizes(count, slots, experts, width, torch.float32)
     buffers = [ReceiveBuffers(heap, sizes) for heap in local_heaps(peers, device)]
-    stashes = [Stash(rows, page_rows=3) for _ in buffers]
     draw = torch.Generator().manual_seed(3)
 
     def fresh() -> list[Tensor]:
@@ -117,10 +114,8 @@ def test_a_graph_of_both_passes(device: torch.device, degree: int | tuple[int, i
         forwards = []
         for rank in range(peers):
             layout = order(expert_SK[rank], experts)
-            own, take = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu"), None
-            if stashed and bound is not None:
-                take = stashes[rank].claim(x[rank], weight[rank], own, buffers[rank], "experts")
-            route = Route(x[rank], weight[rank], layout, buffers[rank], degree, bound, take=take)
+            own = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu")
+            route = Route(x[rank], weight[rank], layout, buffers[rank], degree, bound)
             forwards.append(Forward(x[rank], route, own))
         in_turn(forwards)
         found = [run.finish() for run in forwards]

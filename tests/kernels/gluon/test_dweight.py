@@ -1,3 +1,5 @@
+"""The Gluon kernel for weight gradients, in the interpreter, against float64."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The Gluon interpreter finds missing fences, waits and barriers in small kernels with one fault each."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The launchers of the Gluon form through the tuner's own check, in the interpreter: operands, tables and grid."""
+"""The launchers of the Gluon form beside the definitions, in the interpreter: operands, tables and grid."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from bench.gpu.correctness import check
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
 from fusedmoe.kernels.tiles import Tiles, define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
-from fusedmoe.kernels.triton.grouped.correctness import check
 from tests.gluon_interpreter import interpret
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)

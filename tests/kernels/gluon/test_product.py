@@ -1,3 +1,5 @@
+"""The Gluon kernel for one grouped product, in the interpreter, against float64."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""The Gluon kernel for the up-projection and activation, in the interpreter, against float64."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,16 +1,12 @@
-"""Chooses configurations of the grouped products by checking and timing them, on a GPU, when one is first needed.
+"""Chooses configurations of the grouped products by timing them, on a GPU, when one is first needed.
 
-The rule: what is fast must first be right. A configuration is compared with its operation's definition on small random
-inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
-The right ones are timed on the launch itself, by turns, once every check has ended. Verdicts and choices are kept for
-each GPU in a file, for the next run.
-
-Those of the Gluon form, on Hopper, are checked in processes of their own: one that hangs or takes the GPU ends its
-process and no other. FUSEDMOE_GLUON=0 leaves them out.
+The candidates are the configurations that gave right results on this kind of GPU (`verified.py`). Nothing is checked
+here. The candidates are timed on the launch itself, interleaved. Choices are kept for each GPU in a file, for the next
+run. FUSEDMOE_GLUON=0 leaves out the Gluon form.
 
 Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
 graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
-machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
+machine), all where the environment variable FUSEDMOE_AUTOTUNE is 0, and all on a GPU without verified configurations.
 
 Launches that run beside communication (`Key.shared`) have choices of their own, by times that are taken while another
 kernel holds some multiprocessors. A program of the Gluon form takes a whole multiprocessor, and its tiles are dealt out
@@ -26,43 +22,38 @@ import json
 import os
 import re
 import statistics
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
 
 from fusedmoe.files import cache_dir, read_kept, write_kept
-from fusedmoe.kernels.generation import generation_of
+from fusedmoe.kernels.generation import generation
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import (
     Candidate,
     Capability,
     Config,
-    HopperConfig,
     Key,
-    Variant,
     by_shape,
     candidates,
     gluon_candidates,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.correctness import check, check_apart, wait
 from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
+from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified
 
-Candidates = Callable[[Key], Sequence[Candidate]]
-Check = Callable[[Variant, Config], str]
+# Configurations that may serve, first the one that serves without tuning.
+Candidates = Callable[[Key], Sequence[Config]]
 # Prepares to time a call, where `shared` while multiprocessors are held; what it returns takes one time, in seconds.
 Measure = Callable[[Callable[[], object], bool], Callable[[], float]]
 Found = TypeVar("Found")
-# Verdicts on several, as of `Check`, as they come; None where there is none, for lack of memory or time.
-CheckApart = Callable[[Variant, Sequence[HopperConfig]], Iterable[tuple[HopperConfig, str | None]]]
 
 # A launch of fewer takes some twenty microseconds whatever its tiles.
 LEAST_FLOPS = 10**10
@@ -94,14 +85,21 @@ def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
     return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
 
 
-def to_try(capability: Capability | None, multiprocessors: int, key: Key) -> Sequence[Candidate]:
-    """The configurations that are worth trying: those of the table, and those of the Gluon form where there is one;
-    beside communication with so few programs that `HELD` of the multiprocessors stay free."""
-    gluon: Sequence[Candidate] = gluon_candidates(key.variant, capability)
+def every_candidate(gpu: Gpu, key: Key) -> list[Config]:
+    """Returns all candidates, verified or not, the default of the shape first: those of the table, and those of the
+    Gluon form where there is one; beside communication with so few programs that `HELD` multiprocessors stay free."""
+    table = generation(gpu.capability, gpu.shared_bytes)
+    gluon: Sequence[Candidate] = gluon_candidates(key.variant, table)
     if key.shared:
-        free = multiprocessors - HELD
+        free = gpu.multiprocessors - HELD
         gluon = [one._replace(config=with_programs(one.config, free)) for one in gluon] if free > 0 else ()
-    return (*by_table(capability, key), *gluon)
+    return by_shape((*by_table(table, key), *gluon), key.rows, key.depth)
+
+
+def to_time(gpu: Gpu, key: Key) -> list[Config]:
+    """Returns the candidates that are verified on a GPU; where none is, the default of the shape alone."""
+    every = every_candidate(gpu, key)
+    return [config for config in every if is_verified(gpu, key.variant, config)] or every[:1]
 
 
 class Record:
@@ -114,7 +112,7 @@ class Record:
     Args:
         file: or None, to remember only as long as this object lives.
     Attributes:
-        faults: of a configuration in a variant, with any number of programs; "" where it is right.
+        faults: errors of configurations that failed while they were timed, by variant.
         choices: of a key: {"config": ..., "microseconds": {config: ...}}.
     """
 
@@ -144,13 +142,10 @@ class Tuner:
     """Chooses, and remembers.
 
     Args:
-        candidates: the configurations that may serve.
-        check: "" if a configuration gives right results in a variant, else what is wrong.
+        candidates: the configurations that may serve, first the default.
         measure: prepares to time a call.
-        record: where verdicts and choices are kept.
+        record: where choices are kept.
         allowed: whether this is a moment to tune.
-        check_apart: the same as `check` in other processes, for configurations of the Gluon form; they have ended when
-            the last verdict comes. None: `check` serves for these, too.
         fixed: whether choices must be those of any machine: then they are by the table, whatever was timed before.
     Attributes:
         record: as given.
@@ -159,28 +154,24 @@ class Tuner:
     def __init__(
         self,
         candidates: Candidates,
-        check: Check,
         measure: Measure,
         record: Record,
         allowed: Callable[[], bool],
-        check_apart: CheckApart | None = None,
         fixed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._candidates, self._check, self._measure = candidates, check, measure
-        self._check_apart = check_apart
+        self._candidates, self._measure = candidates, measure
         self.record, self._allowed, self._fixed = record, allowed, fixed
         self._chosen: dict[Key, Config] = {}
-        # Choices without tuning, until the next verdict: to look through all again takes as long as a launch.
+        # Choices without tuning, until the next fault: to look through all again takes as long as a launch.
         self._passing: dict[Key, Config] = {}
-        self._unknown: set[tuple[Variant, Config]] = set()  # which this process does not try again
         self._lock = threading.Lock()
 
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
         """The configuration for a launch.
 
         Raises:
-            RuntimeError: every configuration gives wrong results; or one has taken the GPU from this process, by a
-                launch that does not end or an illegal access. It is written down, so that the next process goes on.
+            RuntimeError: every configuration fails; or one has taken the GPU from this process, by a launch that does
+                not end or an illegal access. It is written down, so that the next process goes on.
         """
         fixed = self._fixed()
         # Without the lock: a choice never changes, and every launch comes here.
@@ -189,14 +180,14 @@ class Tuner:
         passing = self._passing.get(key)
         if passing is not None and (fixed or not self._may_tune(key)):
             return passing
-        configs = by_shape(self._candidates(key), key.rows, key.depth)
+        configs = self._candidates(key)
         if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
             return configs[0]
         with self._lock:
             chosen = None if fixed else self._chosen.get(key) or self._recorded(key, configs)
             if chosen is None:
                 if fixed or not self._may_tune(key):
-                    self._passing[key] = self._untuned(key, configs)
+                    self._passing[key] = self._usable(key, configs)[0]
                     return self._passing[key]
                 chosen = self._tune(key, configs, launch)
             self._chosen[key] = chosen
@@ -210,49 +201,40 @@ class Tuner:
     def _may_tune(self, key: Key) -> bool:
         return key.flops >= LEAST_FLOPS and self._allowed()
 
-    def _fault(self, key: Key, config: Config) -> str | None:
-        """Returns what is known to be wrong with a configuration; None if nobody has looked."""
-        return self.record.faults.get(_name(key, config))
+    def _usable(self, key: Key, configs: Sequence[Config]) -> list[Config]:
+        """Returns the configurations that are not known to fail.
 
-    def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
-        """The first that is not known to be wrong; of the Gluon form one must be known to be right."""
-        for config in configs:
-            fault = self._fault(key, config)
-            if fault == "" or (fault is None and not isinstance(config, HopperConfig)):
-                return config
-        raise self._all_wrong(key, configs)
-
-    def _all_wrong(self, key: Key, configs: Sequence[Config]) -> RuntimeError:
-        return RuntimeError(
-            f"every configuration of {key.variant} gives wrong results on this GPU, e.g. {configs[0]}: "
-            f"{self._fault(key, configs[0])}. Please report it. FUSEDMOE_AUTOTUNE=0 skips the check."
-        )
+        Raises:
+            RuntimeError: there are none.
+        """
+        usable = [config for config in configs if _name(key, config) not in self.record.faults]
+        if not usable:
+            raise RuntimeError(
+                f"every configuration of {key.variant} fails on this GPU, e.g. {configs[0]}: "
+                f"{self.record.faults[_name(key, configs[0])]}; report it, and set FUSEDMOE_AUTOTUNE=0 meanwhile"
+            )
+        return usable
 
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
         """The choice that was made among all of these: with FUSEDMOE_GLUON=0 there were fewer."""
         found = self.record.choices.get(str(key), {})
-        # Configurations have come since, or verdicts: then it is no choice among all.
         name, timed = found.get("config"), found.get("microseconds")
-        right = {str(config): config for config in configs if not self._fault(key, config)}
-        if name not in right or self._fault(key, right[name]) is None:
-            return None
-        return right[name] if right.keys() <= {name, *(timed if isinstance(timed, dict) else ())} else None
+        usable = {str(config): config for config in self._usable(key, configs)}
+        # Where configurations have come since it is no choice among all.
+        is_whole = name in usable and usable.keys() <= {name, *(timed if isinstance(timed, dict) else ())}
+        return usable[str(name)] if is_whole else None
 
     def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
+        usable = self._usable(key, configs)
+        if len(usable) == 1:
+            return usable[0]
         with _may_wait():
             try:
-                right = self._right(key, configs)
-                if not right:
-                    raise self._all_wrong(key, configs)
-                seconds = {}
-                if len(right) > 1:
-                    seconds = self._times(key, right, launch)
+                seconds = self._times(key, usable, launch)
             except torch.OutOfMemoryError:
                 # There is room for the launch alone. The choice is not written down: the next run may have more.
-                return self._untuned(key, configs)
-        chosen = min(seconds or right, key=lambda config: seconds.get(config, 0.0))
-        if any(self._fault(key, config) is None for config in configs):
-            return chosen  # without a verdict on all the choice is for this run
+                return self._usable(key, configs)[0]
+        chosen = min(seconds, key=seconds.__getitem__)
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
         self.record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
         self.record.save()
@@ -292,35 +274,8 @@ class Tuner:
             left = sorted(times, key=lambda config: statistics.median(times[config]))
             if number + 1 >= _ROUNDS:
                 left = left[:_FASTEST]
-        if not times:
-            raise self._all_wrong(key, configs)
+        self._usable(key, configs)  # raises where none is left
         return {config: statistics.median(taken) for config, taken in times.items()}
-
-    def _right(self, key: Key, configs: Sequence[Config]) -> list[Config]:
-        """Returns those that are right; what nobody has checked is, apart where it might take its process along."""
-        # The number of programs is no part of the code: a verdict by few programs and by many holds for any number.
-        forms = dict.fromkeys(with_programs(config, 0) for config in configs)
-        new = [one for one in forms if self._fault(key, one) is None and (key.variant, one) not in self._unknown]
-        apart = [] if self._check_apart is None else [one for one in new if isinstance(one, HopperConfig)]
-        if new:
-            _tell(f"checks {len(new)} forms of {key.variant}, once for this kind of GPU")
-        # Those apart are compiled beside those that are checked here.
-        verdicts = self._check_apart(key.variant, apart) if self._check_apart and apart else ()
-        try:
-            for config in new:
-                if config not in apart:
-                    fault = self._attempt(key, config, partial(self._check, key.variant, config))
-                    if fault is not None:
-                        self._write_down(key, config, fault)
-        finally:
-            # To the last one: no process of these is on the GPU when times are taken.
-            for config, fault in verdicts:
-                if fault is None:
-                    self._unknown.add((key.variant, config))
-                else:
-                    # At once: whatever becomes of this process, it is not tried again.
-                    self._write_down(key, config, fault)
-        return [config for config in configs if self._fault(key, config) == ""]
 
     def _attempt(self, key: Key, config: Config, call: Callable[[], Found]) -> Found | None:
         """Returns what a call returns that runs a configuration; None where it fails, which is written down."""
@@ -346,19 +301,12 @@ class Tuner:
         self.record.faults[_name(key, config)] = fault
         self.record.save()
         self._passing.clear()
-        if fault:
-            warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
 
 
 def _name(key: Key, config: Config) -> str:
-    """Names what a verdict is about."""
+    """Names a configuration that failed; the number of programs is no part of its code."""
     return f"{key.variant}, {with_programs(config, 0)}"
-
-
-def _tell(line: str) -> None:
-    """Tells whoever started the program what takes a while; of several ranks the first does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"fusedmoe: {line}", file=sys.stderr, flush=True)
 
 
 def _is_lost() -> bool:
@@ -375,10 +323,19 @@ def _is_lost() -> bool:
 @cache
 def tuner(device: torch.device) -> Tuner:
     """Returns the tuner of a GPU: one, which tunes for one launch at a time, so that nothing else of it is timed."""
-    table = generation_of(device)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
+    record = Record(cache_dir() / f"grouped-{name}-{_sources()}.json")
+    return make_tuner(device, partial(to_time, gpu_of(device)), record)
 
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Returns the properties of a CUDA device."""
+    found: Any = torch.cuda.get_device_properties(device)  # PyTorch's types lack a field
+    return Gpu((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+
+
+def make_tuner(device: torch.device, candidates: Candidates, record: Record) -> Tuner:
+    """Makes a tuner that times candidates on a GPU."""
     holder = cache(partial(Holder, device))  # one for all that is timed, made with the first
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
@@ -391,19 +348,17 @@ def tuner(device: torch.device) -> Tuner:
         return taken
 
     return Tuner(
-        partial(to_try, table, multiprocessors),
-        lambda variant, config: check(variant, config, device),
+        candidates,
         measure,
-        Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
+        record,
         lambda: not torch.cuda.is_current_stream_capturing(),
-        lambda variant, configs: check_apart(variant, configs, device),
         torch.are_deterministic_algorithms_enabled,
     )
 
 
 def _sources() -> str:
     """Stands for the kernels as they are written."""
-    # Verdicts on other code say nothing, so a change of the kernels begins a new file.
+    # Times of other code mean nothing, so a change of the kernels begins a new file.
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
     forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")
@@ -411,6 +366,19 @@ def _sources() -> str:
     for file in (*compiling, *(file for form in forms for file in sorted(form.glob("*.py")))):
         together.update(file.read_bytes())
     return together.hexdigest()[:12]
+
+
+def wait(ended: Callable[[], bool], seconds: float) -> None:
+    """Waits for an end.
+
+    Raises:
+        TimeoutError: there is none in so many seconds.
+    """
+    limit = time.monotonic() + seconds
+    while not ended():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"has not ended after {seconds:g} seconds")
+        time.sleep(1e-3)
 
 
 def _prepare(device: torch.device, run: Callable[[], object], holder: Holder | None) -> Callable[[], float]:

@@ -58,8 +58,7 @@ class HopperConfig(Config):
     Attributes:
         pingpong: the groups take whole tiles by turns instead, so that one multiplies while the other stores.
         registers: that a thread has at launch; those that multiply take more, and those that load give some up.
-        programs: that there are, each of which computes one tile after the other; 0: one a multiprocessor. A check has
-            fewer, so that each has several tiles.
+        programs: that there are, each of which computes one tile after the other; 0: one a multiprocessor.
     """
 
     warps: int = 4
@@ -259,8 +258,8 @@ _GLUON = {
 
 
 def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[Candidate, ...]:
-    """Configurations of the Gluon form, which may serve once they have been tried: on Hopper, in half precision, of
-    sizes that are even, and looking rows up, but for products of rows that are sorted. None where the environment
+    """Configurations of the Gluon form, which serve where they are verified and fastest: on Hopper, in half precision,
+    of sizes that are even, and looking rows up, but for products of rows that are sorted. None where the environment
     variable FUSEDMOE_GLUON is 0."""
     if capability != HOPPER or os.environ.get("FUSEDMOE_GLUON") == "0":
         return ()
@@ -271,7 +270,7 @@ def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[C
 
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
     """The configurations of `choices`, those that suit the shape first: the first one serves without tuning. Last come
-    those of the Gluon form, which only serve once they have been tried."""
+    those of the Gluon form, which serve where they have been timed."""
 
     def order(one: Candidate) -> tuple[bool, bool]:
         return isinstance(one.config, HopperConfig), one.rows > rows or one.depth > depth

@@ -1,11 +1,10 @@
-"""The process in which the Gluon form is checked first, and what becomes of one that hangs, dies or finds a fault."""
+"""Processes that check configurations, and what becomes of one that hangs, dies or finds a fault."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedmoe.kernels.triton.grouped import correctness
-from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
-from fusedmoe.kernels.triton.grouped.correctness import check_apart
+from bench.gpu import apart
+from bench.gpu.apart import Case, check_apart, described, parsed
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Variant
 
 VARIANT = Variant("down", "bfloat16", "ieee", "", False, False, True, True)
 FIRST, SECOND, THIRD = (HopperConfig(128, 64 * 2**i, 64) for i in range(3))
@@ -47,10 +46,14 @@ print("checked: " + json.dumps(None if what == "no memory" else what), flush=Tru
 """
 
 
-def checked(**how: str) -> dict[HopperConfig, str | None]:
+def cases(*configs: Config) -> list[Case]:
+    return [Case(VARIANT, config) for config in configs]
+
+
+def checked(**how: str) -> dict[Config, str | None]:
     told = {name.removeprefix("columns"): what for name, what in how.items()}
     program = [sys.executable, "-S", "-c", PROGRAM, json.dumps(told)]
-    return dict(check_apart(VARIANT, [FIRST, SECOND, THIRD], CPU, program))
+    return {case.config: fault for case, fault in check_apart(cases(FIRST, SECOND, THIRD), CPU, program=program)}
 
 
 def test_all_are_right_or_wrong() -> None:
@@ -73,14 +76,14 @@ def test_an_exception_and_no_memory() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_LAUNCHED_S", 3.0)
+    monkeypatch.setattr(apart, "_LAUNCHED_S", 3.0)
     found = checked(columns128="hang")
     assert found[FIRST] == found[THIRD] == "" and "for 3 seconds after its launch" in str(found[SECOND])
 
 
 @pytest.mark.slow
 def test_time_to_compile_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_COMPILE_S", 1.0)
+    monkeypatch.setattr(apart, "_COMPILE_S", 1.0)
     assert checked(columns128="compile") == {FIRST: "", SECOND: None, THIRD: ""}
 
 
@@ -91,10 +94,11 @@ def test_a_process_that_does_not_start_says_nothing_of_any() -> None:
 def test_processes_run_beside_each_other_and_tell_at_once(tmp_path: Path) -> None:
     """The first compiles until the verdict on the second has come."""
     program = [sys.executable, "-S", "-c", PROGRAM, json.dumps({"64": f"until {tmp_path / 'told'}"})]
-    verdicts = check_apart(VARIANT, [FIRST, SECOND], CPU, program)
-    assert next(verdicts) == (SECOND, "")
+    first, second = cases(FIRST, SECOND)
+    verdicts = check_apart([first, second], CPU, program=program)
+    assert next(verdicts) == (second, "")
     (tmp_path / "told").touch()
-    assert [*verdicts] == [(FIRST, "")]
+    assert [*verdicts] == [(first, "")]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_processes_run_beside_each_other_and_tell_at_once(tmp_path: Path) -> Non
 def test_what_the_process_says(
     raised: Exception | None, told: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"variant": VARIANT, "config": asdict(FIRST), "device": "cpu"}
+    asked = {**described(Case(VARIANT, FIRST)), "device": "cpu"}
 
     def check(*args: Any, launched: Any) -> str:
         assert args == (VARIANT, FIRST, CPU)
@@ -117,9 +121,9 @@ def test_what_the_process_says(
             raise raised
         return ""
 
-    monkeypatch.setattr(correctness, "check", check)
+    monkeypatch.setattr(apart, "check", check)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-    correctness.main()
+    apart.main()
     *before, said = capsys.readouterr().out.splitlines()
     assert before == ["started", "launched"] and json.loads(said.removeprefix("checked: ")) == told
 
@@ -127,5 +131,11 @@ def test_what_the_process_says(
 @pytest.mark.slow
 def test_the_program_itself() -> None:
     """Without a GPU it cannot launch, and says so of each."""
-    found = dict(check_apart(VARIANT, [FIRST, SECOND], CPU))
-    assert found.keys() == {FIRST, SECOND} and all("Error" in str(fault) for fault in found.values()), found
+    found = dict(check_apart(cases(FIRST, SECOND), CPU))
+    assert {*found} == {*cases(FIRST, SECOND)} and all("Error" in str(fault) for fault in found.values()), found
+
+
+@pytest.mark.parametrize("config", [FIRST, Config(64, 128, 64, 8, 3, registers=128)], ids=str)
+def test_a_case_as_json(config: Config) -> None:
+    again = parsed(json.loads(json.dumps(described(Case(VARIANT, config)))))
+    assert again == Case(VARIANT, config) and type(again.config) is type(config)

@@ -15,9 +15,11 @@ from fusedmoe.dispatchers import EXCHANGE, AutogradExperts, ExternalExperts, Gro
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule import plan_chooser
+from fusedmoe.schedule.candidates import OFF
 from fusedmoe.schedule.cost import CostModel, Line, Observed
-from fusedmoe.schedule.tuning import WINDOW
-from fusedmoe.training import StepTuning, step_tuning
+from fusedmoe.schedule.plan_chooser import WINDOW, Phase
+from fusedmoe.training import tune_model
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.marks import slowly
@@ -93,11 +95,11 @@ def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str
         for _ in range(2):
             model, plain = (model_of(topology, grouped) for _ in range(2))
             clock = Clock()
-            patch.setattr(step_tuning, "time", clock)
-            tuning = StepTuning(model, limit=4, tell=told.append)
+            patch.setattr(plan_chooser, "time", clock)
+            tuning = tune_model(model, limit=4, tell=told.append)
             optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, plain)]
             steps, seen = 0, set()
-            while steps < 3 or not (tuning.tuning is not None and tuning.tuning.settled):
+            while steps < 3 or not tuning.settled:
                 steps += 1
                 assert steps < 200
                 torch.manual_seed(10 * steps + rank)
@@ -120,8 +122,7 @@ def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str
                 torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-10)
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-            assert tuning.tuning is not None
-            chosen.append((tuning.tuning.now.name, steps, len(seen)))
+            chosen.append((tuning.now.name, steps, len(seen)))
             assert grouped or all(there == back for there, back in seen)
     return chosen, told
 
@@ -164,9 +165,9 @@ def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list
         patch.setattr("fusedmoe.layers.measure.measured_costs", measured)
         patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
         clock = Slower()
-        patch.setattr(step_tuning, "time", clock)
+        patch.setattr(plan_chooser, "time", clock)
         model = model_of(topology, True)
-        tuning = StepTuning(model, limit=4, tell=lambda line: None)
+        tuning = tune_model(model, limit=4, tell=lambda line: None)
         again, ahead = [], 0
         for step in range(200):
             with tuning, plans_run() as ran:
@@ -174,13 +175,13 @@ def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list
                 clock.ran = list(ran)
             if len(asked) > len(again):
                 again.append(step - ahead)
-            if tuning.tuning is not None and tuning.tuning.settled and clock.times == 1.0:
+            if tuning.settled and clock.times == 1.0:
                 clock.times, ahead = 2.0, step
-            elif again and tuning.tuning is not None and tuning.tuning.settled:
+            elif again and tuning.settled:
                 break
-        assert tuning.tuning is not None
-        made = tuning.tuning.costs.layers[0].chunks["forward"]["dispatch"].moved_s
-        plain = tuning.tuning._step
+        source: Any = tuning.source
+        plain = source.step
+        made = plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s
         plain.set_costs(faster)
         return asked, made == plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s, again
 
@@ -197,15 +198,15 @@ def a_step_that_failed(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
         told: list[str] = []
-        tuning = StepTuning(model_of(topology, True), tell=told.append)
+        tuning = tune_model(model_of(topology, True), tell=told.append)
         with pytest.raises(ValueError, match="theirs"), tuning:
             raise ValueError("theirs")
-        assert tuning.tuning is None
+        assert tuning.phase is Phase.MEASURE
         # A context without a step, as of a loop that skips a batch: nothing is known yet.
         for _ in range(2):
             with tuning:
                 pass
-        assert tuning.tuning is None
+        assert tuning.phase is Phase.MEASURE and tuning.now.family == OFF
         assert len(told) == (rank == 0) and all("nothing to measure" in line for line in told)
 
 
@@ -214,12 +215,12 @@ def test_a_step_that_failed_is_none(cluster: Cluster) -> None:
 
 
 def test_models_with_nothing_to_tune() -> None:
-    with pytest.raises(ConfigError, match="no experts whose tokens .* sends.*PlanTuning"):
-        StepTuning(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="no experts whose tokens .* sends.*tune_step"):
+        tune_model(nn.Linear(2, 2))
     model = model_of(Topology(), True)
-    tuning: Any = StepTuning(model)
+    tuning: Any = tune_model(model)
     x_SM = torch.randn(5, M, dtype=torch.float64)
     before = model(x_SM)
     with tuning:
         assert torch.equal(model(x_SM), before)
-    assert tuning.tuning is None
+    assert tuning.phase is Phase.KEEP and tuning.now.family == OFF
