@@ -19,7 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import profiler as module
 from fusedmoe.runtime.profiler import ROUNDS, Profile, line_names, line_through, profile, shares_of
 from fusedmoe.runtime.recorder import span
-from fusedmoe.schedule.cost import ALONE, LINES, Contention, CostModel, Durations, Line
+from fusedmoe.schedule.cost import ALONE, LEAST_BETA, LINES, Contention, CostModel, Durations, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.task import Task, resources_of
@@ -52,7 +52,7 @@ def test_noise_makes_no_line_negative() -> None:
         found = line_through(list(zip(n.tolist(), seconds.tolist(), strict=True)))
         assert found.alpha_s >= 0 and found.beta_s > 0 and found.r2 is not None
         slope, start = np.polyfit(n, seconds, 1)
-        if slope > 1e-14 and start > 1e-12:
+        if slope > LEAST_BETA and start >= 0:
             assert (found.alpha_s, found.beta_s) == pytest.approx((start, slope), rel=1e-6)
             continue
         seen += 1

@@ -92,13 +92,13 @@ def test_numbers_of_no_expert_are_looked_for_once(device: torch.device, monkeypa
         pytest.skip("a failed assertion ends the process")
     layer = fusedmoe.MoELayer(32, _Wrong(5, 2), fusedmoe.experts.SwiGLU(24))
     looked: list[str] = []
-    assert_async = torch._assert_async
+    assert_async = torch.ops.aten._assert_async.msg
 
     def noted(holds: torch.Tensor, text: str) -> None:
         looked.append(text)
         assert_async(holds, text)
 
-    monkeypatch.setattr(torch, "_assert_async", noted)
+    monkeypatch.setattr(torch.ops.aten._assert_async, "msg", noted)
     with pytest.raises(RuntimeError, match="order: chosen experts must be numbers from 0 to 4"):
         layer(torch.randn(9, 32))
     assert len(looked) == 1
