@@ -76,7 +76,9 @@ class PairGroup:
 
 
 def heap_of_two(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **state: int) -> SymmHeap:
-    monkeypatch.setattr("fusedmoe.comm.one_sided.heaps.SymmetricMemory", type("Fake", (Symmetric,), {"made": [], **state}))
+    monkeypatch.setattr(
+        "fusedmoe.comm.one_sided.heaps.SymmetricMemory", type("Fake", (Symmetric,), {"made": [], **state})
+    )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(SymmHeap, "_gather", lambda self, thing: [thing, thing])
