@@ -15,11 +15,11 @@ from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S as STEPS_BUDGET_S
 from fusedmoe.runtime.profiler import Profile, observe_steps
 from fusedmoe.runtime.progress import WorkBar, make_display
-from fusedmoe.runtime.recorder import Recorder, active_recorder, in_layer, recorded, span
+from fusedmoe.runtime.recorder import Recorder, active_recorder, in_layer, record_with, recorded, span
 
 __all__ = ["PROFILE_BUDGET_S", "Profile", "cached_profile", "machine_facts", "measured_costs"]
 __all__ += ["require_same_plans", "undisturbed"]
 __all__ += ["STEPS_BUDGET_S", "cached_observed", "cached_plans", "kept_observed", "observe_steps"]
 __all__ += ["Capabilities", "require_runnable", "runnable_kinds"]
-__all__ += ["Recorder", "active_recorder", "in_layer", "recorded", "span"]
+__all__ += ["Recorder", "active_recorder", "in_layer", "record_with", "recorded", "span"]
 __all__ += ["WorkBar", "make_display"]

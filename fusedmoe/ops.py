@@ -36,7 +36,7 @@ from fusedmoe.autograd.parallel import (
 )
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange, exchange_metadata
-from fusedmoe.comm.metadata import RowForm
+from fusedmoe.comm.metadata import NonFinite, RowForm, TokenCounts
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.derivatives import (
     Function,
@@ -58,7 +58,9 @@ __all__ += ["Adapters", "LowRank", "Matrices", "StoredWeights", "low_rank_expert
 __all__ += ["ACTIVATIONS", "clamped_swiglu", "define_activation"]
 __all__ += [
     "Exchange",
+    "NonFinite",
     "RowForm",
+    "TokenCounts",
     "all_gather",
     "combine",
     "dispatch",

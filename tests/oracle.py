@@ -239,7 +239,9 @@ def _dense(
 ) -> list[dict[str, Tensor]]:
     """Return y, aux and dx of every rank; gradients of parameters are accumulated in `whole`."""
     ranks = range(len(x_W))
-    x = [one.detach().clone().requires_grad_() for one in x_W]
+    # Ranks of an MP group with the same input give the same tensor, which collects the gradients of all of them.
+    own = {id(one): one.detach().clone().requires_grad_() for one in x_W}
+    x = [own[id(one)] for one in x_W]
     loss = torch.zeros((), dtype=torch.float64)
     y: list[Tensor] = []
     aux: list[Tensor] = []

@@ -247,7 +247,7 @@ class BlocksForward(BlockPass, ForwardPass):
         sent_tokens, sent_pairs = Sent(tokens_pP), Sent(counts_pPE.sum(2))
         rows = sent_tokens.join([self._rows_of(state, p) for p in places])
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
-        # The ranks meet once for each chunk, and for both passes.
+        # The ranks exchange metadata once for each chunk, and for both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._learns)
         experts = state.held or exchange.experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)

@@ -22,6 +22,7 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import ExpertCalls, RowForm, TokenCounts
+from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
@@ -217,8 +218,8 @@ class MoEBlock:
 
     @property
     def communicates(self) -> bool:
-        """True where the dense part may communicate: over the MP group."""
-        return self.layer.topology.mp.size > 1
+        """True where the dense part may communicate: over the MP group, or where FSDP2 shards modules of it."""
+        return self.layer.topology.mp.size > 1 or any(module in module_states for module in self._dense.modules())
 
     def _computed(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         """Calls `compute`; where activations are not kept, all of it is computed again in the backward pass."""

@@ -192,8 +192,8 @@ class PipelinedBlocks(nn.Module):
             ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
                 dense part that gives anything but what `Parts` says; on all ranks, a selective activation checkpoint.
             RankError: the same in a larger world, on every rank alike, naming the rank at fault. Nothing of that has
-                been sent, and who catches it on all ranks can go on with the next batch, but for ranks of an MP group,
-                whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
+                been sent, and who catches it on all ranks can go on with the next batch. Ranks of an MP group and of
+                FSDP2 may wait for each other in dense parts: there, and where a dense part raises, the job is over.
         """
         if not (again := recomputing()):
             self._followed = self._assigned

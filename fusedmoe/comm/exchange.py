@@ -32,6 +32,7 @@ from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import (
     CHECK,
+    NUM_DTYPES,
     Agreed,
     ExpertCalls,
     Metadata,
@@ -55,9 +56,8 @@ _num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class Part:
     """The collectives of some rows of an exchange: dispatch and all-gather, reduce-scatter and combine.
 
-    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order. The ranks have
-    compared what they call when they met, for the forward pass; for a backward pass they do so before its first rows
-    (`turn`).
+    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order. The metadata
+    exchange compares the ranks' calls for the forward pass, the first rows of a backward pass those for it (`turn`).
 
     Args:
         algorithm: how rows cross the expert-parallel group.   esp: the expert-sharding group.
@@ -464,6 +464,8 @@ def _foreign_sender(come_QPC: np.ndarray, received: Metadata, experts: int, ep: 
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (received.rank != wanted_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
     bad_QP |= come_QPC.sum(-1) != 2 * come_QPC[..., -_COLUMNS - 1]
+    bad_QP |= (received.dtype < 1) | (received.weights < 0)  # no rank sends rows without a dtype
+    bad_QP |= np.maximum(received.dtype, received.weights) >= NUM_DTYPES
     pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # integers would wrap around
     bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > received.num_pairs)
     # Each token has a pair at least, and each pair a token; of every micro-batch by itself.

@@ -1,6 +1,6 @@
 """The metadata exchange: before rows are sent, each rank sends every other rank the numbers of rows to expect.
 
-The message from one rank to another is a row of int64 columns, of which the checksum is the sum of the others:
+The message from one rank to another is a row of int64 columns. The checksum is the sum of all others, before and after:
 
     pairs of each of the receiver's experts | tokens of each micro-batch | checksum | the fields of `Metadata`
 
@@ -28,6 +28,7 @@ from fusedmoe.kernels.layout import Layout
 CHECK = "the check of the layer's input"
 # A column has the index of a dtype; 0 is that of router weights that are not sent.
 _DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NUM_DTYPES = len(_DTYPES)
 
 
 class RowForm(NamedTuple):

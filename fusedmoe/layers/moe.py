@@ -133,6 +133,7 @@ class MoELayer(nn.Module):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         keep_out_of_graphs(MoELayer, "_guarded")
+        keep_out_of_graphs(MoELayer, "refuse")
         constant_in_graphs(graph_takes_sizes)
         count_flops()
         return super().__new__(cls)

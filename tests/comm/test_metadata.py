@@ -50,6 +50,14 @@ def refused(rank: int, world: int) -> list[str]:
             changed[0, 1, column] += change
             if sender(changed) != 1:
                 passed.append(f"column {column}, {change}")
+    # Messages of another operation whose checksum is right: all zeros, which are a message of rank 0 without pairs, and
+    # a dtype that does not exist.
+    zeros, dtype = table_QPC.copy(), table_QPC.copy()
+    zeros[0, 0] = 0
+    for offset in (fields, fields + 1):
+        dtype[0, 1, -offset] += 50
+    if sender(zeros) != 0 or sender(dtype) != 1:
+        passed.append("another operation's message")
     return passed
 
 

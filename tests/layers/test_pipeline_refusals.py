@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
@@ -79,12 +80,21 @@ def step(run: PipelinedBlocks, x_BLM: Tensor) -> list[Tensor]:
 
 
 def goes_on(
-    rank: int, world: int, culprit: int, sizes: tuple[int, int], degrees: tuple[int, int], hooked: bool = False
+    rank: int,
+    world: int,
+    culprit: int,
+    sizes: tuple[int, int],
+    degrees: tuple[int, int],
+    hooked: bool = False,
+    compiled: bool = False,
 ) -> None:
     topology = Topology.from_sizes(*sizes, timeout_s=60.0)
     run = make(topology, degrees)
     if hooked:  # the blocks run one after the other
         run.experts[0].gate.register_forward_hook(lambda gate, given, routing: None)
+    if compiled:
+        run.set_plan(None)
+        run.forward = torch.compile(run.forward, backend="eager")  # type: ignore[method-assign]
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
     wanted, others = step(run, x_BLM), ""
     if rank != culprit:
@@ -121,6 +131,11 @@ def test_what_one_rank_refuses_is_over_where_hooks_forbid_plans(
     cluster: Cluster, world: int, sizes: tuple[int, int]
 ) -> None:
     cluster.run(world, goes_on, random.randrange(world), sizes, (1, 1), True)
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_is_over_in_compiled_blocks(cluster: Cluster) -> None:
+    cluster.run(2, goes_on, random.randrange(2), (2, 1), (1, 1), False, True)
 
 
 def test_in_a_world_of_one() -> None:
@@ -268,3 +283,15 @@ def test_what_a_dense_part_raises_ends_the_job(cluster: Cluster, degrees: tuple[
         else:
             assert first[0] == "RankError" and re.search(told, first[1])
         assert second[0] == "RankError" and re.search(told, second[1])
+
+
+def sharded_dense(rank: int, world: int) -> list[bool]:
+    topology = Topology.from_sizes(world, timeout_s=60.0)
+    plain, sharded = (make(topology, (1, 1)) for _ in range(2))
+    fully_shard(sharded.dense[0])
+    return [run._blocks[0].communicates for run in (plain, sharded)]
+
+
+def test_a_refusal_does_not_wait_for_ranks_that_gather_a_sharded_dense_part(cluster: Cluster) -> None:
+    """They would not come to the exchange that carries it."""
+    assert cluster.run(2, sharded_dense) == [[False, True]] * 2
