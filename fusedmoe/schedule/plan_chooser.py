@@ -143,6 +143,8 @@ class PlanChooser:
         self._skips_next = False
         self._began_s = 0.0
         self._followed: PlanCandidate | None = None
+        # As text: an exception would keep the caller's frames, and their tensors, alive.
+        self._failure = ""
         self._run = self._phases()
         self._entry = next(self._run)
         self._follow()
@@ -165,9 +167,15 @@ class PlanChooser:
     def note(self, seconds: float) -> None:
         """Record the seconds of a whole step on this rank. Collective, but not in every step.
 
+        An error of the source ends the search on all ranks.
+
         Raises:
-            ConfigError: seconds that are not positive and finite.
+            ConfigError: seconds that are not positive and finite, or an earlier call has ended the search.
         """
+        if self._failure:
+            raise ConfigError(
+                f"PlanChooser.note: the search failed in an earlier step: {self._failure}. Make a new PlanChooser."
+            )
         if self._skips_next:
             self._skips_next = False
             return
@@ -177,17 +185,24 @@ class PlanChooser:
         # Ranks exchange the seconds of a window at a time where nothing depends on a single step.
         if self.settled and len(self._window) < WINDOW:
             return
-        was_settled = self.settled
-        with self.source.guard():
-            window, self._window = self._window, []
-            # All ranks wait for the slowest, so its seconds are the step's.
-            slowest = self.source.slowest(window)
-            if not all(0 < step_s < math.inf for step_s in slowest):
-                raise ConfigError(f"PlanChooser.note: a step took {slowest} s; give its seconds, more than 0")
-            for step_s in slowest:
-                self.trials.num_steps += 1
-                self._entry = self._run.send(step_s)
-            self._follow()
+        was_settled, is_valid = self.settled, True
+        try:
+            with self.source.guard():
+                window, self._window = self._window, []
+                # All ranks wait for the slowest, so its seconds are the step's.
+                slowest = self.source.slowest(window)
+                is_valid = all(0 < step_s < math.inf for step_s in slowest)
+                if not is_valid:
+                    raise ConfigError(f"PlanChooser.note: a step took {slowest} s; give its seconds, more than 0")
+                for step_s in slowest:
+                    self.trials.num_steps += 1
+                    self._entry = self._run.send(step_s)
+                self._follow()
+        except BaseException as error:
+            # The generator has ended on the rank that failed. Another rank's generator must not run on by itself.
+            if is_valid:
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
         if self.settled and not was_settled:
             self.source.report(self)
 

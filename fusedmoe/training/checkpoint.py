@@ -75,9 +75,17 @@ def save_checkpoint(
             activation checkpointing) leave no trace in the checkpoint.
         optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …), or
             `PerMatrix`; or several, in a list.
-        extra: whatever else the run needs: step, scheduler, states of generators. Tensors, numbers, text, bytes,
-            paths, times, NumPy's arrays and scalars, and lists, tuples, sets and dictionaries of them (OrderedDict and
-            Counter, too) are loaded with their types. Rank 0's is kept: gather into it what differs between ranks.
+        extra: other state of the run (step, scheduler, states of generators), loaded with its types. Rank 0's is kept:
+            gather into it what differs between ranks. Stored classes, without their subclasses:
+
+            - None, bool, int, float, str, bytes, and paths of this system (`pathlib.Path`);
+            - date, timedelta, and datetime with a fixed offset or none;
+            - dense Tensor and Parameter, torch.Size, torch.device, and torch.dtype that a stored tensor may have;
+            - NumPy arrays of booleans, numbers (complex, too), times, bytes and text; scalars but for bytes and text;
+            - list, tuple, set, frozenset, dict, OrderedDict and Counter of these, nested up to 100 deep.
+
+            Any other class is refused with its place and advice: [real, imag] for a complex number, `value` of an enum,
+            `asdict` of a dataclass, `state` of NumPy's BitGenerator, `isoformat()` of a time.
     Raises:
         ConfigError: `path` is something else than a checkpoint, the state cannot be split over other ranks, or holds
             an object of a class that checkpoints do not store; another job is saving to `path`.

@@ -15,7 +15,9 @@ import struct
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from datetime import date, datetime, timedelta, timezone, tzinfo
+from dataclasses import is_dataclass
+from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from enum import Enum
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +54,10 @@ _ADVICE = {
     datetime: "Convert it to UTC, by astimezone(timezone.utc)",
     np.random.Generator: "Store its bit_generator.state",
     np.random.RandomState: "Store its get_state()",
+    np.random.BitGenerator: "Store its state",
+    time: "Store its isoformat()",
+    complex: "Store [value.real, value.imag]",
+    Enum: "Store its value",
 }
 
 
@@ -201,6 +207,10 @@ class _Encoder:
             return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
         if kind is float:
             return value if isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is torch.dtype and value not in DTYPES.values():
+            raise ConfigError(
+                f"{self._label}{where[:200]} is {value}, which checkpoints do not store. Store its name: str(dtype)."
+            )
         if kind in _SCALARS:
             tag, encode, _ = _SCALARS[kind]
             return {tag: encode(value)}
@@ -258,6 +268,8 @@ class _Encoder:
         kind, plain = type(value), (dict, list, tuple, str, int, float, set, Tensor, np.ndarray)
         base = next((known for known in plain if isinstance(value, known)), None)
         advice = next((_ADVICE[known] for known in kind.__mro__ if known in _ADVICE), None)
+        if advice is None and is_dataclass(kind):
+            advice = "Store dataclasses.asdict() of it"
         if advice is None:
             advice = (
                 "Store its state_dict() or plain values" if base is None else f"Convert it to a plain {base.__name__}"
@@ -297,14 +309,32 @@ def _delta(value: timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
+def _elements(payload: Any, tag: str, number: int) -> list[Any]:
+    """Return a payload that is a list of `number` elements; `ValueError` for anything else."""
+    if type(payload) is not list or len(payload) != number:
+        found = f"{len(payload)} elements" if type(payload) is list else type(payload).__name__
+        raise ValueError(f"{tag} has {found}; expected a list of {number}")
+    return payload
+
+
+def _path(payload: Any) -> Path:
+    if type(payload) is not str:
+        raise ValueError(f"$path has {type(payload).__name__}; expected str")
+    return Path(payload)
+
+
+def _datetime(text: str, fold: int) -> datetime:
+    return datetime.fromisoformat(text).replace(fold=fold)
+
+
 # Scalars: tag, encoder and decoder of each type.
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("$bytes", _base64, _bytes),
     date: ("$date", date.isoformat, date.fromisoformat),
-    timedelta: ("$timedelta", _delta, lambda payload: timedelta(*payload)),
+    timedelta: ("$timedelta", _delta, lambda payload: timedelta(*_elements(payload, "$timedelta", 3))),
     torch.dtype: ("$dtype", dtype_name, DTYPES.__getitem__),
     torch.device: ("$device", str, torch.device),
-    type(Path()): ("$path", str, Path),
+    type(Path()): ("$path", str, _path),
 }
 
 _CONTAINERS: dict[type, str] = {
@@ -328,7 +358,7 @@ def _decode(held: Any, tensor: Callable[..., Tensor]) -> Any:
         return {key: _decode(element, tensor) for key, element in held.items()}
     ((tag, payload),) = held.items()
     if tag == "$tensor":
-        return tensor(*payload)
+        return tensor(*_elements(payload, tag, 5))
     if tag in _DECODERS:
         return _DECODERS[tag](payload)
     kind: Any = _KINDS[tag]
@@ -360,12 +390,16 @@ def _array(dtype: str, shape: Any, text: str) -> Any:
     return np.ndarray(tuple(size_of(shape)), np.dtype(dtype), bytearray(_bytes(text)))
 
 
+def _number(dtype: str, text: str) -> Any:
+    return _array(dtype, [1], text)[0]
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$int": lambda text: int(text, 16),
     "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
-    "$ndarray": lambda payload: _array(*payload),
-    "$numpy": lambda payload: _array(payload[0], [1], payload[1])[0],
-    "$datetime": lambda payload: datetime.fromisoformat(payload[0]).replace(fold=payload[1]),
+    "$ndarray": lambda payload: _array(*_elements(payload, "$ndarray", 3)),
+    "$numpy": lambda payload: _number(*_elements(payload, "$numpy", 2)),
+    "$datetime": lambda payload: _datetime(*_elements(payload, "$datetime", 2)),
     **{tag: decode for tag, _, decode in _SCALARS.values()},
 }
 _KINDS: dict[str, type] = {tag: kind for kind, tag in _CONTAINERS.items() if tag}

@@ -49,6 +49,8 @@ TUNED = (AUTO, "flowmoe")
 _CLIMBS, _SIZE_STEPS = 3, 5
 # Costs measured in less time would not be accurate enough.
 _LEAST_S = 1.0
+# Steps that may pass without a measurement after a drift: a forward may reach the layer no more.
+_MOST_DEFERRED = 2
 
 # Sizes that may be tried, evenly in their logarithm, and the least of them as a share of the largest.
 _GRID, _LEAST = 256, 2**-6
@@ -78,7 +80,7 @@ def tune_step(
         drift: share by which the median of steps must change for another search; None: never.
         measure: measures the costs again, in about the given number of seconds; collective, and the same on all ranks.
             None: only costs that `PlannedStep` has measured are measured again. Returning None defers the measurement
-            to the end of the next step.
+            to the end of the next step. After two such steps the search continues with the previous costs, if any.
         resumed: the file of a choice (`choice_text`) that this job made before it was stopped. If it exists, its plan
             is followed without a trial unless steps drift.
         tell: called on rank 0 with a line that describes each choice.
@@ -139,7 +141,8 @@ class StepSource(PlanSource):
         self.step = step
         self._policy, self._tell, self._measure, self._resumed = policy, tell, measure, resumed
         self._path = Path()
-        self._is_measuring = False
+        # Answers of `measure` in a row that have deferred the measurement.
+        self._num_deferred = 0
         self._search: BucketSearch | None = None
         # Without gradients to send there are no sizes of buckets to search.
         if policy != AUTO and step.has_costs and (largest := max(step.costs.gradient_bytes)):
@@ -169,12 +172,17 @@ class StepSource(PlanSource):
         return [] if self._search is None else self._next_size(self._search, chooser)
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
-        if self._measure is None or (budget_s < _LEAST_S and not self._is_measuring):
+        if self._measure is None or (budget_s < _LEAST_S and not self._num_deferred):
             return 0.0
         began_s, had_costs = time.perf_counter(), self.has_costs
         costs = self._measure(min(budget_s, BUDGET_S))
-        self._is_measuring = costs is None
+        self._num_deferred = 0 if costs is not None else self._num_deferred + 1
         if costs is None:
+            if had_costs and self._num_deferred > _MOST_DEFERRED:
+                # All ranks count the same steps, so all continue with the previous costs.
+                self._num_deferred = 0
+                self.step.cancel_measurement()
+                return 0.0
             if not had_costs and chooser.trials.num_steps == 1 and self.step.topology.is_first:
                 self._tell(
                     "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints go "

@@ -91,7 +91,8 @@ def plan_step(
 class PlannedStep:
     """A training step of a model, which can follow one plan after the other. Making one is collective over all ranks.
 
-    Args: as for `plan_step`. Layers of other libraries are measured in a forward, which also provides the workload.
+    Args: as for `plan_step`. Layers of other libraries are measured in a forward, which also provides the
+            workload if it is None.
     Attributes:
         costs: of a step.   buckets: of the gradients that plans reduce on the way.   blocks: in micro-batches, if any.
         limit, samples: as given.   has_measured: costs are measured here, not given.
@@ -122,7 +123,7 @@ class PlannedStep:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
         number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
         self._model, self.topology = model, topology
-        self._workload = workload if ours or costs is not None else None
+        self._workload, self._has_costs = workload, False
         self.blocks, self.limit, self.samples = blocks, limit, samples
         dense = None if blocks is None else blocks.dense_parameters
         on = topology if blocks is None else blocks.topology
@@ -140,13 +141,14 @@ class PlannedStep:
 
     @property
     def workload(self) -> Workload:
-        assert self._workload is not None
+        if self._workload is None:
+            raise ConfigError("PlannedStep: costs that are given need the workload of a layer: pass workload=…")
         return self._workload
 
     @property
     def has_costs(self) -> bool:
         """Return whether plans can be made; false until a forward has measured the layers of another library."""
-        return self._workload is not None
+        return self._has_costs
 
     def measured(self, again_s: float | None = None) -> CostModel | None:
         """Return the costs of this machine and the model's first layer, measured now or before. Collective.
@@ -173,6 +175,13 @@ class PlannedStep:
             trial.state, trial.again_s = Measurement.DUE, again_s
         return None
 
+    def cancel_measurement(self) -> None:
+        """Withdraw the request of `measured` that no forward has fulfilled yet."""
+        first = self._layers[0]
+        trial = first.plans.trial if isinstance(first, ScheduledExchange) else None
+        if isinstance(trial, CostTrial) and trial.state is Measurement.DUE:
+            trial.state = Measurement.TAKEN
+
     def set_costs(self, costs: CostModel | StepCosts) -> None:
         """Has plans be made by these costs from now on, the same on every rank."""
         workload, blocks = self.workload, self.blocks
@@ -183,6 +192,7 @@ class PlannedStep:
             given = self._layers[0].topology, costs, workload, self.buckets
             self.costs = model_costs(blocks, *given)
             self.layer_costs = self.costs if blocks is None else model_costs(None, *given)
+        self._has_costs = True
 
     def predicted(self, candidate: PlanCandidate) -> PlanCandidate:
         """Returns a plan with the seconds that it takes by the costs that there are now."""

@@ -16,6 +16,7 @@ from bench.gpu.apart import Case
 from bench.gpu.part import Log, Place
 from bench.gpu.process import Ended
 from bench.gpu.steps import PLANS
+from fusedmoe.kernels.triton.grouped import verified
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, HopperConfig
 from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified
 
@@ -53,6 +54,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> dict[Case, str | None]:
         return ((case, faults.get(case, "")) for case in cases)
 
     told = {"gpu": {"name": "NVIDIA H200", "capability": "9.0"}, "commit": "abc"}
+    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
     monkeypatch.setattr(verify, "check_apart", apart)
     monkeypatch.setattr(verify, "gpu_of", lambda device: HOPPER)
     monkeypatch.setattr(verify, "environment", lambda device: told)

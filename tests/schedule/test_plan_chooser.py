@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import TRANSITIONS, WINDOW, Phase, PlanChooser, PlanSource
@@ -317,6 +318,61 @@ def test_refusals(wrong: dict[str, Any]) -> None:
     for seconds in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match=r"PlanChooser.note: a step took \[.*\] s; give its seconds, more than 0"):
             chooser.note(seconds)
+
+
+def failing_sources() -> dict[str, Source]:
+    """Sources whose methods fail after a choice was made, by the method that does."""
+    found = candidates_of([1.0, 1.05])
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("theirs")
+
+    made = iter([found])
+    return {
+        "candidates": Source(lambda: next(made, None) or fail()),
+        "more": Source(lambda: found, propose=fail),
+        "measure": Source(lambda: found, renew=fail),
+    }
+
+
+@pytest.mark.parametrize("method", failing_sources())
+def test_an_error_of_the_source_is_named_by_all_later_steps(method: str) -> None:
+    chooser = PlanChooser(failing_sources()[method])
+    with pytest.raises(ValueError, match="theirs"):
+        for number in range(100):
+            chooser.note(chooser.now.predicted_s * (1.0 if number < 40 else 2.0))
+    steps = chooser.trials.num_steps
+    for _ in range(3):
+        with pytest.raises(
+            ConfigError, match=r"failed in an earlier step: ValueError: theirs\. Make a new PlanChooser"
+        ):
+            chooser.note(1.0)
+    assert chooser.trials.num_steps == steps
+
+
+def test_an_error_on_another_rank_ends_the_search_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        yield
+        raise RankError("rank 1 failed")
+
+    chooser.note(1.0)
+    monkeypatch.setattr(chooser.source, "guard", guard)
+    with pytest.raises(RankError, match="rank 1 failed"):
+        chooser.note(1.0)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="RankError: rank 1 failed"):
+        chooser.note(1.0)
+
+
+def test_steps_without_seconds_do_not_end_the_search() -> None:
+    chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
+    with pytest.raises(ConfigError, match="give its seconds"):
+        chooser.note(0.0)
+    chooser.note(1.0)
+    assert chooser.trials.num_steps == 1
 
 
 def phases_of(chooser: PlanChooser, step_s: Callable[[PlanChooser, int], float], steps: int = 400) -> list[Phase]:

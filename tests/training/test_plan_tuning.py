@@ -329,6 +329,22 @@ def test_costs_that_the_next_step_measures_are_read_when_that_step_takes_all_of_
     assert step.costs == model_costs(step.blocks, step.topology, STARTS, step.workload, step.buckets)
 
 
+def test_costs_that_no_step_measures_are_waited_for_two_steps_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, measure=asked.append)
+    settle(tuning, 1.0 / tuning.now.predicted_s)
+    costs, usual_s = step_of(tuning).costs, tuning.best.median_s
+    for _ in range(WINDOW):
+        tuning.note(1.2 * usual_s)
+    for number in range(2):
+        assert len(asked) == 1 + number and tuning.phase is Phase.MEASURE
+        tuning.note(1.2 * usual_s)
+    assert len(asked) == 3 and tuning.phase is Phase.TRY and step_of(tuning).costs is costs
+    settle(tuning, 1.2 / tuning.now.predicted_s)
+
+
 def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
     """Before and after a drift: R and S_p, and all that were tried; the fastest ones are made up."""
     with pytest.MonkeyPatch.context() as patch:

@@ -14,12 +14,14 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.dispatchers import EXCHANGE, AutogradExperts, ExternalExperts, GroupedExperts, ScheduledExchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.measure import Measurement
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule import plan_chooser
 from fusedmoe.schedule.candidates import OFF
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from fusedmoe.schedule.plan_chooser import WINDOW, Phase
-from fusedmoe.training import tune_model
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import PlannedStep, tune_model, tune_step
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.marks import slowly
@@ -191,6 +193,51 @@ def test_the_step_after_a_drift_measures_again(cluster: Cluster, tmp_path: Path)
     # Half of what is left goes to the machine's lines, the other half to the layer's parts.
     assert (asked, new, again) == other and new and len(asked) == 1 and 0.5 <= asked[0] <= 15
     assert again == [WINDOW + 1]
+
+
+def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Phase], Measurement, bool, list[Any]]:
+    """Phases after a drift while no forward measures, and the state of the trial."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *given: asked.append(given[3]) or COSTS)
+        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        clock = Slower()
+        patch.setattr(plan_chooser, "time", clock)
+        model: Any = model_of(topology, True)
+        tuning = tune_model(model, limit=4, tell=lambda line: None)
+        while not tuning.settled:
+            with tuning, plans_run() as ran:
+                model(torch.randn(TOKENS, M, dtype=torch.float64)).square().mean().backward()
+                clock.ran = list(ran)
+        source: Any = tuning.source
+        costs, phases = source.step.costs, []
+        clock.times = 2.0
+        for _ in range(WINDOW + 2):
+            with tuning:
+                pass
+            phases.append(tuning.phase)
+        trial = getattr(model[0], EXCHANGE).plans.trial
+        return phases[WINDOW - 1 :], trial.state, source.step.costs is costs, asked
+
+
+def test_a_drift_without_a_forward_keeps_the_previous_costs(cluster: Cluster, tmp_path: Path) -> None:
+    for phases, state, is_same, asked in cluster.run(2, drifted_without_forward, str(tmp_path)):
+        assert phases == [Phase.MEASURE, Phase.MEASURE, Phase.TRY]
+        # A forward that reaches the layer later must not measure in the midst of trials.
+        assert state is Measurement.TAKEN and is_same and not any(asked)
+
+
+def test_a_workload_that_is_given_serves_costs_that_the_job_measures() -> None:
+    model, workload = model_of(Topology(), True), Workload.of_rows(TOKENS * K, M, H, E, True, 8, 1, 1)
+    step = PlannedStep(model, Topology(), None, workload, limit=4)
+    assert not step.has_costs and step.workload is workload
+    tuning = tune_step(step, measure=lambda seconds: COSTS, tell=lambda line: None)
+    assert step.has_costs and tuning.phase is Phase.TRY and step.workload is workload
+    without = PlannedStep(model, Topology(), None, None, limit=4)
+    with pytest.raises(ConfigError, match="need the workload of a layer"):
+        tune_step(without, measure=lambda seconds: COSTS, tell=lambda line: None)
 
 
 def a_step_that_failed(rank: int, world: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 import os
 import random
@@ -11,6 +12,7 @@ import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from functools import partial
 from pathlib import Path, PureWindowsPath
@@ -25,7 +27,7 @@ from torch import nn
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.plain_values import DTYPES, tensor_bytes
+from fusedmoe.training.plain_values import DTYPES, decode_value, encode_value, tensor_bytes
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
 from tests.training.toy import Sizes, Toy
@@ -302,6 +304,59 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
     model.average = None
     assert load_checkpoint(path, WithState(), None, ALONE) == {"step": 1}
     assert Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(WithState(), None) == {"step": 1}
+
+
+class Setting(enum.Enum):
+    """An enum of text."""
+
+    FAST = "fast"
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    number: int = 1
+
+
+ADVICE: dict[str, tuple[Any, str]] = {
+    "a complex number": (1 + 2j, r"[value.real, value.imag]"),
+    "an enum": (Setting.FAST, "its value"),
+    "an enum of numbers": (Colour.RED, "its value"),
+    "a dataclass": (Record(), "dataclasses.asdict()"),
+    "a bit generator": (np.random.PCG64(1), "Store its state."),
+    "a time of day": (time(1, 2), "isoformat()"),
+    "a dtype": (torch.qint8, "str(dtype)"),
+    "a dtype of bits": (torch.bits8, "str(dtype)"),
+}
+
+
+@pytest.mark.parametrize("what", ADVICE)
+def test_a_rejection_names_the_place_and_what_to_store(what: str) -> None:
+    value, advice = ADVICE[what]
+    for held in (
+        {"a": [0, {"b": value}]},
+        {"a": [0, {"b": {value: 1}}]} if what != "a dataclass" else {"a": [0, value]},
+    ):
+        with pytest.raises(ConfigError, match=r"^extra\['a'\]\[1\].*checkpoints do not store") as caught:
+            encode_value(held, "extra")
+        assert advice in str(caught.value)
+
+
+DAMAGED = {
+    "$datetime": ["2026-01-01T00:00:00", 0, None],
+    "$path": ["PosixPath", "/a"],
+    "$timedelta": [1, 2, 3, 4],
+    "$numpy": ["<f8", "AAAAAAAAAAA=", 1],
+    "$ndarray": ["<f8", [1], "AAAAAAAAAAA=", 1],
+}
+
+
+@pytest.mark.parametrize("tag", DAMAGED)
+def test_payloads_with_more_elements_are_rejected(tag: str) -> None:
+    with pytest.raises(ValueError, match=rf"^it is no value of a checkpoint .*\{tag} has .*; expected") as caught:
+        decode_value(json.dumps({tag: DAMAGED[tag]}), lambda *_: pytest.fail("no tensor"))
+    assert "\n" not in str(caught.value)
 
 
 INEXACT = {

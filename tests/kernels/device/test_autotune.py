@@ -19,7 +19,7 @@ from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
-from fusedmoe.kernels.triton.grouped import autotune
+from fusedmoe.kernels.triton.grouped import autotune, verified
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
@@ -510,6 +510,7 @@ def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pyt
 def test_the_tuner_of_a_gpu_times_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU whose kind nobody has checked it times nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
+    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
     key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)
 
     def candidates(**changed: Any) -> list[Config]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ pytest.importorskip("triton")
 from bench.gpu import gluon_first
 from bench.gpu.results import RESULTS
 from fusedmoe.kernels.generation import NEEDED, generation
-from fusedmoe.kernels.triton.grouped import autotune
+from fusedmoe.kernels.triton.grouped import autotune, verified
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, by_table, every_candidate, to_time, untuned
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
@@ -111,6 +112,12 @@ def test_it_is_nobodys_default() -> None:
     assert untuned(None)(of, pytest.fail) == by_table(None, of)[0].config  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def verified_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version of Triton that the Gluon form was verified with, whichever is installed."""
+    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
+
+
 # --- The table of what is verified ---
 
 
@@ -122,6 +129,7 @@ def test_where_nothing_is_verified_nothing_is_timed() -> None:
     assert to_time(HOPPER._replace(shared_bytes=200_000), key()) == table_of(OTHERS[0], key())[:1]
 
 
+@pytest.mark.usefixtures("verified_triton")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_is_timed_on_hopper(operation: str) -> None:
     """Triton's form in every variant of half precision; the Gluon form where runs have checked it, and so neither in
@@ -136,6 +144,18 @@ def test_what_is_timed_on_hopper(operation: str) -> None:
     for changed in changes:
         other = of._replace(variant=of.variant._replace(**changed))
         assert gluon(HOPPER, other) and to_time(HOPPER, other) == table, changed
+
+
+@pytest.mark.parametrize("version", ["3.6.1", "3.7.0", "4.0.0", "3.6.0+git1"])
+def test_with_another_triton_the_gluon_form_is_not_timed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(verified, "TRITON_VERSION", version)
+    for operation in OPERATIONS:
+        of = key(operation, extra=operation == "dhidden")
+        assert gluon(HOPPER, of) and to_time(HOPPER, of) == table_of(HOPPER, of)
+
+
+def test_the_version_of_triton_is_the_installed_one() -> None:
+    assert verified.TRITON_VERSION.partition("+")[0] == metadata.version("triton").partition("+")[0]
 
 
 def test_the_table_names_candidates_that_there_are() -> None:
@@ -153,18 +173,22 @@ def test_the_table_names_what_runs_have_shown() -> None:
     """In bfloat16 the rows of a benchmark have the times of each configuration, which came after its check."""
     for entry in VERIFIED:
         timed: dict[str, set[str]] = {}
+        versions: set[str] = set()
         for name in entry.evidence:
             found = json.loads((RESULTS / name).read_text())
             # Where a run has parts, the first of them wrote what GPU it is.
             told = found if "gpu" in found else json.loads(found["parts"][0]["output"])
             assert told["gpu"]["capability"] == ".".join(map(str, entry.capability))
+            versions.add(told["versions"]["triton"])
             for row in found.get("rows", ()):
                 timed.setdefault(row["name"].lower(), set()).update(row.get("microseconds", {}))
+        assert {*entry.triton} == versions
         for words, names in entry.configs.items():
             operation, dtype, *_ = words.split()
             assert dtype != "bfloat16" or {*names} <= timed[operation], words
 
 
+@pytest.mark.usefixtures("verified_triton")
 def test_names_of_the_table() -> None:
     of = key()
     wide, *_ = gluon(HOPPER, of)

@@ -1,8 +1,15 @@
 """Configurations of the grouped products that gave right results on a GPU. The run-time tuner times no others.
 
 `python -m bench.gpu.verify`, a part of `make bench-gpu`, compares every candidate with its definition and records the
-verdicts in bench/results. A configuration enters this table by hand, with the file that shows its verdict. On a GPU
-without an entry nothing is tuned: each launch runs in the default of the table of tiles.
+verdicts in bench/results. A configuration enters this table by hand, with the file that shows its verdict and the
+version of Triton that it ran with. On a GPU without an entry nothing is tuned: each launch runs in the default of the
+table of tiles.
+
+Gluon is experimental: its interface, and the instructions that its programs control themselves, change between versions
+of Triton. A verdict on the Gluon form therefore holds for the versions of its evidence only. A verdict on Triton's form
+holds for every version that the library was tested with: `make aot` compiles each configuration with each version and
+checks the machine code (bench/launches.json). The default of an untuned launch is of the same form, so the table could
+not keep a launch from a version that compiles this form wrongly.
 """
 
 from __future__ import annotations
@@ -11,8 +18,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
+import triton
+
 from fusedmoe.kernels.generation import Capability
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Variant, with_programs
+
+#: The version of Triton that compiles this process's kernels.
+TRITON_VERSION: str = triton.__version__
 
 
 class Gpu(NamedTuple):
@@ -36,12 +48,14 @@ class Verified(NamedTuple):
         capability, shared_bytes: as of `Gpu`.
         configs: names of configurations by the first words of the variants that were checked (`str(Variant)`). A name
             that ends in " p" was checked with fewer programs than tiles, as a launch beside communication has them.
+        triton: versions of Triton in the evidence. The Gluon form is verified for these versions only.
         evidence: files of bench/results with the verdicts.
     """
 
     capability: Capability
     shared_bytes: int
     configs: Mapping[str, tuple[str, ...]]
+    triton: tuple[str, ...]
     evidence: tuple[str, ...]
 
 
@@ -69,6 +83,7 @@ VERIFIED = (
             for operation, names in _TRITON_ON_HOPPER.items()
             for dtype in ("bfloat16", "float16")
         },
+        ("3.6.0",),
         ("gpu-1_20261126T211029.json", "gpu_nvidia-h100-80gb-hbm3_20261127T015127.json"),
     ),
     # A tuner that checked before it timed, in layers of SwiGLU experts without biases. Other activations, biases,
@@ -87,6 +102,7 @@ VERIFIED = (
             ),
             "dw2 bfloat16 ieee gather even bulk": (_GLUON,),
         },
+        ("3.6.0",),
         (
             "gpu_nvidia-h100-80gb-hbm3_20261127T012657.json",
             "gpu_nvidia-h100-80gb-hbm3_20261127T015127.json",
@@ -101,14 +117,22 @@ def name_of(config: Config) -> str:
     return str(with_programs(config, 0)) + " p" * fewer
 
 
-@cache
 def is_verified(gpu: Gpu, variant: Variant, config: Config) -> bool:
-    """Returns whether a configuration gave right results on such a GPU in such a variant."""
+    """Return whether a configuration gave right results on such a GPU in such a variant.
+
+    The Gluon form needs evidence with this version of Triton. Triton's form does not; see the module's docstring.
+    """
+    return _is_verified(gpu, variant, config, TRITON_VERSION)
+
+
+@cache
+def _is_verified(gpu: Gpu, variant: Variant, config: Config, version: str) -> bool:
     words, name = f"{variant} ", name_of(config)
     return any(
         name in names
         for entry in VERIFIED
         if entry.capability == gpu.capability and gpu.shared_bytes >= entry.shared_bytes
+        if version in entry.triton or not isinstance(config, HopperConfig)
         for first, names in entry.configs.items()
         if words.startswith(f"{first} ")
     )
