@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.compat import megatron, torchtitan
+from fusedmoe.compat.torch import WRAPPED_NAMES
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import ExpertChoice, SoftMoE
 from fusedmoe.layers.gates.choosing import Choosing, RouterTap
@@ -32,8 +33,8 @@ from fusedmoe.layers.moe import MoELayer
 
 __all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]
 
-# Names that DDP and PEFT give to the module that they wrap.
-_WRAPPED = {"module", "base_layer"}
+# Names that wrappers give to the module that they wrap: DDP, PEFT, and those of `compat`.
+_WRAPPED = {"module", "base_layer", *WRAPPED_NAMES}
 
 
 class _Router(NamedTuple):
@@ -354,27 +355,13 @@ def _found(model: nn.Module) -> dict[str, MoELayer | _Router]:
         if (router := _router(path, module, modules)) is None:
             continue
         path = router.path if isinstance(router, _Router) else path
-        name = _without_wrappers(path, modules) or type(module).__name__
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPED) or type(module).__name__
         if name in by_name:
             raise ConfigError(f"fusedmoe.routing: {name} has two routers, and nobody can say which tokens are whose")
         by_name[name] = router
     if not by_name:
         raise ConfigError(f"fusedmoe.routing: {type(model).__name__} has no layers of experts that it knows")
     return by_name
-
-
-def _is_wrapped(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a wrapper holds a module: FSDP, torch.compile and checkpoints under a private name."""
-    owner, _, name = path.rpartition(".")
-    alone = name.startswith("_") and sum(1 for _ in modules[owner].children()) == 1
-    return alone or name in _WRAPPED
-
-
-def _without_wrappers(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of a module without the parts that wrappers have put into it."""
-    parts = path.split(".")
-    paths = (".".join(parts[: place + 1]) for place in range(len(parts)))
-    return ".".join(part for part, to in zip(parts, paths, strict=True) if not _is_wrapped(to, modules))
 
 
 def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELayer | _Router | None:
@@ -387,7 +374,7 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
     if {"is_transposed", "is_concatenated"} <= vars(module).keys():  # transformers'
         from fusedmoe.compat.transformers import is_expert_parallel
 
-        while _is_wrapped(path, modules):
+        while path.rpartition(".")[2] in _WRAPPED:
             path = path.rpartition(".")[0]
         around = path.rpartition(".")[0]
         # Where experts are split, their number is one rank's, and the parameters are those of all. What they are called

@@ -231,6 +231,25 @@ def test_hooks_stay_as_they_were() -> None:
     assert len(packed) == 1
 
 
+def test_disabled_hooks_stay_in_place() -> None:
+    """AOT autograd disables hooks around a region that it compiled with the caller's hooks."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        torch._C._autograd._saved_tensors_hooks_disable("compiled", False)
+        try:
+            with compat.saved_tensor_hooks_removed() as hooks:
+                assert hooks == []
+        finally:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) == before
+
+
+def test_no_store_without_a_default_group() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ConfigError, match="not initialised; call init_process_group"):
+        compat.default_store()
+
+
 class _Renamed(torch.autograd.graph.saved_tensors_hooks):
     """A hook of a later PyTorch, which keeps its frame under another name."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd import Variable, forward_ad, profiler
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusedmoe.compat import require_names, require_parameters
+from fusedmoe.compat import require_names
 from fusedmoe.errors import ConfigError
 
 CHECKED = "2.11 to 2.15"
@@ -43,7 +41,10 @@ _DISPATCH = (
     *("_current_graph_task_id", "_dispatch_tls_is_dispatch_key_excluded", "_dispatch_tls_set_dispatch_key_excluded"),
     "_is_fwd_grad_enabled",
 )
-_HOOKS = ("_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks")
+_HOOKS = (
+    *("_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks"),
+    "_saved_tensors_hooks_is_enabled",
+)
 _WRAPPER = ("_pre_forward", "_set_params_and_buffers_to_ignore_for_model")
 for _owner, _names in (
     (torch.cuda, ("_compile_kernel",)),
@@ -62,9 +63,9 @@ for _owner, _names in (
     (_c10d, ("_new_process_group_helper", "_world")),
     (_c10d, ("set_timeout",) if hasattr(_c10d, "set_timeout") else ("_set_pg_timeout",)),
     (_c10d._world, ("pg_group_ranks", "pg_map", "pg_names", "pg_to_tag", "tags_to_pg")),
-    (averaging, ("average_parameters",)),
     (TorchDispatchMode, ("__torch_dispatch__", "__enter__", "__exit__")),
     (torch.ops.c10d, ("allreduce_", "alltoall_base_")),
+    (torch.ops.aten.view.default, ("_schema",)),
 ):
     require_names("torch", torch.__version__, CHECKED, _owner, *_names)
 
@@ -84,6 +85,8 @@ transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
 KEYS_AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
 version_of: Callable[[Tensor], int] = attrgetter("_version")
+#: Return the schema of an operator of `torch.ops`.
+schema_of_operator: Callable[[Any], Any] = attrgetter("_schema")
 #: Return whether a profiler of PyTorch is on.
 profiler_is_on: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
 #: Number of the backward pass that this thread is in; −1 outside of one.
@@ -108,6 +111,9 @@ tracing_context: Callable[[], TracingContext | None] = TracingContext.try_get
 #: Settings of PyTorch's profiler that are not arguments of `torch.profiler.profile`.
 ProfilerConfig: Any = _C._profiler._ExperimentalConfig
 SymmetricMemory: Any = _C._distributed_c10d._SymmetricMemory
+
+#: Names under which torch.compile, FSDP1 and checkpoint wrappers hold the module that they wrap.
+WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def unexpected(what: str) -> ConfigError:
@@ -154,6 +160,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def default_store() -> dist.Store:
     """Return the store of `torch.distributed`'s default group."""
+    if not dist.is_initialized():
+        raise ConfigError("fusedmoe: torch.distributed is not initialised; call init_process_group")
     store: dist.Store = _c10d._world.pg_map[dist.group.WORLD][1]
     return store
 
@@ -328,12 +336,15 @@ def is_early_stop(error: BaseException) -> bool:
 def saved_tensor_hooks_removed(only_checkpoints: bool = False) -> Iterator[list[tuple[Any, Any]]]:
     """Remove this thread's saved-tensor hooks for the duration of a context, and yield them, the innermost first.
 
+    Yields an empty list and leaves the hooks in place where hooks are disabled: a removed one could not be pushed.
+
     Args:
         only_checkpoints: keep the innermost hook that is no checkpoint's, and the hooks below it.
     """
     hooks: list[tuple[Any, Any]] = []
+    is_enabled = _C._autograd._saved_tensors_hooks_is_enabled()
     try:
-        while (top := saved_tensor_hooks(True)) is not None:
+        while is_enabled and (top := saved_tensor_hooks(True)) is not None:
             if only_checkpoints and not is_checkpoint_hook(top[0]):
                 break
             _C._autograd._pop_saved_tensors_default_hooks()
@@ -418,54 +429,6 @@ class RefuseCollectives(TorchDispatchMode):
                 f"different orders. {self._cure}"
             )
         return func(*args, **(kwargs or {}))
-
-
-def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
-    """Have `check` called with the arguments of each call of a function of PyTorch, before the function runs.
-
-    For functions that offer no hook. A caller that has imported the function by name earlier is not checked.
-
-    Args:
-        owner: module or class that holds the function, and whose users look it up there.
-    """
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    setattr(owner, name, checked)
-
-
-def check_after(owner: Any, name: str, check: Callable[..., None]) -> None:
-    """Have `check` called with the arguments of each call of a function of PyTorch, after the function has returned."""
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        check(*args, **kwargs)
-        return result
-
-    setattr(owner, name, checked)
-
-
-def check_averages(check: Callable[..., None]) -> None:
-    """Have `check(parameters, process_group)` called before parameters are averaged over ranks.
-
-    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) average by this one function.
-    """
-
-    # The function gets an iterator, which only one of the two can read.
-    def with_list(parameters: Any, process_group: Any) -> Any:
-        parameters = list(parameters)
-        check(parameters, process_group)
-        return average(iter(parameters), process_group)
-
-    average = averaging.average_parameters
-    require_parameters("torch", torch.__version__, CHECKED, average, "params", "process_group")
-    averaging.average_parameters = functools.wraps(average)(with_list)  # type: ignore[assignment]
 
 
 _OF_ALL = "_global"  # before the name of a module's hooks: that of the hooks of all modules

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fusedmoe.compat import require_names, require_parameters
-from fusedmoe.compat.torch import CHECKED, check_before
+from fusedmoe.compat.torch import CHECKED
+from fusedmoe.compat.torch_checks import check_before
 
 _VERSIONS = ("torch", torch.__version__, CHECKED)
 _FSDP_GROUPS, _FSDP_IGNORED = ("process_group", "device_mesh"), ("ignored_modules", "ignored_states")
@@ -41,7 +42,10 @@ def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
 
 
 def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
-    """Have `check(parameters, process_groups)` called before FullyShardedDataParallel flattens parameters."""
+    """Have `check(parameters, process_groups)` called before FullyShardedDataParallel flattens parameters.
+
+    `parameters` excludes those that nested instances flatten or ignore: the outer instance leaves them alone.
+    """
     initialise = FullyShardedDataParallel.__init__
     signature = inspect.signature(initialise)
 
@@ -52,15 +56,18 @@ def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
         # They may be iterators, which only one of the two can read.
         ignored = [None if each is None else list(each) for each in ignored]
         given.arguments |= {name: each for name, each in zip(_FSDP_IGNORED, ignored, strict=True) if each is not None}
-        left_out = [state for each in ignored if each is not None for state in each]
-        parameters = {id(parameter): parameter for parameter in given.arguments["module"].parameters()}
-        for state in left_out:
-            for parameter in state.parameters() if isinstance(state, nn.Module) else [state]:
-                parameters.pop(id(parameter), None)
+        states = [state for each in ignored if each is not None for state in each]
+        left_out = [p for state in states for p in (state.parameters() if isinstance(state, nn.Module) else [state])]
+        module = given.arguments["module"]
+        nested = [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
+        left_out_by_nested = [p for part in nested for p in (*part.parameters(), *vars(part)["_fusedmoe_left_out"])]
+        kept_out = set(map(id, left_out + left_out_by_nested))
+        parameters = [parameter for parameter in module.parameters() if id(parameter) not in kept_out]
         # Sharding over several nodes has two groups, which together have all ranks unless they are given.
         groups = [dist.group.WORLD] if group is None else [*group] if isinstance(group, tuple) else [group]
-        check(list(parameters.values()), groups if mesh is None else mesh.get_all_groups())
+        check(parameters, groups if mesh is None else mesh.get_all_groups())
         initialise(*given.args, **given.kwargs)
+        given.arguments["self"]._fusedmoe_left_out = left_out
 
     FullyShardedDataParallel.__init__ = checked  # type: ignore[method-assign]
 

@@ -9,12 +9,13 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from fusedmoe.compat.torch import schema_of_operator
 
 #: The class of the operators of a graph.
 OPERATOR: type = type(torch.ops.aten.view.default)
@@ -28,13 +29,9 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
-@cache
 def schema_of(target: Any) -> Any:
     """Return the schema of an operator; None for any other callable."""
-    if not isinstance(target, OPERATOR):
-        return None
-    operation: Any = target
-    return get_signature_for_torch_op(operation, return_schemas=True)[1][0]  # type: ignore[index]
+    return schema_of_operator(target) if isinstance(target, OPERATOR) else None
 
 
 # What a size is taken for that only values decide, as that of `nonzero`: the same on all ranks, whose plans must agree.

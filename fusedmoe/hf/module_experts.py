@@ -8,7 +8,7 @@ activation by a kernel of ours or the module's own functions.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn
@@ -447,19 +447,24 @@ def owner(module: Any) -> str:
             # accelerate's hooks are a partial object around the forward that they call.
             hooked = _home(forward.func) == "accelerate.hooks"
             forward = vars(forward)["__wrapped__"] if hooked else forward.func
-        elif hasattr(forward, "__wrapped__") and _home(forward) in _homes_of_compilers():
+        elif hasattr(forward, "__wrapped__") and _home(forward) in _HOMES_OF_COMPILERS:
             forward = forward.__wrapped__
         else:
             return _home(forward)
 
 
-@cache
-def _homes_of_compilers() -> set[str]:
-    """Return the Python modules of what wraps a function that a compiler takes, or leaves out."""
-    wrapped = (torch.compiler.disable(_home, recursive=recursive) for recursive in (True, False))
-    return {_home(torch.compile(_home)), *map(_home, wrapped)}
-
-
 def _home(function: Any) -> str:
     # Wrapped functions say that they are from where the wrapped one is; their globals do not.
     return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "something unknown"))
+
+
+# Python modules of the wrappers of functions that a compiler takes or leaves out. Found at import: Dynamo traces
+# `owner` and can make no such wrapper in a graph.
+_HOMES_OF_COMPILERS = frozenset(
+    _home(wrap(_home))
+    for wrap in (
+        partial(torch.compile, backend="eager"),
+        torch.compiler.disable,
+        partial(torch.compiler.disable, recursive=False),
+    )
+)

@@ -1,23 +1,25 @@
 """Refusal of PyTorch's wrappers and utilities that treat the different experts of ranks as replicas of one module.
 
-FSDP2 is found in the first forward pass around it, DistributedDataParallel when it is made. FSDP1,
-ZeroRedundancyOptimizer, the model averagers and full state dicts are refused when they are called, before they send
-anything.
+FSDP2 is found in the first forward pass around it. DistributedDataParallel is found when it is made, or in the first
+forward pass of a layer that is made later around parameters that it reduces. FSDP1, ZeroRedundancyOptimizer, the model
+averagers and full state dicts are refused when they are called, before they send anything.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, Self
-from weakref import WeakSet, getweakrefs
+from weakref import WeakKeyDictionary, WeakSet, getweakrefs
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.compat.torch import check_after, check_averages, fsdp_parameters, module_states
+from fusedmoe.compat.torch import fsdp_parameters, module_states
+from fusedmoe.compat.torch_checks import check_averages, check_ddp
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import constant_in_graphs
 
@@ -84,7 +86,7 @@ class WrapperCheck:
         self.passed = (0, 0)
 
     def __call__(self) -> None:
-        """Check FSDP2 where a module or parameter is new.
+        """Check FSDP2, and DistributedDataParallels made before this check, where a module or parameter is new.
 
         Raises:
             ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
@@ -95,17 +97,24 @@ class WrapperCheck:
             for sharded in fsdp_parameters():
                 if (sharded.module, sharded.name) in split and self.strangers(sharded.ranks):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
+            if self._is_reduced():
+                gc.collect()  # a wrapper is part of a reference cycle, and may have been given up
+                if self._is_reduced():
+                    raise self._ddp_refusal()
             self.passed = now
 
-    def check_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """Check a wrapper that has been made. Raises: as above."""
-        named = wrapper.module.named_parameters()
-        reduced = {id(parameter) for name, parameter in named if name not in wrapper.parameters_to_ignore}
-        ours = any(id(parameter) in reduced for parameter in self.split().values())
-        if ours and self.strangers(dist.get_process_group_ranks(wrapper.process_group)):
-            raise self._refusal(
-                "DistributedDataParallel", "has made them equal and averages", "model = distributed_data_parallel"
-            )
+    def check_ddp(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> None:
+        """Check a wrapper that has been made, and the ids of the parameters that it reduces. Raises: as above."""
+        if self._is_reduced_by(wrapper, reduced):
+            raise self._ddp_refusal()
+
+    def _is_reduced(self) -> bool:
+        return any(self._is_reduced_by(*each) for each in list(_reduced.items()))
+
+    def _is_reduced_by(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> bool:
+        if not any(id(parameter) in reduced for parameter in self.split().values()):
+            return False
+        return self.strangers(dist.get_process_group_ranks(wrapper.process_group))
 
     def split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
@@ -119,6 +128,10 @@ class WrapperCheck:
     def strangers(self, ranks: Iterable[int]) -> bool:
         """Return whether some of these ranks hold other experts than this one."""
         return not self._copies.issuperset(ranks)
+
+    def _ddp_refusal(self) -> ConfigError:
+        does, ours = "has made them equal and averages", "model = distributed_data_parallel"
+        return self._refusal("DistributedDataParallel", does, ours)
 
     def _refusal(self, wrapper: str, does: str, ours: str) -> ConfigError:
         return ConfigError(
@@ -203,14 +216,21 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
     )
 
 
-def _after_ddp(wrapper: DistributedDataParallel) -> None:
+# Ids of the parameters that each DistributedDataParallel reduces. Fixed when it is made: it holds them, and does not
+# reduce parameters that its module gets later.
+_reduced: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
+
+
+def _after_ddp(wrapper: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    reduced = frozenset(map(id, parameters))
     for check in list(_checks):
-        check.check_ddp(wrapper)
+        check.check_ddp(wrapper, reduced)
+    _reduced[wrapper] = reduced
 
 
 # At import: whoever imports the function by its name afterwards gets the checked one.
 check_averages(_before_average)
-check_after(DistributedDataParallel, "__init__", lambda wrapper, *_, **__: _after_ddp(wrapper))
+check_ddp(_after_ddp)
 
 
 @cache
@@ -221,3 +241,14 @@ def watch_utilities() -> None:
     check_fsdp1(_before_fsdp1)
     check_state_dicts(_before_state_dict)
     check_zero_steps(_before_zero_step)
+    _find_earlier_ddp()
+
+
+def _find_earlier_ddp() -> None:
+    """Record the DistributedDataParallels made before this module was imported. PyTorch keeps no list of them."""
+    for wrapper in gc.get_objects() if dist.is_initialized() else ():
+        if not issubclass(type(wrapper), DistributedDataParallel) or wrapper in _reduced:
+            continue
+        if hasattr(wrapper, "module"):  # its constructor has not failed early
+            named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+            _reduced[wrapper] = frozenset(id(parameter) for name, parameter in named if name not in ignored)

@@ -20,6 +20,7 @@ from fusedmoe.graph.instructions import (
     is_all_to_all,
     is_start,
     is_wait,
+    schema_of,
     shift_in_one,
 )
 from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton, units_of
@@ -28,6 +29,18 @@ from fusedmoe.schedule.policies.lancet_plans import Gap
 aten = torch.ops.aten
 
 pytestmark = pytest.mark.usefixtures("world")
+
+
+def test_any_operator_has_a_schema() -> None:
+    """Names of arguments that Python's signatures exclude together; types that Python does not have."""
+    with torch.library._scoped_library("instructions", "DEF") as library:
+        library.define("scale(Tensor self, Tensor input) -> Tensor")
+        assert [argument.name for argument in schema_of(torch.ops.instructions.scale.default).arguments] == [
+            "self",
+            "input",
+        ]
+    assert schema_of(aten.conv_tbc.default).name == "aten::conv_tbc"
+    assert schema_of(len) is None
 
 
 def random_graph(rng: random.Random) -> fx.Graph:

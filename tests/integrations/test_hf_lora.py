@@ -180,6 +180,15 @@ def test_experts_of_transformers_keep_their_way() -> None:
     torch.testing.assert_close(numbers(ours), wanted, rtol=0, atol=0)
 
 
+def test_a_graph_sees_whose_forward_it_is() -> None:
+    experts = pair("mixtral")[1].base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: x + 1 if module_experts.computes(experts) else x, backend="eager", fullgraph=True
+    )
+    assert compiled(torch.ones(1)) == 2
+
+
 @pytest.mark.slow
 def test_compiled_whole() -> None:
     theirs, ours = pair("mixtral")

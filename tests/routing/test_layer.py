@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -47,6 +48,24 @@ class Model(nn.Module):
         for layer, dense in zip(self.layers, self.dense, strict=True):
             x = x + self.around(lambda x, layer=layer, dense=dense: layer(dense(x).tanh()), x)
         return x
+
+
+class _Private(nn.Module):
+    """Holds a layer under a private name, as its only child or not."""
+
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self._moe, self.other = layer_of(), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._moe(x)
+        return y
+
+
+def test_a_private_name_is_no_wrapper() -> None:
+    models = [nn.Sequential(_Private()), nn.Sequential(_Private(nn.Dropout(0.0)))]
+    models += [nn.Sequential(torch.compile(_Private(), backend="eager")), nn.Sequential(checkpoint_wrapper(_Private()))]
+    assert [list(routing.routers(model)) for model in models] == [["0._moe"]] * 4
 
 
 def noisy(model: nn.Module, seed: int = 9) -> nn.Module:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 import fusedmoe
-from fusedmoe import Topology
+from fusedmoe import Topology, routing
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import expert_parameter_names, fully_shard, sync_gradients
 from fusedmoe.tutel.moe import moe_layer
@@ -124,6 +124,42 @@ def _split(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ep", "esp", "fssdp", "tutel"])
 def test_utilities_of_replicas_are_refused_where_experts_differ(cluster: Cluster, kind: str) -> None:
     cluster.run(2, _split, kind)
+
+
+def _nested_fsdp1(rank: int, world: int) -> None:
+    """An outer FSDP1 leaves alone the parameters that nested ones ignore or flatten."""
+    topology, device = Topology.from_sizes(ep=world), torch.device("cpu")
+    own = [dist.new_group([member]) for member in range(world)][rank]
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _layer(topology)))
+
+    def ignored(model: Any) -> None:
+        model[1] = FullyShardedDataParallel(model[1], device_id=device, ignored_modules=[model[1][1]])
+
+    def ignored_by_a_sibling(model: Any) -> None:
+        states = iter(list(model[1][1].parameters()))
+        model[0] = FullyShardedDataParallel(model[0], device_id=device, ignored_states=states)
+
+    def flattened(model: Any, **options: Any) -> None:
+        model[1] = FullyShardedDataParallel(model[1], device_id=device, process_group=own, **options)
+
+    def original(model: Any) -> None:
+        flattened(model, use_orig_params=True)
+
+    for nest in (ignored, ignored_by_a_sibling, flattened, original):
+        model = block()
+        nest(model)
+        model = FullyShardedDataParallel(model, device_id=device, use_orig_params=nest is original)
+        assert list(routing.routers(model)) == ["1.1"]
+    model = block()
+    model[0] = FullyShardedDataParallel(model[0], device_id=device)
+    with _refused(model[1], "FullyShardedDataParallel"):
+        FullyShardedDataParallel(model, device_id=device)
+
+
+def test_nested_fsdp1(cluster: Cluster) -> None:
+    cluster.run(2, _nested_fsdp1)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import add_adapters
+from fusedmoe.layers import wrappers
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.training import (
@@ -471,6 +472,49 @@ def _by_others(rank: int, world: int) -> None:
 
 def test_wrappers_of_others_are_refused_around_split_experts(cluster: Cluster) -> None:
     cluster.run(2, _by_others)
+
+
+def _ddp_around_later_experts(rank: int, world: int) -> None:
+    """Parameters that become experts after DistributedDataParallel has begun to reduce them."""
+    topology, x = Topology.from_sizes(ep=2, timeout_s=30), torch.randn(3, 4)
+    refusal = r"experts of this layer are this rank's own.*DistributedDataParallel"
+
+    def layer(experts: Any) -> nn.Module:
+        return fusedmoe.MoELayer(4, fusedmoe.gates.TopK(4, k=2), experts, topology=topology)
+
+    def custom(modules: list[nn.Module]) -> nn.Module:
+        made = iter(modules)
+        return layer(fusedmoe.experts.Custom(lambda *_: next(made)))
+
+    for is_recorded in (True, False):
+        modules: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        wrapper = nn.parallel.DistributedDataParallel(nn.Sequential(*modules))
+        if not is_recorded:  # as one made before the import of fusedmoe
+            del wrappers._reduced[wrapper]
+            wrappers._find_earlier_ddp()
+        late = custom(modules)
+        with pytest.raises(ConfigError, match=refusal):
+            late(x)
+        del wrapper  # a model that is no longer wrapped serves
+        late(x)
+
+    # Experts that a wrapped module gets later are not reduced.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    model[1] = layer(fusedmoe.experts.FeedForward(6))
+    wrapper(x).sum().backward()
+
+    # PyTorch reduces parameters that it delays, too.
+    model = nn.Sequential(nn.Linear(4, 4), layer(fusedmoe.experts.FeedForward(6)))
+    delayed = ((name, parameter) for name, parameter in model.named_parameters() if "experts" in name)
+    with pytest.raises(ConfigError, match=refusal):
+        nn.parallel.DistributedDataParallel(
+            model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model[0].weight
+        )
+
+
+def test_ddp_around_later_experts(cluster: Cluster) -> None:
+    cluster.run(2, _ddp_around_later_experts)
 
 
 def _compiled_by_others(rank: int, world: int) -> None:

@@ -1,0 +1,77 @@
+"""Checks around calls of PyTorch's DistributedDataParallel and model averagers. Checked against 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.model_averaging import utils as averaging
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedmoe.compat import require_names, require_parameters
+from fusedmoe.compat.torch import CHECKED
+
+_VERSIONS = ("torch", torch.__version__, CHECKED)
+
+require_names(*_VERSIONS, averaging, "average_parameters")
+
+
+def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Have `check` called with the arguments of each call of a function of PyTorch, before the function runs.
+
+    For functions that offer no hook. A caller that has imported the function by name earlier is not checked.
+
+    Args:
+        owner: module or class that holds the function, and whose users look it up there.
+    """
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
+    """Have `check(wrapper, parameters)` called after a DistributedDataParallel is made, with those that it reduces."""
+    initialise, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
+    require_parameters(*_VERSIONS, initialise, "self", "module", keywords=[delayed_name])
+    signature = inspect.signature(initialise)
+
+    @functools.wraps(initialise)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        delayed = given.arguments.get(delayed_name)
+        if delayed is not None:  # it may be an iterator, which only one of the two can read
+            given.arguments[delayed_name] = delayed = list(delayed)
+        initialise(*given.args, **given.kwargs)
+        wrapper = given.arguments["self"]
+        # PyTorch adds the delayed ones to the ignored ones, and reduces them later in the backward pass.
+        named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+        reduced = [parameter for name, parameter in named if name not in ignored]
+        check(wrapper, reduced + [parameter for _, parameter in delayed or ()])
+
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
+
+
+def check_averages(check: Callable[..., None]) -> None:
+    """Have `check(parameters, process_group)` called before parameters are averaged over ranks.
+
+    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) average by this one function.
+    """
+
+    # The function gets an iterator, which only one of the two can read.
+    def with_list(parameters: Any, process_group: Any) -> Any:
+        parameters = list(parameters)
+        check(parameters, process_group)
+        return average(iter(parameters), process_group)
+
+    average = averaging.average_parameters
+    require_parameters(*_VERSIONS, average, "params", "process_group")
+    averaging.average_parameters = functools.wraps(average)(with_list)  # type: ignore[assignment]
