@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
+from fusedmoe.kernels import Weights
 
 
 def main() -> torch.Tensor:
@@ -16,7 +17,7 @@ def main() -> torch.Tensor:
     S, M, H, E, K = 64, 16, 32, 4, 2
     x_SM = torch.randn(S, M, requires_grad=True)
     router_EM = torch.randn(E, M, requires_grad=True)
-    weights = ops.Weights(
+    weights = Weights(
         w1=torch.randn(E, 2, H, M).mul_(M**-0.5).requires_grad_(),
         w2=torch.randn(E, M, H).mul_(H**-0.5).requires_grad_(),
     )
@@ -25,9 +26,9 @@ def main() -> torch.Tensor:
     weight_SK, expert_SK = (x_SM @ router_EM.t()).softmax(-1).topk(K)
 
     # Sort by expert, at most 40 rows each; then gather, experts and weighted sum in one operation.
-    layout = ops.order(expert_SK, experts=E, capacity=40)
-    weight_N = ops.take_pairs(weight_SK, layout)
-    y_SM = ops.experts(x_SM, layout, weight_N, weights, "swiglu")
+    layout = autograd.order(expert_SK, experts=E, capacity=40)
+    weight_N = autograd.take_pairs(weight_SK, layout)
+    y_SM = autograd.experts(x_SM, layout, weight_N, weights, "swiglu")
     y_SM.square().mean().backward()
     print("rows of each expert:", layout.counts, " dropped:", S * K - layout.rows)
     assert router_EM.grad is not None and weights.w1.grad is not None

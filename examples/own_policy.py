@@ -15,19 +15,14 @@ import torch.distributed as dist
 
 import fusedmoe
 from fusedmoe.cli.main import main as command
-from fusedmoe.plans import (
-    LINES,
-    POLICIES,
-    ChunkedPass,
-    CostModel,
-    Line,
-    Plan,
-    StepCosts,
-    Workload,
-    makespan,
-    step_plan,
-    three_queues,
-)
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.workload import Workload
 
 
 def half_a_millisecond(workload: Workload, costs: StepCosts) -> Plan:

@@ -11,20 +11,18 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusedmoe import autograd as autograd
     from fusedmoe import experts as experts
     from fusedmoe import gates as gates
     from fusedmoe import graph as graph
     from fusedmoe import hooks as hooks
     from fusedmoe import losses as losses
     from fusedmoe import metrics as metrics
-    from fusedmoe import ops as ops
     from fusedmoe import orders as orders
     from fusedmoe import placement as placement
     from fusedmoe import routing as routing
     from fusedmoe import schedule as schedule
     from fusedmoe import training as training
-    from fusedmoe.autograd.hooks import HookContext as HookContext
-    from fusedmoe.autograd.hooks import Hooks as Hooks
     from fusedmoe.blocks.pipeline import Along as Along
     from fusedmoe.blocks.pipeline import Parts as Parts
     from fusedmoe.blocks.pipeline import PipelinedBlocks as PipelinedBlocks
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from fusedmoe.errors import ConfigError as ConfigError
     from fusedmoe.errors import DerivativeError as DerivativeError
     from fusedmoe.errors import RankError as RankError
+    from fusedmoe.hooks import HookContext as HookContext
+    from fusedmoe.hooks import Hooks as Hooks
     from fusedmoe.layers.fsmoe import CallbackBase as CallbackBase
     from fusedmoe.layers.fsmoe import ExpertBase as ExpertBase
     from fusedmoe.layers.fsmoe import LinearGate as LinearGate
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders", "routing")
+_MODULES = ("autograd", "experts", "gates", "graph", "hooks", "losses", "metrics", "orders", "routing")
 _NAMES = {
-    "autograd.hooks": ("HookContext", "Hooks"),
+    "hooks": ("HookContext", "Hooks"),
     "blocks.pipeline": ("Along", "Parts", "PipelinedBlocks", "pipeline"),
     "comm.topology": ("Topology",),
     "engine.dispatcher": ("Dispatcher", "Handle", "Routed"),

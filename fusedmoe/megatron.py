@@ -35,20 +35,14 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from fusedmoe import Schedule, Topology, ops
-from fusedmoe.dispatchers import (
-    AutogradExperts,
-    ChunkExperts,
-    Collectives,
-    ExternalExperts,
-    Handle,
-    LocalExperts,
-    PartExperts,
-    ScheduledExchange,
-    has_hooks,
-    shared_topology,
-)
+from fusedmoe import Schedule, Topology, autograd
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Handle, LocalExperts
+from fusedmoe.engine.module_hooks import has_hooks
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import Layout
+from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 
 __all__ = ["MegatronMoELayer", "StackedExperts", "StagedDispatcher", "routed_experts", "token_dispatcher"]
 
@@ -127,7 +121,7 @@ class _OwnExperts(ExternalExperts):
     def reads_once(self) -> bool:  # type: ignore[override]
         return isinstance(self.module, StackedExperts)
 
-    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         if isinstance(self.module, StackedExperts):
             return super().__call__(x_SM, layout, weight_N)
         return _by_rows(self.module, x_SM, layout, weight_N)
@@ -138,12 +132,12 @@ class _OwnExperts(ExternalExperts):
         return AutogradExperts(self, list(self.module.parameters()), self.module)
 
 
-def _by_rows(experts: Callable[..., Any], x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+def _by_rows(experts: Callable[..., Any], x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
     """Calls Megatron's experts, which take sorted rows; returns the sum of each token's results."""
     layout = layout.exact()
-    rows, bias = experts(ops.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
+    rows, bias = experts(autograd.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
     assert bias is None, "biases of Megatron's experts are added on the tokens' ranks, where nothing knows them"
-    return ops.unpermute(rows, layout)
+    return autograd.unpermute(rows, layout)
 
 
 class StagedDispatcher(MoETokenDispatcher):
@@ -198,14 +192,14 @@ class StagedDispatcher(MoETokenDispatcher):
             # The map then has padding in it, tokens with a weight of 0, up to the capacity: they contribute nothing.
             routing_map = routing_map & (probs != 0)
         number_TK, self._weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
-        self._layout = ops.order(number_TK, routing_map.shape[1])
+        self._layout = autograd.order(number_TK, routing_map.shape[1])
         if self.in_chunks:
             return x_TD, probs
         self._bad = self.exchange.checks.of_given(x_TD, probs)
         if self._collectives is None:
             # On one rank nothing travels: the experts gather rows themselves, and want no padding.
             self._layout = self._layout.exact()
-        return x_TD, ops.take_pairs(self._weight_TK, self._layout)
+        return x_TD, autograd.take_pairs(self._weight_TK, self._layout)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [R, D] the tokens of this rank's experts, and the weight of each of their sorted rows. Collective."""
@@ -221,7 +215,7 @@ class StagedDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the rows sorted by expert, how many each has (on the host), and their weights."""
         layout = self._handle.layout
-        return ops.permute(hidden_states, layout), layout.counts_E.cpu(), probs
+        return autograd.permute(hidden_states, layout), layout.counts_E.cpu(), probs
 
     def through_experts(self, experts: LocalExperts, hidden_states: Tensor) -> Tensor:
         """Runs experts that gather rows, apply weights and sum results themselves, between dispatch and combine."""
@@ -233,7 +227,7 @@ class StagedDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Returns the sum of each received token's results."""
-        return ops.unpermute(hidden_states, self._handle.layout)
+        return autograd.unpermute(hidden_states, self._handle.layout)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Returns [T, D] the sum of each token's results. Collective."""
@@ -264,17 +258,17 @@ class StackedExperts(SequentialMLP):
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **options)
         self._gated = bool(config.gated_linear_unit)
 
-    def forward(self, x_SD: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    def forward(self, x_SD: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their weights."""
         if any(map(has_hooks, self.children())):
             # The modules of each expert must be called, as Megatron does.
             return _by_rows(super().forward, x_SD, layout, weight_N)
-        how = ops.WeightParts(self._join, _split)
-        return ops.experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
+        how = autograd.WeightParts(self._join, _split)
+        return autograd.experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         """Returns the same experts for a schedule."""
-        return PartExperts(self._parts(), ops.WeightParts(self._join, _split), self._activation)
+        return PartExperts(self._parts(), autograd.WeightParts(self._join, _split), self._activation)
 
     def _parts(self) -> list[Tensor]:
         # First products of all experts, then second ones, as `_join` splits them.

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fusedmoe.compat import megatron, torchtitan
 from fusedmoe.compat.torch import WRAPPED_NAMES
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import ExpertChoice, SoftMoE
-from fusedmoe.layers.gates.choosing import Choosing, RouterTap
+from fusedmoe.gates import ExpertChoice, SoftMoE
+from fusedmoe.gates.choosing import Choosing, RouterTap
 from fusedmoe.layers.moe import MoELayer
 
 __all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]

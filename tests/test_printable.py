@@ -22,10 +22,10 @@ from fusedmoe.cli.step_plans import table_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, DerivativeError, RankError, printable, warn
 from fusedmoe.files import sealed
-from fusedmoe.plans import Row
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.refit import Row
 from fusedmoe.training import convert_checkpoint, load_checkpoint, save_checkpoint
 from fusedmoe.training.survival import NodeMemory, Survival
 from tests.training.planted import rewrite, value

@@ -19,9 +19,9 @@ from bench.cluster.turns import beside, degrees_of, first_of, in_turns, predicte
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
+from fusedmoe.experts.networks import Place, RowExperts
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 from fusedmoe.runtime.recorder import Recorder, span

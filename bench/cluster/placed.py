@@ -25,8 +25,8 @@ from bench.placement.made_loads import make_loads
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import Place, RowExperts
-from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.experts.networks import Place, RowExperts
+from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts, load

@@ -16,7 +16,7 @@ from bench.gpu.case import make_case
 from bench.gpu.layer import GRADIENTS
 from bench.gpu.reference import make_reference
 from bench.gpu.shapes import Shape
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.kernels.activation import (
     ACTIVATIONS,
     clamped_swiglu,
@@ -57,13 +57,13 @@ def main(device: torch.device) -> list[str]:
 
 def gate(device: torch.device) -> Pairs:
     for rule in (
-        ops.GateRule(_K, statistics=True, logsumexp=True),
-        ops.GateRule(_K, "sigmoid", statistics=True),
+        autograd.GateRule(_K, statistics=True, logsumexp=True),
+        autograd.GateRule(_K, "sigmoid", statistics=True),
     ):
         x_SM, w_EM = _normal(_S, _M), _normal(_E, _M) / _M**0.5
         leaves = [tensor.to(device).requires_grad_() for tensor in (x_SM, w_EM)]
         right_leaves = [tensor.double().requires_grad_() for tensor in (x_SM, w_EM)]
-        found = ops.gate(leaves[0], leaves[1], rule)
+        found = autograd.gate(leaves[0], leaves[1], rule)
         right = define_choice(right_leaves[0] @ right_leaves[1].t(), rule)
         yield f"gate {rule.score} experts", found.expert_SK, right.expert_SK
         gradient_SK = torch.randn(_S, _K)

@@ -13,7 +13,7 @@ from bench.gpu.clock import Step
 from bench.gpu.costs import Cost
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import PARTS, part_costs, part_steps
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.kernels import gather_sum
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
@@ -61,7 +61,7 @@ def pass_costs(shape: Shape, name: str) -> list[Cost]:
 
 
 class _Chosen(NamedTuple):
-    choice: ops.GateChoice
+    choice: autograd.GateChoice
     leaves: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -71,13 +71,13 @@ def kernel_steps(case: Case) -> list[Step]:
 
 
 def gate_steps(case: Case) -> list[Step]:
-    gate_rule = ops.GateRule(case.shape.K, statistics=True)
+    gate_rule = autograd.GateRule(case.shape.K, statistics=True)
     dweight_SK = torch.randn_like(case.weight_SK)
     dscore_BE = torch.randn((1, case.shape.E), device=dweight_SK.device)
 
     def chosen() -> _Chosen:
         leaves = case.x_SM.detach().requires_grad_(), case.router_EM.detach().requires_grad_()
-        return _Chosen(ops.gate(*leaves, gate_rule), leaves)
+        return _Chosen(autograd.gate(*leaves, gate_rule), leaves)
 
     def backward(given: _Chosen) -> object:
         score_BE = given.choice.score_BE
@@ -85,18 +85,18 @@ def gate_steps(case: Case) -> list[Step]:
         return torch.autograd.grad([given.choice.weight_SK, score_BE], given.leaves, [dweight_SK, dscore_BE])
 
     return [
-        Step("gate forward", lambda _: ops.gate(case.x_SM, case.router_EM, gate_rule)),
+        Step("gate forward", lambda _: autograd.gate(case.x_SM, case.router_EM, gate_rule)),
         Step("gate backward", backward, chosen),
     ]
 
 
 def row_steps(case: Case) -> list[Step]:
     """Makes the steps of the order, and of the two sums over a token's rows."""
-    layout = ops.order(case.expert_SK, case.shape.E)
+    layout = autograd.order(case.expert_SK, case.shape.E)
     rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
     weight_N = gather_sum.take_pairs(case.weight_SK, layout)
     return [
-        Step("order", lambda _: ops.order(case.expert_SK, case.shape.E)),
+        Step("order", lambda _: autograd.order(case.expert_SK, case.shape.E)),
         Step("gather-and-sum", lambda _: gather_sum.gather_sum(rows_NM, layout, weight_N)),
         Step("dX sum", lambda _: gather_sum.gather_sum(rows_NM, layout)),
     ]
@@ -118,7 +118,7 @@ def grouped_steps(
     from fusedmoe.kernels.triton import experts
     from fusedmoe.kernels.triton.grouped import autotune
 
-    layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
+    layout, swiglu = autograd.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
     weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_pairs(case.weight_SK, layout)
     call = experts.make_call(layout, case.x_SM, shared=shared)
     chosen: dict[str, tuple[Any, Any]] = {}

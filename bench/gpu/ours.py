@@ -11,8 +11,9 @@ from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
 from bench.gpu.spool import NAME
 from bench.gpu.spread import variants
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.autograd.order import take_pairs
+from fusedmoe.kernels.experts import Weights
 
 
 def fusedmoe_layer(case: Case) -> Layer:
@@ -20,8 +21,8 @@ def fusedmoe_layer(case: Case) -> Layer:
     x_SM, weight_SK, w1, w2 = leaves
 
     def forward() -> Tensor:
-        layout = ops.order(case.expert_SK, case.shape.E)
-        return ops.experts(x_SM, layout, take_pairs(weight_SK, layout), ops.Weights(w1, w2), "swiglu")
+        layout = autograd.order(case.expert_SK, case.shape.E)
+        return autograd.experts(x_SM, layout, take_pairs(weight_SK, layout), Weights(w1, w2), "swiglu")
 
     return Layer(NAME, package_version(NAME), forward, leaves)
 

@@ -20,12 +20,13 @@ from bench.gpu.layer import Layer, leaf
 from bench.gpu.returned_rows import return_rows
 from bench.gpu.spread import PARTS
 from bench.gpu.virtual_heaps import local_heaps
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
 from fusedmoe.engine.route import Route, RouteChunks
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
 _DEGREE = 2
@@ -45,7 +46,7 @@ class _Ranks:
     def routes(self, x_SM: Tensor, weight_SK: Tensor) -> list[Route]:
         parts = zip(*(whole.tensor_split(self.count) for whole in (x_SM, weight_SK)), self.expert_SK, strict=True)
         return [
-            Route(x, weight, ops.order(expert, self.experts), buffers, _DEGREE)
+            Route(x, weight, autograd.order(expert, self.experts), buffers, _DEGREE)
             for (x, weight, expert), buffers in zip(parts, self.buffers, strict=True)
         ]
 
@@ -65,7 +66,7 @@ class _Puts(torch.autograd.Function):
         learning = [part.detach().requires_grad_() for part in weights]
         tokens, routes = x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK)
         runs = [
-            Forward(x, route, GroupedExperts(ops.Weights(*own), "swiglu"))
+            Forward(x, route, GroupedExperts(Weights(*own), "swiglu"))
             for x, route, *own in zip(tokens, routes, *_halves(learning), strict=True)
         ]
         in_turn(runs)
@@ -107,12 +108,12 @@ def puts_layer(case: Case, count: int) -> Layer:
 def copies_layer(case: Case, count: int) -> Layer:
     leaves = _leaves(case, count)
     x_SM, weight_SK, *weights = leaves
-    experts = [ops.Weights(*own) for own in zip(*_halves(weights), strict=True)]
+    experts = [Weights(*own) for own in zip(*_halves(weights), strict=True)]
     own = case.shape.E // count
     expert_SK = case.expert_SK.tensor_split(count)
 
     def forward() -> Tensor:
-        layouts = [ops.order(expert, case.shape.E).exact() for expert in expert_SK]
+        layouts = [autograd.order(expert, case.shape.E).exact() for expert in expert_SK]
         counts_WE = torch.stack([layout.counts_E for layout in layouts])
         # How many of a rank's sorted rows are each rank's: sizes that collectives are told by the host.
         shares_WW = counts_WE.reshape(count, count, own).sum(-1).tolist()
@@ -127,9 +128,9 @@ def copies_layer(case: Case, count: int) -> Layer:
             there_WE = counts_WE[:, rank * own : (rank + 1) * own]
             number = torch.arange(own, device=x_SM.device).repeat(count)
             expert_R1 = number.repeat_interleave(there_WE.flatten(), output_size=len(came_RM))[:, None]
-            layout = ops.order(expert_R1, own)
+            layout = autograd.order(expert_R1, own)
             weight_N = take_pairs(weight_R[:, None], layout)
-            out_RM = ops.experts(came_RM, layout, weight_N, experts[rank], "swiglu")
+            out_RM = autograd.experts(came_RM, layout, weight_N, experts[rank], "swiglu")
             out.append(out_RM.split([shares[rank] for shares in shares_WW]))
         back = [torch.cat([parts[rank] for parts in out]) for rank in range(count)]
         return torch.cat([unpermute(rows_NM, layout) for rows_NM, layout in zip(back, layouts, strict=True)])

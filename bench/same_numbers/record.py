@@ -17,7 +17,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "Line": ("fusedmoe.schedule", "fusedmoe.plans"),
     "PlacementCosts": ("fusedmoe.placement", "fusedmoe.training"),
     "ShardedExperts": ("fusedmoe.placement", "fusedmoe.training"),
-    "open_heap": ("fusedmoe.comm", "fusedmoe.puts"),
+    "open_heap": ("fusedmoe.comm.one_sided.heaps", "fusedmoe.puts"),
 }
 
 

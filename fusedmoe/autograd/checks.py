@@ -131,7 +131,7 @@ def check_layout(operation: str, layout: Any) -> None:
         sizes = sizes and layout.k == 1 and layout.tokens == layout.rows
     else:
         sizes = sizes and len(layout.source_N) == layout.rows
-    cure = "let `order` make it, or see fusedmoe.ops.Layout for what each part says"
+    cure = "let `order` make it, or see fusedmoe.kernels.Layout for what each part says"
     if not sizes:
         refuse(operation, f"the parts of this layout have sizes that do not fit each other; {cure}")
     require_values(operation, _fits(layout), f"the numbers in this layout do not fit each other; {cure}")
@@ -161,7 +161,7 @@ def _fits(layout: Layout) -> Tensor:
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
     """Refuses parameters not of so many experts, for rows like x_SM, in the shapes that the activation reads."""
     if not isinstance(weights, Weights):
-        refuse(operation, f"weights must be fusedmoe.ops.Weights, got {type(weights).__name__}")
+        refuse(operation, f"weights must be fusedmoe.kernels.Weights, got {type(weights).__name__}")
     if activation not in ACTIVATIONS:
         refuse(operation, f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     gated, dim = ACTIVATIONS[activation].gated, x_SM.shape[1]

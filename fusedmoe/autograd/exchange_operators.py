@@ -32,13 +32,13 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm import exchange
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Agreed, Exchange, ExchangeSizes
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.kernels.deduplicate import sending
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.layout import Layout, LayoutTensors

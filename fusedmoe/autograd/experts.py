@@ -201,7 +201,7 @@ class WeightParts(NamedTuple):
     """Functions that make weights of parts.
 
     Attributes:
-        join: the parts, in the dtype of the rows, as w1 and w2 of `fusedmoe.ops.Weights`, contiguous.
+        join: the parts, in the dtype of the rows, as w1 and w2 of `fusedmoe.kernels.Weights`, contiguous.
         split: its inverse, for their gradients.
     """
 
@@ -212,12 +212,12 @@ class WeightParts(NamedTuple):
 def experts_in_parts(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, parts: Sequence[Tensor], how: WeightParts, activation: str
 ) -> Tensor:
-    """Computes `fusedmoe.ops.experts` without biases, with weights that lie in parts.
+    """Computes `fusedmoe.autograd.experts` without biases, with weights that lie in parts.
 
     The weights live while a pass runs.
 
     Args:
-        x_SM, layout, weight_N, activation: as for `fusedmoe.ops.experts`.
+        x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
         parts: parameters, in the order in which `how` joins them; each gets a gradient in its own dtype.
         how: what joins parts to weights, and splits the weights' gradients.
     Saves for backward:

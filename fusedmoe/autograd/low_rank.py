@@ -44,10 +44,10 @@ def low_rank_experts(
     adapters: Adapters,
     activation: str,
 ) -> Tensor:
-    """Computes `fusedmoe.ops.experts` with W + scale·B·A in place of the frozen W1 and W2, without ever making a sum.
+    """Compute `fusedmoe.autograd.experts` with W + scale·B·A in place of the frozen W1 and W2, without forming the sum.
 
     Args:
-        x_SM, layout, weight_N, activation: as for `fusedmoe.ops.experts`.
+        x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
         weights: the frozen parameters, in x's dtype; those that are not contiguous are copied first. Or weights that
             are stored otherwise, of which one expert's at a time are made; they do not go into compiled graphs.
         adapters: of W1 and of W2, either, both or none, with factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not
@@ -279,7 +279,7 @@ def low_rank_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Computes `fusedmoe.ops.grouped_linear` with W + scale·B·A in place of a frozen W, without making the sum.
+    """Computes `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without making the sum.
 
     Args:
         rows_NK, layout, weight, bias_EO, transposed: as for `grouped_linear`.

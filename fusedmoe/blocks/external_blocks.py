@@ -24,10 +24,10 @@ from fusedmoe.compat.torch import is_compiled, version_of
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import first_hook
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts, Place
+from fusedmoe.gates.base import Gate, Routing, router_dtype
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.measure import measure_layer
 from fusedmoe.layers.moe import MoELayer

@@ -22,9 +22,9 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
+from fusedmoe.gates.choosing import GivenExperts
 from fusedmoe.kernels.deduplicate import Sending, pack, sending
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.layers.gates.choosing import GivenExperts
 from fusedmoe.schedule.task import Task, TaskKind
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.hooks import enter, leave
 from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.autograd.parallel import MpTokens
 from fusedmoe.blocks.cuts import BlockDegrees, MicroBatch, cut
@@ -28,13 +27,14 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.engine.module_hooks import first_hook, has_parametrisations, replaced_forward
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts
+from fusedmoe.gates.base import Gate, Routing, outside_autocast
+from fusedmoe.gates.choosing import Choosing, GivenExperts
+from fusedmoe.hooks import enter, leave
 from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates.base import Gate, Routing, outside_autocast
-from fusedmoe.layers.gates.choosing import Choosing, GivenExperts
 from fusedmoe.layers.input_checks import check_routing, of_input
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Ordered
+from fusedmoe.orders import Ordered
 from fusedmoe.runtime.recorder import Recorder
 
 

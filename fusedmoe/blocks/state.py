@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.blocks.cuts import BlockCuts, BlockDegrees, MicroBatch, MicroBatchSizes, ReceivedChunk, Sent
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.run import Chunk, Pass, Run
+from fusedmoe.gates.base import Routing
+from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.deduplicate import Sending
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.gates.base import Routing
-from fusedmoe.layers.orders import Ordered
+from fusedmoe.orders import Ordered
 from fusedmoe.schedule.task import Task
 
 

@@ -37,7 +37,9 @@ from rich.text import Text
 
 import fusedmoe
 from fusedmoe.cli.settings import Commands, add_parser
-from fusedmoe.ranks import BACKENDS, no_gpu, not_for_torch, nvshmem_packages
+from fusedmoe.comm.one_sided.heap import no_gpu, not_for_torch
+from fusedmoe.comm.one_sided.heaps import BACKENDS
+from fusedmoe.kernels.libraries import nvshmem_packages
 from fusedmoe.threads import Helper
 
 EXAMPLES = """\

@@ -16,12 +16,13 @@ from torch import nn
 from fusedmoe import Topology
 from fusedmoe.cli.data import mix
 from fusedmoe.cli.settings import Settings
+from fusedmoe.comm import init_process_group
+from fusedmoe.comm.group import launch_in_order_of_issue
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.hooks import WireCast
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.ranks import init_process_group, launch_in_order_of_issue
 from fusedmoe.training import ShardedExperts
 
 #: Dtypes that rows travel in, where these are not what they are computed in.

@@ -16,9 +16,9 @@ from typing import Any
 
 from fusedmoe import __version__
 from fusedmoe.cli import convert, doctor, plan_command, profile, trace, train
+from fusedmoe.comm.failure.board import tell_others
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError, RankError, printable
-from fusedmoe.ranks import tell_others
 
 # How long other ranks wait for rank 0 to say what is wrong, and for the launcher to end them.
 _RANK_0_SPEAKS_S = 3.0

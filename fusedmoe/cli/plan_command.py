@@ -68,31 +68,27 @@ from fusedmoe.cli.step_plans import (
     why_not_split,
 )
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.measuring import WorkBar, cached_profile
-from fusedmoe.plans import (
-    MACHINES,
-    PHASES,
+from fusedmoe.placement.hecate import overlap_degree
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule import (
     POLICIES,
     TESTBEDS,
-    WEIGHT_GRADIENTS,
     CostModel,
     Costs,
-    Machine,
     Plan,
-    TaskKind,
     Timeline,
-    at_work,
-    bound_s,
-    critical_path,
     draw,
-    hidden_s,
     makespan,
-    ms,
-    overlap_degree,
     simulate,
-    stretches,
     with_sparse,
 )
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.machines import MACHINES, Machine
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s
+from fusedmoe.schedule.simulate import at_work, critical_path, stretches
+from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, TaskKind
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 

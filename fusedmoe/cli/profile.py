@@ -25,7 +25,9 @@ from fusedmoe.cli.settings import Commands, Settings, add_flags, add_parser, cha
 from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import sealed
-from fusedmoe.measuring import PROFILE_BUDGET_S, Profile, cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S
+from fusedmoe.runtime.profiler import Profile
 
 EXAMPLES = """\
 examples:

@@ -18,10 +18,10 @@ from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.load_trace import LoadTrace, draw_loads
 from fusedmoe.cli.settings import Settings
+from fusedmoe.comm import all_gather_object
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.metrics import JsonLines
-from fusedmoe.ranks import all_gather_object
 
 #: Steps between two gatherings of loads: ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50

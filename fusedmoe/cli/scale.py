@@ -19,7 +19,10 @@ from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import expert_bytes, make_table, plans_of, policy_followed
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.plans import PHASES, CostModel, Machine, ms, scale_of, simulate, slowest_of
+from fusedmoe.schedule import CostModel, simulate
+from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.machines import Machine, scale_of, slowest_of
+from fusedmoe.schedule.task import PHASES
 
 # Lines of a picture with their colours.
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"

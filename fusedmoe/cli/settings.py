@@ -17,15 +17,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
+from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.gates import GATES
+from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
-from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS
-from fusedmoe.plans import POLICIES, CostModel
-from fusedmoe.ranks import ALGORITHMS
-from fusedmoe.training import PLACEMENT_BALANCES, PLACEMENT_POLICIES
+from fusedmoe.schedule import POLICIES, CostModel
+from fusedmoe.training.sharded_experts import PLACEMENT_BALANCES, PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")

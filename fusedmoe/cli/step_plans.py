@@ -18,32 +18,16 @@ from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts import Place
-from fusedmoe.measuring import (
-    Capabilities,
-    cached_plans,
-    kept_observed,
-    machine_facts,
-    require_runnable,
-    runnable_kinds,
-)
 from fusedmoe.models.transformer import block_workload, make_experts, make_gate
-from fusedmoe.plans import (
-    IN_LAYERS,
-    POLICIES,
-    ChunkedPass,
-    CostModel,
-    Observed,
-    Plan,
-    Row,
-    StepCosts,
-    StepSplit,
-    Workload,
-    layer_policies,
-    micro_schedule,
-    step_plan,
-    three_queues,
-)
-from fusedmoe.training import bucketed_bytes
+from fusedmoe.runtime.cache import cached_plans, kept_observed, machine_facts
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule import POLICIES, ChunkedPass, CostModel, Plan, StepCosts, Workload, step_plan, three_queues
+from fusedmoe.schedule.cost import Observed
+from fusedmoe.schedule.policies import layer_policies
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
+from fusedmoe.schedule.refit import Row
+from fusedmoe.schedule.workload import IN_LAYERS
+from fusedmoe.training.gradient_buckets import bucketed_bytes
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Settings that the time of a step depends on.

@@ -16,8 +16,9 @@ from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes, settle
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
+from fusedmoe.comm import on_all_ranks
+from fusedmoe.comm.failure.board import RENEWED_S, tell_others
 from fusedmoe.errors import ConfigError, RankError, printable
-from fusedmoe.ranks import RENEWED_S, on_all_ranks, tell_others
 from fusedmoe.training import NodeMemory, Survival
 
 _HOW = """\

@@ -39,27 +39,15 @@ from fusedmoe.cli.settings import (
 )
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, step_costs, table_of
 from fusedmoe.cli.trainer import Trainer
+from fusedmoe.comm import all_gather_object
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.measuring import cached_profile
-from fusedmoe.plans import (
-    MAX_TIMELINES,
-    POLICIES,
-    Plan,
-    Row,
-    StepCosts,
-    TaskKind,
-    Timeline,
-    align,
-    compare,
-    draw,
-    makespan,
-    observe,
-    refit,
-    save_trace,
-    simulate,
-    spread_of,
-)
-from fusedmoe.ranks import all_gather_object
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.schedule import POLICIES, Plan, StepCosts, Timeline, draw, makespan, observe, refit, simulate
+from fusedmoe.schedule.draw import MAX_TIMELINES
+from fusedmoe.schedule.machines import spread_of
+from fusedmoe.schedule.refit import Row, compare
+from fusedmoe.schedule.task import TaskKind
+from fusedmoe.schedule.timeline import align, save_trace
 
 EXAMPLES = """\
 examples:

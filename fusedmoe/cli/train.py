@@ -59,13 +59,20 @@ from fusedmoe.cli.settings import Commands, Settings, add_flags, add_parser, cha
 from fusedmoe.cli.step_plans import compute_dtype, follows_plan, policy_followed, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, leave
 from fusedmoe.cli.trainer import Trainer
+from fusedmoe.comm import all_gather_object
 from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.files import read_text, write_kept, write_text
-from fusedmoe.measuring import cached_profile, make_display, measured_costs
+from fusedmoe.layers.measure import measured_costs
 from fusedmoe.metrics import Metrics
-from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
-from fusedmoe.ranks import all_gather_object
-from fusedmoe.training import choice_text, load_checkpoint, replicas, save_checkpoint, saved_at
+from fusedmoe.runtime.cache import cached_profile, choice_text
+from fusedmoe.runtime.progress import make_display
+from fusedmoe.schedule import CostModel, Timeline, draw
+from fusedmoe.schedule.draw import MAX_TIMELINES
+from fusedmoe.schedule.refit import compare
+from fusedmoe.schedule.timeline import save_trace
+from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.checkpoint_folder import saved_at
+from fusedmoe.training.copies import replicas
 
 EXAMPLES = """\
 examples:
@@ -92,8 +99,7 @@ examples:
 
 #: Steps between two collections of metrics.
 METRICS_EVERY = 10
-#: Of a job that was asked to stop, saved and did: what a shell reports for Ctrl-C.
-STOPPED = 130
+STOPPED = 130  # exit code of a job that saved and stopped at a request, as shells report Ctrl-C
 
 
 def add_command(commands: Commands) -> None:
@@ -102,12 +108,7 @@ def add_command(commands: Commands) -> None:
     where = parser.add_argument_group("run folder")
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder (default: runs/<date-time>)")
     where.add_argument("--resume", type=Path, metavar="DIR", help="the run folder of a job to go on with")
-    where.add_argument(
-        "--stop-at",
-        type=int,
-        metavar="N",
-        help="save and stop after this many of the steps, as if by Ctrl-C: for machines lent by the hour",
-    )
+    where.add_argument("--stop-at", type=int, metavar="N", help="save a checkpoint and stop after step N")
     add_flags(parser)
 
 
@@ -127,8 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     policy_followed(settings, sizes)  # refuses before the machine is measured, and before a folder is made
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
-        # Each step makes the tensors of the step before; memory that goes back to the kernel costs page faults again.
-        keep_memory()
+        keep_memory()  # each step allocates tensors of the same sizes: page faults once, not in each step
     with ExitStack() as held:
         # With --survive torchrun may end a rank while it waits for others: SIGTERM must then end the process.
         if not settings.survive:

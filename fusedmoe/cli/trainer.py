@@ -29,25 +29,20 @@ from fusedmoe.cli.step_plans import (
     step_workload,
     with_observed,
 )
+from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.errors import RankError
-from fusedmoe.measuring import STEPS_BUDGET_S, Recorder, cached_observed, observe_steps, span
 from fusedmoe.models.transformer import Loss
-from fusedmoe.plans import (
-    POLICIES,
-    CostModel,
-    Observed,
-    Plan,
-    PlanCandidate,
-    PlanChooser,
-    StepCosts,
-    TaskKind,
-    Timeline,
-    Workload,
-    hidden_s,
-    simulate,
-)
-from fusedmoe.ranks import all_reduce
-from fusedmoe.training import TUNED, GradientBuckets, PlannedStep, clip_grad_norm, sync_gradients, tune_step
+from fusedmoe.runtime.cache import cached_observed
+from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
+from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule import POLICIES, CostModel, Plan, PlanChooser, StepCosts, Timeline, Workload, simulate
+from fusedmoe.schedule.candidates import PlanCandidate
+from fusedmoe.schedule.cost import Observed
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s
+from fusedmoe.schedule.task import TaskKind
+from fusedmoe.training import PlannedStep, clip_grad_norm, sync_gradients, tune_step
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.plan_tuning import TUNED
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,7 @@ class Topology:
                 raise RankError(f"{text} {more}".rstrip())
 
     def check(self) -> None:
-        """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.puts`).
+        """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.comm.one_sided`).
 
         Raises:
             RankError: a wait ended early; it names rank, peer, the awaited rows, expected and seen signal.

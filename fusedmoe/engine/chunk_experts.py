@@ -162,7 +162,7 @@ class _SplitTotals(list["Tensor | None"]):
 class PartExperts:
     """Experts like `GroupedExperts` whose weights lie in parts: joined for a pass, and not kept between the two.
 
-    Args: as for `fusedmoe.ops.experts_in_parts`.
+    Args: as for `fusedmoe.autograd.experts_in_parts`.
     """
 
     any_degree = tokens_learn = weights_learn = True

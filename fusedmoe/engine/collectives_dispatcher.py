@@ -28,7 +28,6 @@ from fusedmoe.autograd import exchange_operators
 from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange_operators import Crossing, Way
 from fusedmoe.autograd.experts import no_wider
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll, LastTokens, TwoLevel
 from fusedmoe.comm.exchange import Exchange, exchange_metadata
@@ -50,6 +49,7 @@ from fusedmoe.engine.dispatcher import (
 from fusedmoe.engine.module_hooks import called_for, must_be_called, why_called
 from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, BackwardPass, Chunk, CopiesInTurns, ForwardPass, Pass, Run, reduced_behind
+from fusedmoe.hooks import Hooks
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import Received, Sending, sending
 from fusedmoe.kernels.derivatives import Function

@@ -23,7 +23,7 @@ from fusedmoe.kernels.layout import Layout
 
 
 class LocalExperts(Protocol):
-    """The experts of a rank; see `fusedmoe.layers.expert_networks.Experts`."""
+    """The experts of a rank; see `fusedmoe.experts.networks.Experts`."""
 
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """Returns for each row of x_SM the sum of its sorted rows' results, times their weights."""

@@ -42,7 +42,7 @@ class KernelTransport(NamedTuple):
 
 
 class OneSided(Collectives):
-    """Kernels put rows into other ranks' memory (`fusedmoe.puts`), where they can and plans take it; else collectives.
+    """Kernels put rows into other ranks' memory where they can and the plan allows it; otherwise collectives.
 
     `dispatch` and `combine` go by collectives in any case: a kernel that puts rows has experts work on them where they
     arrive, and there is nothing to give out between the two. So it is in graphs of a compiler.
@@ -121,7 +121,7 @@ def fused_experts(
     name: str = "fused_experts",
     bad: NonFinite | None = None,
 ) -> Tensor:
-    """Calls `fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
+    """Calls `fusedmoe.engine.one_sided_experts.fused_experts` over the layer's ranks, in buffers that all layers share.
 
     Args:
         name: of the layer, for errors.   bad: numbers of which all ranks are to hear later.

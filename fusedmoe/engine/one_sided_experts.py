@@ -137,7 +137,7 @@ class Backward:
 
 
 class _FusedExperts(Function):
-    operation = "fusedmoe.puts.fused_experts"
+    operation = "fusedmoe.engine.one_sided_experts.fused_experts"
 
     @staticmethod
     def forward(

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunk_experts import ChunkExperts, Rest, Totals
 from fusedmoe.errors import ConfigError
+from fusedmoe.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import execute

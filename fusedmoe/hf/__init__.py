@@ -37,8 +37,8 @@ from fusedmoe.hf.module_experts import NAME, computes, experts_forward
 from fusedmoe.hf.padding import mask_padding
 from fusedmoe.hf.peft_adapters import activation
 from fusedmoe.hf.set_experts import apply
-from fusedmoe.ops import count_flops
-from fusedmoe.plans import layer_policies
+from fusedmoe.kernels.derivatives import count_flops
+from fusedmoe.schedule.policies import layer_policies
 
 __all__ = [
     "NAME",

@@ -14,10 +14,11 @@ from transformers import TrainerCallback
 
 from fusedmoe import MoELayer, Topology
 from fusedmoe.compat.transformers import is_expert_parallel, is_registered, recorders_of
-from fusedmoe.dispatchers import expert_load, trains_tokens
+from fusedmoe.engine.recomputation import trains_tokens
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.load import expert_load
 from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
-from fusedmoe.plans import PlanChooser
+from fusedmoe.schedule import PlanChooser
 from fusedmoe.training import tune_model
 
 

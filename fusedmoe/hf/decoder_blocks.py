@@ -10,12 +10,13 @@ from torch import nn
 from transformers.distributed.expert_parallel import ExpertParallelLayer
 
 from fusedmoe import PipelinedBlocks
+from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.compat.torch import HOOK_KINDS, hooks_of
 from fusedmoe.compat.transformers import captures_outputs, is_expert_parallel
-from fusedmoe.dispatchers import EXCHANGE, ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import RouterMetrics, named_input, registered_experts
 from fusedmoe.hf.module_experts import NAME
+from fusedmoe.layers.scheduled_exchange import EXCHANGE
 
 #: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
 FAMILIES = (

@@ -13,17 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 from transformers.distributed.expert_parallel import EPImplementation
 
-from fusedmoe import ops
-from fusedmoe.dispatchers import (
-    EXCHANGE,
-    AutogradExperts,
-    ChunkExperts,
-    ExternalExperts,
-    GroupedExperts,
-    Routed,
-    ScheduledExchange,
-    shared_topology,
-)
+from fusedmoe import autograd
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.hf.module_experts import (
     check_experts,
     compute,
@@ -35,6 +27,9 @@ from fusedmoe.hf.module_experts import (
 )
 from fusedmoe.hf.peft_adapters import factors_in_use, refuse_split_merges, require_shared, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
+from fusedmoe.kernels import Layout
+from fusedmoe.kernels.derivatives import constant_in_graphs, graph_takes_sizes
+from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange, shared_topology
 
 
 class _LocalExperts(ExternalExperts):
@@ -45,7 +40,7 @@ class _LocalExperts(ExternalExperts):
         model_dim, hidden = reversed(widths) if experts.is_transposed else widths
         super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
 
-    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         return compute(self.module, read_parameters(self.module), x_SM, layout, weight_N)
 
     @property
@@ -76,7 +71,7 @@ class _Computed(nn.Module):
         super().__init__()
         self._experts = experts
 
-    def forward(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         return compute(self._experts, read_parameters(self._experts), x_SM, layout, weight_N)
 
 
@@ -107,7 +102,7 @@ class ExpertParallel(EPImplementation):
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        ops.constant_in_graphs(ops.graph_takes_sizes)
+        constant_in_graphs(graph_takes_sizes)
         self._unasked.add(self)
         self._layers.add(self)
         check_experts(experts)
@@ -115,7 +110,7 @@ class ExpertParallel(EPImplementation):
         self._experts: Any = experts
         self._topology = shared_topology(ep_mesh.get_group())
         self._sharing = shared_topology(tp_mesh.get_group()).world
-        ops.name_for_graphs(self._sharing)
+        autograd.name_for_graphs(self._sharing)
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
         setattr(experts, EXCHANGE, self._exchange)
@@ -130,17 +125,17 @@ class ExpertParallel(EPImplementation):
 
         Compiled models take it into their graphs, with `fullgraph=True`; without, they call it as it is.
         """
-        if not (torch.compiler.is_compiling() and ops.graph_takes_sizes()):
+        if not (torch.compiler.is_compiling() and graph_takes_sizes()):
             return self._called(hidden_states, top_k_index, top_k_weights)
         sharing, exchange = self._sharing, self._exchange
-        counts = ops.split_counts(hidden_states.shape[0], sharing)
+        counts = autograd.split_counts(hidden_states.shape[0], sharing)
         given = (hidden_states, top_k_index, top_k_weights)
-        x_TH, number_TK, weight_TK = (ops.split_rows(value, sharing, counts) for value in given)
+        x_TH, number_TK, weight_TK = (autograd.split_rows(value, sharing, counts) for value in given)
         bad = exchange.checks.of_given(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(stored(self._experts, "down_proj"), hidden_states))
-        layout = ops.order(number_TK, self.num_local_experts * self._topology.ep.size)
+        layout = autograd.order(number_TK, self.num_local_experts * self._topology.ep.size)
         y_TH = exchange.in_graph(Routed(x_TH, layout, weight_TK), bad)
-        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+        return autograd.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
     def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -155,12 +150,15 @@ class ExpertParallel(EPImplementation):
     def _exchanged(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
         self._exchange.checks.tell_logits()
-        counts = ops.split_counts(len(hidden_states), sharing)
+        counts = autograd.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
-        x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
+        x_TH, weight_TK = (
+            autograd.split_rows(hidden_states, sharing, counts),
+            autograd.split_rows(top_k_weights, sharing, counts),
+        )
         refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(stored(experts, "down_proj"), hidden_states))
-        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
+        layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
-        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+        return autograd.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)

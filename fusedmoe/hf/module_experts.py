@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
-from fusedmoe import Topology, ops
+from fusedmoe import Topology, autograd
+from fusedmoe.autograd.checks import require_values
 from fusedmoe.compat.transformers import apply_gate, gate_of, has_default_gate, implementation_of, is_expert_parallel
-from fusedmoe.dispatchers import InputChecks, has_hooks, not_finite, unselected
+from fusedmoe.engine.module_hooks import has_hooks
+from fusedmoe.engine.recomputation import unselected
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.peft_adapters import folded, is_evaluated, matrix, stored
 from fusedmoe.hf.quantised import QuantisedMatrices
+from fusedmoe.kernels import Adapters, Layout, LowRank, StoredWeights, Weights
+from fusedmoe.kernels.derivatives import numbers_only
+from fusedmoe.layers.input_checks import InputChecks, not_finite
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -50,7 +55,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H] in the dtype of `hidden_states`; products run in that of the parameters, under autocast in its own.
     Saves for backward:
-        Where the experts are one operation, tokens and pre-activations (see `fusedmoe.ops.experts`).
+        Where the experts are one operation, tokens and pre-activations (see `fusedmoe.autograd.experts`).
     Raises:
         ConfigError: a module that is none of these, named; shapes that do not fit; tokens or weights that are NaN or
             infinite (on CUDA from a later call).
@@ -63,9 +68,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     number_TK = (
         top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if is_expert_parallel(self) else top_k_index
     )
-    layout = ops.order(number_TK, self.num_experts)
+    layout = autograd.order(number_TK, self.num_experts)
     x_TH = hidden_states.to(row_dtype(parameters.down, hidden_states))
-    y_TH = compute(self, parameters, x_TH, layout, ops.take_pairs(top_k_weights, layout))
+    y_TH = compute(self, parameters, x_TH, layout, autograd.take_pairs(top_k_weights, layout))
     return y_TH.to(hidden_states.dtype)
 
 
@@ -73,10 +78,10 @@ class Parameters(NamedTuple):
     """The parameters of a module of experts for one forward, and the low-rank adapters of its matrices."""
 
     up: Any
-    up_adapter: ops.LowRank | None
+    up_adapter: LowRank | None
     up_bias: Tensor | None
     down: Any
-    down_adapter: ops.LowRank | None
+    down_adapter: LowRank | None
     down_bias: Tensor | None
 
     def to(self, dtype: torch.dtype) -> Parameters:
@@ -110,7 +115,7 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
             checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
     # In a graph nobody could ask later, so the numbers are asserted on the device.
     elif checks is None:
-        ops.require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
+        require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
         return
     checks.of_given(*tensors)
 
@@ -118,7 +123,7 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
 def _is_few(down: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     """Returns whether calls cost more than rows do, as where a model decodes on a CPU."""
     # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not numbers_only():
         return False
     if isinstance(down, QuantisedMatrices):
         return False
@@ -190,7 +195,7 @@ def few_tokens(
 
 def _product(
     weight: Tensor,
-    adapter: ops.LowRank | None,
+    adapter: LowRank | None,
     transposed: bool,
     rows_NI: Tensor,
     runs: list[tuple[int, int]],
@@ -241,10 +246,10 @@ def row_dtype(down: Any, hidden_states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
 
 
-def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
     """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
     up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TH.dtype)
-    adapters = ops.Adapters(up_adapter, down_adapter)
+    adapters = Adapters(up_adapter, down_adapter)
     bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
     if bits and is_expert_parallel(experts):
         _refuse_split(experts)
@@ -253,22 +258,22 @@ def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layo
         if bits:
             raise ConfigError(f"fusedmoe.hf: {type(experts).__name__} is quantised in part: freeze all its parameters")
         up, down = (folded(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
-        adapters = ops.Adapters(None, None)
+        adapters = Adapters(None, None)
     # The one fused operation where the flags say that it is the module's; else products and the module's own gate.
     activation = fused_activation(experts)
     if bits:
         assert activation is not None  # else refused
         matrices: tuple[Any, Any] = up, down
-        stored_weights = ops.StoredWeights(*matrices, up_bias, down_bias)
-        return ops.low_rank_experts(x_TH, layout, weight_N, stored_weights, adapters, activation)
+        stored_weights = StoredWeights(*matrices, up_bias, down_bias)
+        return autograd.low_rank_experts(x_TH, layout, weight_N, stored_weights, adapters, activation)
     if activation is not None:
         weights = fused_weights(experts, up, up_bias, down, down_bias)
         if any(each is not None for each in adapters):
-            return ops.low_rank_experts(x_TH, layout, weight_N, weights, adapters, activation)
-        return ops.experts(x_TH, layout, weight_N, weights, activation)
-    rows_NI = _linear(experts, ops.permute(x_TH, layout), layout, up, up_bias, adapters.up)
+            return autograd.low_rank_experts(x_TH, layout, weight_N, weights, adapters, activation)
+        return autograd.experts(x_TH, layout, weight_N, weights, activation)
+    rows_NI = _linear(experts, autograd.permute(x_TH, layout), layout, up, up_bias, adapters.up)
     if experts.has_gate and is_clamped_swiglu(experts):
-        rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
+        rows_NI = autograd.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
     else:
         rows_NI = apply_gate(experts, rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = _linear(experts, rows_NI.to(x_TH.dtype), layout, down, down_bias, adapters.down)
@@ -277,7 +282,7 @@ def compute(experts: Any, parameters: Parameters, x_TH: Tensor, layout: ops.Layo
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
-    return ops.unpermute(rows_NH, layout)
+    return autograd.unpermute(rows_NH, layout)
 
 
 def matrix_names(experts: Any) -> tuple[str, str]:
@@ -291,23 +296,21 @@ def parameter_names(experts: Any) -> list[str]:
     return [*names, *(f"{name}_bias" for name in names)] if experts.has_bias else [*names]
 
 
-def fused_weights(
-    experts: Any, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
-) -> ops.Weights:
+def fused_weights(experts: Any, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Weights:
     """Returns both products' parameters as the operation of experts with a `fused_activation` takes them."""
     w1 = up.reshape(len(up), *((2,) if experts.has_gate else ()), -1, up.shape[2])
     b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
-    return ops.Weights(w1, down, b1, down_bias)
+    return Weights(w1, down, b1, down_bias)
 
 
 def _linear(
-    experts: Any, rows_NI: Tensor, layout: ops.Layout, weight: Tensor, bias: Tensor | None, adapter: ops.LowRank | None
+    experts: Any, rows_NI: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, adapter: LowRank | None
 ) -> Tensor:
     # They take [E, in, out], and call [E, out, in] transposed.
     transposed = not experts.is_transposed
     if adapter is None:
-        return ops.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
-    return ops.low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
+        return autograd.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+    return autograd.low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
@@ -347,7 +350,7 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     # It needs rows of the module's own width or dtype: then it is not this function.
     except Exception:
         return False
-    wanted = ops.clamped_swiglu(tried_NH, alpha, limit)
+    wanted = autograd.clamped_swiglu(tried_NH, alpha, limit)
     return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
 
 

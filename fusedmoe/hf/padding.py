@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache, PreTrainedModel
 
-from fusedmoe import ops
+from fusedmoe.autograd.checks import require_values
 from fusedmoe.compat.torch import checkpoints
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
-from fusedmoe.dispatchers import Remembered, recomputing
+from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.engine.recomputation import Remembered
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import named_input, registered_experts
 
@@ -147,7 +148,7 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
         each = (query_Q, (query_Q + 1).clamp(max=tokens - 1), torch.full_like(query_Q, tokens - 1))
         real_BQ, *others = (mask.mask_mod(batch_B1, head, by_Q, own_Q).expand(shape[0], tokens) for by_Q in each)
         seen_BQ = others[0] | others[1]
-    ops.require_values(
+    require_values(
         "fusedmoe.hf.mask_padding",
         (real_BQ | ~seen_BQ).all(),
         "attention_mask has tokens that do not attend to themselves, and others attend to them, so that nothing says "

@@ -2,7 +2,7 @@
 
 peft's wrapper of a parameter registers a parametrisation before each forward of the experts and takes it away
 afterwards; who reads the parameter meanwhile gets W + scale·B·A, and its gradient is as large as W. Here W and the
-factors are read apart, and `fusedmoe.ops.low_rank_experts` computes with them:
+factors are read apart, and `fusedmoe.autograd.low_rank_experts` computes with them:
 
     matrix(experts, "down_proj")        W, and the adapter that is active on it, without a read of the parameter
 
@@ -30,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from fusedmoe.comm import Group
+from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.compat.peft import CHECKED, is_factors_proxy, is_full_proxy, lora_module
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.quantised import quantised
-from fusedmoe.ops import LowRank
-from fusedmoe.ranks import Group, all_reduce
+from fusedmoe.kernels import LowRank
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")

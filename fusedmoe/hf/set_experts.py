@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from fusedmoe import Schedule, Topology
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
-from fusedmoe.dispatchers import EXCHANGE
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import registered_experts
 from fusedmoe.hf.module_experts import NAME, OWN, check_experts, owner
 from fusedmoe.hf.peft_adapters import refuse_split_merges, share_adapters
+from fusedmoe.layers.scheduled_exchange import EXCHANGE
 
 
 def apply(model: Any, schedule: str | Schedule | None = None) -> Any:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import ALGORITHMS, make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.construction import facts_of_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Local
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place
-from fusedmoe.layers.gates import Gate, SoftMoE
+from fusedmoe.experts.networks import NAMED, Experts, Place, even_place
+from fusedmoe.gates import Gate, SoftMoE
+from fusedmoe.hooks import Hooks
 from fusedmoe.layers.input_checks import no_load
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
-from fusedmoe.layers.orders import Einsum, Order
+from fusedmoe.orders import Einsum, Order
 
 if TYPE_CHECKING:
     from fusedmoe.layers.dynamic_experts import DynamicExperts

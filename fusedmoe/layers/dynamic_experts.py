@@ -31,9 +31,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import version_of
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts, WithExperts
 from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import Experts, WithExperts
 from fusedmoe.layers.expert_tables import (
     LateCopies,
     by_place,

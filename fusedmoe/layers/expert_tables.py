@@ -17,8 +17,8 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import Transfer
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.hooks import HookContext, Hooks
-from fusedmoe.layers.expert_networks import Experts, FeedForward, Place, RowExperts
-from fusedmoe.layers.gates import Gate, TopK
+from fusedmoe.experts.networks import Experts, FeedForward, Place, RowExperts
+from fusedmoe.gates import Gate, TopK
+from fusedmoe.hooks import HookContext, Hooks
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Order, Sparse
+from fusedmoe.orders import Order, Sparse
 
 # The paper's "simple" order sorts rows and drops those beyond the capacity.
 SimpleOrder = Sparse

@@ -18,11 +18,11 @@ from fusedmoe.comm.metadata import CHECK, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.gates import Gate
+from fusedmoe.gates.base import Routing, SoftRouting
+from fusedmoe.gates.packing import pack
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_bad
-from fusedmoe.layers.gates import Gate
-from fusedmoe.layers.gates.base import Routing, SoftRouting
-from fusedmoe.layers.gates.packing import pack
 from fusedmoe.losses import Packing
 
 

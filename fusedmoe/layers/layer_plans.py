@@ -16,8 +16,8 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import LocalExperts, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.base import Gate
-from fusedmoe.layers.orders import Order
+from fusedmoe.gates.base import Gate
+from fusedmoe.orders import Order
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.task import Task, TaskKind
 

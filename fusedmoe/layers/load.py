@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.engine.recomputation import trains_tokens
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
+from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.losses import balance_loss_of_sums, logsumexp_of_rows
 
 # Training forwards without `tell`, after which a gate that waits for it says so: more than a step accumulates.

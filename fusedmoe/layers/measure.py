@@ -30,10 +30,10 @@ from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
 from fusedmoe.engine.run import Assigned, Plans
-from fusedmoe.layers.gates import Hash
-from fusedmoe.layers.gates.base import Gate
+from fusedmoe.gates import Hash
+from fusedmoe.gates.base import Gate
 from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
-from fusedmoe.layers.orders import Order
+from fusedmoe.orders import Order
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import BUDGET_S, STEPS_BUDGET_S, observe_steps

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
-from fusedmoe.autograd.hooks import Hooks, enter, leave, listed
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
@@ -17,6 +16,11 @@ from fusedmoe.engine.dispatcher import Dispatcher, Routed
 from fusedmoe.engine.graph_dispatch import by_operators_in_graph
 from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
+from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, not_traced
+from fusedmoe.experts.networks import Experts, require_own_experts
+from fusedmoe.gates.base import Gate, SoftRouting
+from fusedmoe.gates.whole_batch import ExpertChoice
+from fusedmoe.hooks import Hooks, enter, leave, listed
 from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.derivatives import constant_in_graphs, count_flops, graph_takes_sizes, keep_out_of_graphs
 from fusedmoe.kernels.layout import contiguous_layout
@@ -29,14 +33,10 @@ from fusedmoe.layers.assembly import (
     require_parts,
     set_up_experts,
 )
-from fusedmoe.layers.expert_networks import Experts, require_own_experts
-from fusedmoe.layers.gates.base import Gate, SoftRouting
-from fusedmoe.layers.gates.whole_batch import ExpertChoice
 from fusedmoe.layers.layer_plans import LayerParts
 from fusedmoe.layers.load import Load
-from fusedmoe.layers.orders import Dropless, Order, Sparse
-from fusedmoe.layers.wrappers import NotScripted, WrapperCheck, not_traced
 from fusedmoe.losses import Packing
+from fusedmoe.orders import Dropless, Order, Sparse
 from fusedmoe.runtime.recorder import Recorder, in_layer, record_with, span
 from fusedmoe.schedule.task import Task
 

@@ -19,8 +19,8 @@ from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
 from fusedmoe.engine.dispatcher import Handle, LocalExperts, Routed, recomputing
 from fusedmoe.engine.recomputation import unselected
 from fusedmoe.engine.run import Assigned, Run
+from fusedmoe.experts.networks import Experts
 from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.expert_tables import of_experts
 from fusedmoe.runtime.recorder import active_recorder, span
 from fusedmoe.schedule.plan import Plan

@@ -21,14 +21,14 @@ from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.module_hooks import must_be_called
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+from fusedmoe.engine.wrappers import watch_utilities
+from fusedmoe.gates import Random
 from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
-from fusedmoe.layers.gates import Random
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.layer_plans import LayerParts
-from fusedmoe.layers.orders import Dropless
-from fusedmoe.layers.wrappers import watch_utilities
+from fusedmoe.orders import Dropless
 from fusedmoe.schedule.task import Task
 
 if TYPE_CHECKING:  # what only exchanges with a schedule load

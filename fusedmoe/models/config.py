@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.ops import ACTIVATIONS
+from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.sizes import require_within
 
 OBJECTIVES = ("causal", "masked")
@@ -51,7 +51,7 @@ class ModelConfig:
     positions: str = "rope"
     bias: bool = False
     expert: str = "swiglu"
-    # Of "ffn" experts: a name of `fusedmoe.ops.ACTIVATIONS`.
+    # Of "ffn" experts: a name of `fusedmoe.kernels.activation.ACTIVATIONS`.
     activation: str = "gelu"
     hidden: int = 256
     # Over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe import Topology
+from fusedmoe.autograd import gather_rows, reduce_scatter_rows, split_counts
+from fusedmoe.comm import Group
 from fusedmoe.errors import ConfigError
-from fusedmoe.measuring import Recorder, in_layer, recorded
+from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.ops import ACTIVATIONS, define_activation, gather_rows, reduce_scatter_rows, split_counts
-from fusedmoe.ranks import Group
+from fusedmoe.runtime.recorder import Recorder, in_layer, recorded
 
 _BASE = 10000.0
 

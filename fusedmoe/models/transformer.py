@@ -18,15 +18,16 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe import Along, MoELayer, Parts, PipelinedBlocks, Placements, Topology, pipeline
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import FeedForward, require_own_experts
+from fusedmoe.experts import FeedForward
+from fusedmoe.experts.networks import require_own_experts
 from fusedmoe.gates import GATES, Gate, Hash, SoftMoE
 from fusedmoe.hooks import Hooks
-from fusedmoe.measuring import Recorder, recorded
+from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, fill_parameters, normal_parameter
-from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.orders import ORDERS, Order, Sparse
-from fusedmoe.plans import Workload, uniform_share
+from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.schedule import Workload, uniform_share
 
 # Target of a position that does not count, cross_entropy's own.
 IGNORE = -100

@@ -294,7 +294,7 @@ class CostModel:
             raise ConfigError(f"cost model: {unknown[0]!r} is not one of {', '.join(LINES)}")
         if not isinstance(self.contention, Contention):
             raise ConfigError(
-                f"cost model: contention is a fusedmoe.plans.Contention, not {self.contention!r}; a share of links "
+                f"cost model: contention is a fusedmoe.schedule.Contention, not {self.contention!r}; a share of links "
                 "beside each other is Contention.between_links(share)"
             )
 

@@ -14,8 +14,8 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import NAMED
-from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
+from fusedmoe.experts.networks import NAMED
+from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, require_equal
 from fusedmoe.training.repeated_sync import restore_summand
 
 # Kinds of losses of an MP group: see fusedmoe.training.data_parallel.

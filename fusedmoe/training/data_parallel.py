@@ -32,8 +32,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import WatchedDataParallel, call_after_backward, graph_task_id, hide_from_ddp, shard_over
 from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import NAMED, experts_of
-from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_shardings
+from fusedmoe.experts.networks import NAMED, experts_of
+from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_shardings
 from fusedmoe.training.copies import (
     MpLoss,
     broadcast,

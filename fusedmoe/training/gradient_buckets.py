@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.sharding import parameter_shardings
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import NAMED
+from fusedmoe.experts.networks import NAMED
 from fusedmoe.training.copies import Replica, replicas
 
 #: One optimizer, or several that step one after another.

@@ -19,8 +19,8 @@ from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import NAMED, NUMBERS, experts_of
-from fusedmoe.layers.sharding import active_shardings
+from fusedmoe.experts.networks import NAMED, NUMBERS, experts_of
+from fusedmoe.experts.sharding import active_shardings
 from fusedmoe.training.copies import holders, local_part
 
 Shapes = dict[str, tuple[int, ...]]

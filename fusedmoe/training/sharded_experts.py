@@ -19,8 +19,8 @@ from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.experts.networks import require_own_experts
 from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.measure import measured_costs
 from fusedmoe.layers.moe import MoELayer
@@ -131,8 +131,8 @@ class ShardedExperts:
             memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them; what `tune_step` measures
             again, as steps have drifted, counts from the next step on, and `overlap` is then found anew.
-        heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
-            Experts then travel by puts that kernels start, instead of by collectives.
+        heap: symmetric memory of the expert-parallel group (`comm.one_sided.heaps.open_heap`), which must outlive
+            this. One-sided puts then send the experts, in place of collectives.
         averaged: models whose experts change owners with this one's, though they were not made by `copy.deepcopy` of
             it: read from a file, say. They have no optimizer of their own.
     Attributes:

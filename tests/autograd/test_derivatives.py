@@ -16,18 +16,18 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.autograd import exchange_operators
-from fusedmoe.autograd.hooks import enter
 from fusedmoe.autograd.materialise import again
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.errors import DerivativeError
-from fusedmoe.hooks import Hooks
+from fusedmoe.gates.base import router_logits
+from fusedmoe.gates.topk import pick
+from fusedmoe.hooks import Hooks, enter
 from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
-from fusedmoe.layers.gates.base import router_logits
-from fusedmoe.layers.gates.topk import pick
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.runtime.recorder import Recorder, recorded
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product
@@ -54,7 +54,7 @@ def random(*shape: int) -> Tensor:
 def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, several in cases(torch.device("cpu")).items():
         yield from ((name, inputs) for inputs in several)
-    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+    layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
     x_SM, weight_EM, logits_SE = torch.randn(3, 4), torch.randn(2, 4), torch.randn(3, 2)
     x_SM, weight_EM, logits_SE = (one.requires_grad_() for one in (x_SM, weight_EM, logits_SE))
     rule, expert_SK = (2, "softmax", True, 1.0, True, None, True), torch.zeros(3, 2, dtype=torch.long)
@@ -161,12 +161,12 @@ def test_operators_lose_no_tangent(learns: bool) -> None:
 
 
 def test_transforms_of_operators() -> None:
-    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
-    weights = ops.Weights(torch.randn(2, 5, 4).double(), torch.randn(2, 4, 5).double(), None, None)
+    layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+    weights = Weights(torch.randn(2, 5, 4).double(), torch.randn(2, 4, 5).double(), None, None)
     x = torch.randn(3, 4).double()
 
     def compute(x: Tensor) -> Tensor:
-        return ops.experts(x, layout, None, weights, "gelu")
+        return autograd.experts(x, layout, None, weights, "gelu")
 
     several = torch.stack([x, 2 * x])
     torch.testing.assert_close(torch.func.vmap(compute)(several), torch.stack([compute(x), compute(2 * x)]))
@@ -175,15 +175,15 @@ def test_transforms_of_operators() -> None:
             transform(lambda x: compute(x).sum())(x)
     for transform in (torch.func.jacrev, torch.func.jacfwd):
         with pytest.raises(DerivativeError, match="fusedmoe::permute has no"):
-            transform(lambda x: ops.permute(x, layout))(x)
+            transform(lambda x: autograd.permute(x, layout))(x)
     with forward_ad.dual_level():  # without a tangent there is nothing to lose
         assert torch.equal(compute(x), compute(x.clone()))
 
 
 def test_moves_of_rows_twice() -> None:
-    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2, 2)
-    gradgradcheck(lambda x: ops.unpermute(ops.permute(x, layout) ** 3, layout), random(3, 4))
-    gradgradcheck(lambda w: ops.take_pairs(w, layout).square(), random(3, 2))
+    layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2, 2)
+    gradgradcheck(lambda x: autograd.unpermute(autograd.permute(x, layout) ** 3, layout), random(3, 4))
+    gradgradcheck(lambda w: autograd.take_pairs(w, layout).square(), random(3, 2))
 
 
 # Functions

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from fusedmoe.autograd.gate import GateRule, gate, gate_from_logits
 from fusedmoe.errors import ConfigError
-from fusedmoe.ops import GateRule, gate, gate_from_logits
 from tests.layers.gate_cases import best_first
 
 

@@ -15,9 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedmoe import ops
+from fusedmoe import autograd
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.exchange import exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.impls import communicate
 from tests.training.placed import DIM, EXPERTS
@@ -36,7 +41,7 @@ class Functions(nn.Module):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        self._all_to_all, self._esp = ops.make_all_to_all("direct", topology), topology.esp
+        self._all_to_all, self._esp = make_all_to_all("direct", topology), topology.esp
         own = slice(*(EXPERTS * at // topology.size for at in (topology.rank, topology.rank + 1)))
         self.router = nn.Parameter(numbers("router", EXPERTS, DIM))
         self.w1 = nn.Parameter(numbers("w1", EXPERTS, 2, HIDDEN, DIM)[own].clone())
@@ -47,15 +52,15 @@ class Functions(nn.Module):
 
     def forward(self, x_SM: Tensor) -> Tensor:
         weight_SK, expert_SK = (x_SM @ self.router.t()).softmax(-1).topk(K)
-        layout = ops.order(expert_SK, EXPERTS)
-        form = ops.RowForm.of(x_SM, layout, weight_SK)
-        exchange = ops.exchange_metadata(self._all_to_all, self._esp, layout.counts_E, form)
-        rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
+        layout = autograd.order(expert_SK, EXPERTS)
+        form = RowForm.of(x_SM, layout, weight_SK)
+        exchange = exchange_metadata(self._all_to_all, self._esp, layout.counts_E, form)
+        rows_NM, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
 
-        def experts(rows_RM: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:
-            return ops.experts(rows_RM, received, weight_R, ops.Weights(self.w1, self.w2), "swiglu")
+        def experts(rows_RM: Tensor, received: Layout, weight_R: Tensor | None) -> Tensor:
+            return autograd.experts(rows_RM, received, weight_R, Weights(self.w1, self.w2), "swiglu")
 
-        return ops.unpermute(ops.through_experts(rows_NM, weight_N, exchange, experts), layout)
+        return autograd.unpermute(autograd.through_experts(rows_NM, weight_N, exchange, experts), layout)
 
 
 class Tutel(nn.Module):

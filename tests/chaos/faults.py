@@ -47,7 +47,7 @@ PLACES: dict[str, Place] = {
     "topology": Place((("comm/topology.py", "from_sizes"),)),
     "layer": Place((("layers/moe.py", "__init__"), ("blocks/pipeline.py", "__init__"))),
     **_both(
-        gate=(("layers/gates/", ""), ("autograd/gate.py", ""), ("kernels/gate.py", ""), ("layers/input_checks.py", "")),
+        gate=(("gates/", ""), ("autograd/gate.py", ""), ("kernels/gate.py", ""), ("layers/input_checks.py", "")),
         dispatch=(("comm/exchange.py", "dispatch"), ("comm/exchange.py", "all_gather")),
         experts=(("engine/chunk_experts.py", ""), ("kernels/experts.py", ""), ("autograd/experts.py", "")),
         combine=(("comm/exchange.py", "combine"), ("comm/exchange.py", "reduce_scatter")),

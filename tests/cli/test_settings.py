@@ -14,7 +14,7 @@ from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
 from fusedmoe.cli.settings import GROUPS, Settings, changes_of, read_settings
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import GATES
+from fusedmoe.gates import GATES
 from fusedmoe.models.config import MODELS, ModelConfig, named_model
 
 

@@ -31,10 +31,10 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.plans import PlanChooser
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
+from fusedmoe.schedule.plan_chooser import PlanChooser
 from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
 from tests.marks import slowly

@@ -13,7 +13,7 @@ from torch import nn
 import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import Custom
+from fusedmoe.experts.networks import Custom
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe import ops
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import ROOM
 from fusedmoe.comm.exchange import _foreign_sender, _message, exchange_metadata
 from fusedmoe.comm.metadata import ExpertCalls, Metadata, NonFinite, RowForm, TokenCounts
@@ -70,7 +70,7 @@ def exchanged(rank: int, world: int, experts: int) -> dict[str, Any]:
     topology = Topology.from_sizes(world)
     counts_E = torch.full((experts,), 2 * (rank + 1))
     exchange = exchange_metadata(
-        ops.make_all_to_all("direct", topology),
+        make_all_to_all("direct", topology),
         topology.esp,
         counts_E,
         FORM,
@@ -79,7 +79,7 @@ def exchanged(rank: int, world: int, experts: int) -> dict[str, Any]:
         weights_require_grad=False,
     )
     with pytest.raises(TypeError, match="is_known"):
-        exchange_metadata(ops.make_all_to_all("direct", topology), topology.esp, counts_E, FORM, is_known=True)
+        exchange_metadata(make_all_to_all("direct", topology), topology.esp, counts_E, FORM, is_known=True)
     agreed = ("form", "most_pairs", "share", "as_module", "tokens_require_grad", "weights_require_grad")
     sizes = {"pairs": exchange.counts_RE.tolist(), "sent": exchange.sent, "received": exchange.received}
     return {name: getattr(exchange, name) for name in agreed} | sizes
@@ -106,7 +106,7 @@ def test_what_the_ranks_have_afterwards(cluster: Cluster, experts: int) -> None:
 
 def other_abilities(rank: int, world: int) -> tuple[bool, str]:
     topology = Topology.from_sizes(world)
-    given = ops.make_all_to_all("direct", topology), topology.esp, torch.ones(4, dtype=torch.long), FORM
+    given = make_all_to_all("direct", topology), topology.esp, torch.ones(4, dtype=torch.long), FORM
     calls = ExpertCalls.MODULE if rank else ExpertCalls.EITHER
     as_module = exchange_metadata(*given, expert_calls=calls).as_module
     with pytest.raises(RankError) as caught:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.metadata import Metadata, RowForm, describe_difference
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
@@ -38,10 +39,10 @@ class Weighted(nn.Module):
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         layout = layout.exact()
-        rows = ops.permute(x_SM, layout) * self.scale.to(x_SM.dtype)
+        rows = autograd.permute(x_SM, layout) * self.scale.to(x_SM.dtype)
         if weight_N is not None:
             rows = rows * weight_N[: layout.rows, None].to(rows.dtype)
-        return ops.unpermute(rows, layout)
+        return autograd.unpermute(rows, layout)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         return AutogradExperts(self, tuple(self.parameters()), self)
@@ -52,7 +53,7 @@ def batch(different: str) -> tuple[Tensor, Tensor, Layout]:
     width, k = M + (different == "width"), K + (different == "k")
     x_SM = torch.randn(9, width, dtype=torch.float32 if different == "dtype" else torch.float64)
     weight_SK, expert_SK = torch.rand(9, E, dtype=torch.float64).topk(k)
-    return x_SM, weight_SK.float() if different == "weights" else weight_SK, ops.order(expert_SK, E)
+    return x_SM, weight_SK.float() if different == "weights" else weight_SK, autograd.order(expert_SK, E)
 
 
 def crossing(topology: Topology, path: str) -> Any:
@@ -66,10 +67,10 @@ def crossing(topology: Topology, path: str) -> Any:
             if path == "operators":
                 return dispatcher.by_operators(Routed(x_SM, layout, weight_SK), experts)
             form = RowForm.of(x_SM, layout, weight_SK)
-            exchange = ops.exchange_metadata(all_to_all, topology.esp, layout.counts_E, form)
+            exchange = exchange_metadata(all_to_all, topology.esp, layout.counts_E, form)
             assert exchange.form == form
-            rows, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
-            return ops.unpermute(ops.through_experts(rows, weight_N, exchange, experts), layout)
+            rows, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
+            return autograd.unpermute(autograd.through_experts(rows, weight_N, exchange, experts), layout)
 
         return send
     schedule = Schedule("fsmoe", degrees=(2, 2)) if path.endswith("plan") else "off"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedmoe import Schedule
-from fusedmoe.dispatchers import ScheduledExchange
+from fusedmoe.layers.scheduled_exchange import ScheduledExchange
 
 #: Experts, and those of a token.
 E, K = 4, 2

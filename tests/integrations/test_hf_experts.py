@@ -52,7 +52,7 @@ def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = results(single, tokens)
     # Of some random weights float32 itself is further off, with transformers' own experts as with these.
     assert worst(found, wanted) < max(1e-5, 2 * worst(plain, wanted))
-    monkeypatch.setattr("fusedmoe.ops.order", lambda *_: pytest.fail("ours"))
+    monkeypatch.setattr("fusedmoe.autograd.order", lambda *_: pytest.fail("ours"))
     with pytest.raises(BaseException, match="ours"):
         single(input_ids=tokens)
 
@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
 def test_decoding(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens without gradients, on a CPU, are put in no order."""
     experts, (_, number_TK, _) = module_of(family)
-    monkeypatch.setattr("fusedmoe.ops.order", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr("fusedmoe.autograd.order", lambda *_: pytest.fail("it was"))
     for numbers in (number_TK[:rows], torch.full((rows, 2), 2, dtype=torch.int32), torch.tensor([[3, 3]] * rows)):
         x_TH, number, weight_TK = routed(experts, numbers.view(rows, 2))
         with torch.no_grad():

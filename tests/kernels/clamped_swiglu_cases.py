@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.kernels.activation import define_clamped_swiglu
 from fusedmoe.kernels.backend import INTERPRET
 
@@ -16,7 +16,7 @@ SHAPES = ((1, 1), (7, 33), (300, 96), (0, 8), (5, 0), (33, 1024))
 def check(h_NH: torch.Tensor, da_NI: torch.Tensor) -> None:
     """Of rows and the gradient of their results, any strides."""
     h_NH = h_NH.detach().requires_grad_()
-    a_NI = ops.clamped_swiglu(h_NH, ALPHA, LIMIT)
+    a_NI = autograd.clamped_swiglu(h_NH, ALPHA, LIMIT)
     assert a_NI.dtype == h_NH.dtype and a_NI.shape == da_NI.shape
     (dh_NH,) = torch.autograd.grad(a_NI, h_NH, da_NI)
     exact_NH = h_NH.detach().cpu().double().requires_grad_()
@@ -42,7 +42,7 @@ def check_bounds(device: torch.device) -> None:
     inf, nan = float("inf"), float("nan")
     pairs = [(LIMIT, LIMIT), (-LIMIT, -LIMIT), (inf, 1.0), (1.0, inf), (1.0, -inf), (3.0, -3.0)]
     check(torch.tensor(pairs, device=device), torch.ones(len(pairs), 1, device=device))
-    assert ops.clamped_swiglu(torch.tensor([(nan, 1.0), (1.0, nan)], device=device), ALPHA, LIMIT).isnan().all()
+    assert autograd.clamped_swiglu(torch.tensor([(nan, 1.0), (1.0, nan)], device=device), ALPHA, LIMIT).isnan().all()
 
 
 def check_strides(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.hooks import unpack_bf16
+from fusedmoe.hooks import unpack_bf16
 from fusedmoe.kernels.wire import (
     SCALE_BYTES,
     define_pack_fp8,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.gates import GATES, Gate, Routing, SoftRouting
+from fusedmoe.gates import GATES, Gate, Routing, SoftRouting
 
 ROUTED = [name for name in GATES if name != "softmoe"]
 LEARNED = [name for name in GATES if name not in ("hash", "random")]

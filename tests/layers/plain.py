@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fusedmoe.experts.networks import FeedForward
+from fusedmoe.gates import TopK
 from fusedmoe.kernels.activation import define_activation
-from fusedmoe.layers.expert_networks import FeedForward
-from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 
 

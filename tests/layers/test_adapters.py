@@ -49,7 +49,7 @@ def fill(layer: MoELayer) -> MoELayer:
 
 def summed() -> Any:
     """Inside, parameters are read as the sums that PyTorch's parametrisation makes."""
-    return patch("fusedmoe.layers.expert_networks.adapted", return_value=None)
+    return patch("fusedmoe.experts.networks.adapted", return_value=None)
 
 
 def numbers(layer: MoELayer, x: Tensor) -> list[Tensor]:

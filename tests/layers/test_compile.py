@@ -19,8 +19,8 @@ import fusedmoe
 from fusedmoe.autograd import exchange_operators
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Part
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates import GATES
+from fusedmoe.experts.networks import Experts
+from fusedmoe.gates import GATES
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
@@ -299,7 +299,7 @@ def check_operators(rank: int, world: int) -> None:
         return torch.randn(*shape, requires_grad=True)
 
     # Tokens with several pairs on a rank, and rows that are tokens of their own; both with two rows of padding.
-    layout = fusedmoe.ops.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
+    layout = fusedmoe.autograd.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
     tokens_W, *_, row_N, code_N = ops.deduplicate(layout.tensors, world)
     for counts, tokens, pairs, k in (
         (layout.counts_E, tokens_W, (row_N, code_N), 3),

@@ -238,7 +238,7 @@ def check_the_operator(rank: int, world: int) -> None:
     """Schema, fakes and gradient agree with what the operators do, with and without biases and weights."""
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    layout = fusedmoe.ops.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
+    layout = fusedmoe.autograd.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, requires_grad=True)
@@ -267,7 +267,7 @@ def test_the_operator(cluster: Cluster) -> None:
 
 
 def test_a_layer_that_is_gone() -> None:
-    layout = fusedmoe.ops.order(torch.tensor([[0]]), 1)
+    layout = fusedmoe.autograd.order(torch.tensor([[0]]), 1)
     weights = torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, None, 0, "gelu", [True, True, False, False]
     with pytest.raises(fusedmoe.ConfigError, match="scheduled_experts: the layer is gone"):
         scheduled_operator.scheduled_experts(

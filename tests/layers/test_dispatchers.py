@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import MoELayer, Schedule, Topology, experts, gates, ops, orders
+from fusedmoe import MoELayer, Schedule, Topology, autograd, experts, gates, orders
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -154,7 +154,7 @@ def twice(rank: int, world: int) -> None:
     dispatcher = Collectives(topology, make_all_to_all("direct", topology))
     torch.manual_seed(rank)
     x = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
-    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+    layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
 
     def through(x: Tensor) -> Tensor:
         rows, handle = dispatcher.dispatch(Routed(x, layout))
@@ -171,7 +171,7 @@ def test_twice(cluster: Cluster) -> None:
 
 
 def test_local() -> None:
-    x, layout = torch.randn(3, M), ops.order(torch.tensor([[0], [2], [1]]), E)
+    x, layout = torch.randn(3, M), autograd.order(torch.tensor([[0], [2], [1]]), E)
     rows, handle = Local().dispatch(Routed(x, layout))
     assert rows is x and handle == Handle(layout, None) and Local().combine(rows, handle) is rows
 

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe
-from fusedmoe import Schedule, Topology, ops
+from fusedmoe import Schedule, Topology, autograd
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.dispatchers import Collectives, Routed
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.experts import Custom, Experts, FeedForward, SwiGLU, add_adapters
 from tests.cluster import Cluster
@@ -77,12 +78,12 @@ def test_products_of_low_rank_experts() -> None:
 
 def test_products_of_operators() -> None:
     x, weight = torch.randn(S, D, requires_grad=True), torch.randn(E, H, D, requires_grad=True)
-    layout = ops.order(torch.randint(0, E, (S, K)), E)
-    rows = ops.permute(x, layout)
+    layout = autograd.order(torch.randint(0, E, (S, K)), E)
+    rows = autograd.permute(x, layout)
     once = 2 * layout.rows * D * H
-    assert _counted(lambda: ops.grouped_linear(rows, layout, weight)) == once
-    assert _counted(lambda: ops.grouped_linear(rows, layout, weight).sum().backward(retain_graph=True)) == 3 * once
-    assert _counted(lambda: ops.grouped_linear(rows.detach(), layout, weight).sum().backward()) == 2 * once
+    assert _counted(lambda: autograd.grouped_linear(rows, layout, weight)) == once
+    assert _counted(lambda: autograd.grouped_linear(rows, layout, weight).sum().backward(retain_graph=True)) == 3 * once
+    assert _counted(lambda: autograd.grouped_linear(rows.detach(), layout, weight).sum().backward()) == 2 * once
 
 
 def _on_all_ranks(topology: Topology, count: int) -> int:
@@ -107,7 +108,7 @@ def _over_ranks(rank: int, world: int, schedule: Any) -> None:
         assert _on_all_ranks(topology, _counted(lambda: layer(x.detach()))) == forward
     # As graphs of a compiler have it: one operator.
     weight_SK = torch.rand(len(x), K, requires_grad=True)
-    routed = Routed(x, ops.order(torch.randint(0, E, (len(x), K)), E), weight_SK)
+    routed = Routed(x, autograd.order(torch.randint(0, E, (len(x), K)), E), weight_SK)
     assert isinstance(layer.dispatcher, Collectives)
 
     def by_operator() -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.comm.exchange import Part
 from fusedmoe.comm.topology import Topology
 from fusedmoe.experts import add_adapters
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_memory import saved_elements
@@ -76,7 +77,7 @@ def test_compiled(frozen: str) -> None:
 
 def test_what_no_gradient_needs_is_not_kept() -> None:
     # x is kept by the router as well, so the operation by itself tells: x, and pre-activations of 2·H a row.
-    layout = ops.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
+    layout = autograd.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
     x_SM, weight_N = torch.randn(17, M, requires_grad=True), torch.rand(layout.rows, requires_grad=True)
     shapes = {"w1": (E, 2, H, M), "w2": (E, M, H), "b1": (E, 2, H), "b2": (E, M)}
     rows = 17 * M, layout.rows * 2 * H
@@ -86,7 +87,7 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
     ):  # fmt: skip
         # Cast copies of parameters, as autocast makes them: kept where the backward reads them.
         leaves = {name: torch.randn(shape).requires_grad_(name in learns.split()) for name, shape in shapes.items()}
-        weights = ops.Weights(*leaves.values())
+        weights = Weights(*leaves.values())
         x, weight = (x_SM, weight_N) if tokens else (x_SM.detach(), weight_N.detach())
         kept: dict[int, int] = {}
 
@@ -95,7 +96,7 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            y_SM = ops.experts(x, layout, weight, weights, "swiglu")
+            y_SM = autograd.experts(x, layout, weight, weights, "swiglu")
         given = {t.untyped_storage().data_ptr() for t in (*leaves.values(), weight, *layout.tensors) if t is not None}
         own = {place: size for place, size in kept.items() if place not in given and size > 1}
         assert sum(own.values()) == expected, learns
@@ -307,7 +308,7 @@ def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, 
 def test_weights_in_parts(frozen: str) -> None:
     """Parts are both halves of w1, and w2."""
     torch.manual_seed(1)
-    layout = ops.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
+    layout = autograd.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
     shapes = ((17, M), (layout.rows,), (E, H, M), (E, M, H), (E, H, M))
     values = [torch.randn(shape) for shape in shapes]
     asked: list[tuple[bool, ...]] = []
@@ -316,7 +317,7 @@ def test_weights_in_parts(frozen: str) -> None:
         asked.append((dw1.untyped_storage().nbytes() > 8, dw2.untyped_storage().nbytes() > 8))
         return dw1.unbind(1)[0], dw2, dw1.unbind(1)[1]
 
-    how = ops.WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
+    how = autograd.WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
     found = []
     for names in ([], frozen.split()):
         leaves = [value.double().requires_grad_() for value in values]
@@ -324,7 +325,7 @@ def test_weights_in_parts(frozen: str) -> None:
             leaves[2 + int(name)].requires_grad_(False)
         x, weight, *parts = leaves
         asked.clear()
-        ops.experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
+        autograd.experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
         found.append([leaf.grad for leaf in leaves])
     for number, (right, got) in enumerate(zip(*found, strict=True)):
         if str(number - 2) in frozen.split():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fusedmoe import CallbackBase, ConfigError, ExpertBase, LinearGate, MOELayer, SimpleOrder, Topology
 from fusedmoe.comm.collectives import all_gather_rows
-from fusedmoe.layers.expert_networks import Place
+from fusedmoe.experts.networks import Place
 from fusedmoe.layers.fsmoe import ExpertArgs, HookArgs
 from tests.cluster import Cluster
 

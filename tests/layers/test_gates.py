@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedmoe import orders
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import (
+from fusedmoe.gates import (
     GATES,
     BatchPrioritised,
     DeepSeekV3,
@@ -28,7 +28,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
-from fusedmoe.layers.gates.topk import top_experts
+from fusedmoe.gates.topk import top_experts
 from tests.layers.gate_cases import LEARNED, ROUTED, TOP_K, ids, make, parts
 from tests.marks import slowly
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import DeepSeekV3
+from fusedmoe.gates import DeepSeekV3
 from tests.layers.gate_cases import best_first
 
 

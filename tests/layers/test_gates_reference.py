@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import (
+from fusedmoe.gates import (
     BatchPrioritised,
     DeepSeekV3,
     ExpertChoice,
@@ -24,7 +24,7 @@ from fusedmoe.layers.gates import (
     TopK,
     XMoE,
 )
-from fusedmoe.layers.gates.topk import top_experts
+from fusedmoe.gates.topk import top_experts
 from tests.layers.gate_cases import best_first, parts
 from tests.marks import slowly
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
-from fusedmoe.autograd.hooks import HookContext, Hooks, WireCast
 from fusedmoe.comm import all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import SwiGLU
-from fusedmoe.layers.gates import Gate
+from fusedmoe.experts.networks import SwiGLU
+from fusedmoe.gates import Gate
+from fusedmoe.hooks import HookContext, Hooks, WireCast
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster

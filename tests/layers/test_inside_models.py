@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, DerivativeError
-from fusedmoe.layers.expert_networks import SwiGLU
+from fusedmoe.experts.networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.tutel import moe
 from tests.cluster import Cluster

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusedmoe
 from fusedmoe import ConfigError, RankError, Schedule
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.gates import GATES
+from fusedmoe.gates import GATES
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make

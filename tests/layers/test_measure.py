@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Routed
-from fusedmoe.layers.expert_networks import Custom
-from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.experts.networks import Custom
+from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.layers.measure import observe_fused, observe_layer
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample

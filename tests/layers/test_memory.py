@@ -12,8 +12,8 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.networks import FeedForward, SwiGLU
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.marks import slowly

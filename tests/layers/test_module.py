@@ -18,8 +18,8 @@ import fusedmoe
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward, SwiGLU
-from fusedmoe.layers.gates import TopK
+from fusedmoe.experts.networks import Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer

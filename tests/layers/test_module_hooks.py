@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.errors import RankError
-from fusedmoe.layers.expert_networks import Custom, Experts, SwiGLU
-from fusedmoe.layers.gates import TopK
+from fusedmoe.experts.networks import Custom, Experts, SwiGLU
+from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.marks import slowly

@@ -12,7 +12,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.autograd.parallel import split_counts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import SwiGLU
+from fusedmoe.experts.networks import SwiGLU
 from fusedmoe.layers.moe import MpInput
 from tests.cluster import Cluster
 from tests.marks import slowly

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates, orders
-from fusedmoe.autograd.hooks import HookContext, Hooks, WireCast, WireFp8
 from fusedmoe.autograd.parallel import MpInput, sum_gradient
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.gates.base import Routing
+from fusedmoe.gates.base import Routing
+from fusedmoe.hooks import HookContext, Hooks, WireCast, WireFp8
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_hooks import SEAMS, Note

@@ -9,7 +9,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
+from fusedmoe.experts.networks import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers import plain

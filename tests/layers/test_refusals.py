@@ -12,16 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe import ops, puts
+from fusedmoe import autograd
 from fusedmoe.comm.all_to_all import AllToAll, Traffic, make_all_to_all
+from fusedmoe.comm.one_sided.heaps import open_heap
+from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.dispatchers import Collectives, Routed
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.engine.dispatcher import Routed
+from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import Custom, FeedForward, Place, SwiGLU
+from fusedmoe.experts.networks import Custom, FeedForward, Place, SwiGLU
+from fusedmoe.kernels.experts import Weights
 from fusedmoe.layers.moe import MoELayer, MpInput
-from fusedmoe.measuring import cached_profile
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
+from fusedmoe.runtime.cache import cached_profile
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES
 from tests.layers.gate_cases import make as make_gate
@@ -115,8 +121,8 @@ def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
         lambda dtype: SwiGLU(H).setup(M, Place(), dtype=dtype),
         lambda dtype: Transformer(ModelConfig(layers=1), dtype=dtype),
         lambda dtype: cached_profile(Topology(), torch.device("cpu"), dtype=dtype),
-        lambda dtype: puts.ReceiveBuffers(
-            puts.open_heap(Topology().ep, torch.device("cpu"), "host"), puts.BufferSizes(8, 2, 4, 8, dtype)
+        lambda dtype: ReceiveBuffers(
+            open_heap(Topology().ep, torch.device("cpu"), "host"), BufferSizes(8, 2, 4, 8, dtype)
         ),
     ],
 )
@@ -126,11 +132,11 @@ def test_names_of_dtypes_are_refused(call: Callable[[Any], Any]) -> None:
 
 
 def test_kernels_that_nothing_runs_are_refused() -> None:
-    heap = puts.open_heap(Topology().ep, torch.device("cpu"), "host")
-    buffers = puts.ReceiveBuffers(heap, puts.BufferSizes(8, 1, 4, M, torch.float32))
-    experts = puts.GroupedExperts(ops.Weights(torch.ones(4, 2, H, M), torch.ones(4, M, H)), "swiglu")
+    heap = open_heap(Topology().ep, torch.device("cpu"), "host")
+    buffers = ReceiveBuffers(heap, BufferSizes(8, 1, 4, M, torch.float32))
+    experts = GroupedExperts(Weights(torch.ones(4, 2, H, M), torch.ones(4, M, H)), "swiglu")
     with pytest.raises(ConfigError, match=r"^fused_experts: .* set TRITON_INTERPRET=1 before Python starts$"):
-        puts.fused_experts(torch.ones(3, M), None, ops.order(torch.zeros(3, 1).long(), 4), buffers, experts)
+        fused_experts(torch.ones(3, M), None, autograd.order(torch.zeros(3, 1).long(), 4), buffers, experts)
 
 
 def test_a_cast_to_integers_is_refused() -> None:
@@ -301,7 +307,7 @@ def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) 
     """What nobody compares when layers are made, as at the doors of other libraries; the next batch goes through."""
     topology = Topology.from_sizes(2, 2)
     exchange = Collectives(topology, make_all_to_all("direct", topology))
-    layout = ops.order(torch.tensor([[0, 3], [2, 1]]), E)
+    layout = autograd.order(torch.tensor([[0, 3], [2, 1]]), E)
     weight_SK, own = torch.ones(2, 2), rank == 2
     wrong_SK = None if own and weights is None else weight_SK.to(weights if own and weights else torch.float32)
     try:

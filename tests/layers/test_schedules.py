@@ -19,9 +19,9 @@ from fusedmoe.comm.exchange import Exchange, exchange_metadata
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.experts.networks import Custom, SwiGLU
 from fusedmoe.layers import measure as measure_module
 from fusedmoe.layers import schedule as schedules
-from fusedmoe.layers.expert_networks import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import CACHE, cached_profile

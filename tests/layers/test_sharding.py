@@ -9,8 +9,8 @@ from torch.nn.utils import parametrize
 
 from fusedmoe import experts, gates
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.sharding import parameter_shardings
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.sharding import parameter_shardings
 
 
 class _Split(nn.Module):

@@ -17,8 +17,8 @@ from fusedmoe import MoELayer, Schedule, Topology, gates
 from fusedmoe.blocks import forward as blocks_forward
 from fusedmoe.comm import exchange, forwarding
 from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.experts.networks import FeedForward
 from fusedmoe.kernels import deduplicate
-from fusedmoe.layers.expert_networks import FeedForward
 from fusedmoe.training import ShardedExperts, save_communication
 from tests.cluster import Cluster
 from tests.comm.failing import nothing

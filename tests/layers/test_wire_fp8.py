@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe.autograd.hooks import HookContext, Hooks, WireFp8
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.networks import SwiGLU
+from fusedmoe.hooks import HookContext, Hooks, WireFp8
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8
-from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm import all_to_all, collectives, exchange
 from fusedmoe.comm.all_to_all import make_all_to_all
@@ -25,9 +25,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.engine.run import Assigned
+from fusedmoe.experts.networks import Custom, Experts, FeedForward, Place, SwiGLU, even_place
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import contiguous_layout, define_layout
-from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward, Place, SwiGLU, even_place
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 
@@ -242,7 +242,7 @@ def travel(batch: Batch, rank: int, topology: Topology, degrees: tuple[int, int]
     """Has a rank's tokens go through the experts of all ranks, and gradients back."""
     given, experts = tokens_of(batch, rank), make_experts(batch, even_place(batch.experts, topology))
     x_SM, weight_SK = given.x_SM.requires_grad_(), given.weight_SK.requires_grad_()
-    layout = ops.order(given.expert_SK, batch.experts, batch.capacity)
+    layout = autograd.order(given.expert_SK, batch.experts, batch.capacity)
     with topology.guard("a batch"):
         dispatcher = dispatcher_of(batch, topology, degrees)
         y_SM = dispatcher.through_experts(Routed(x_SM, layout, weight_SK), experts)
@@ -276,7 +276,7 @@ def check(batch: Batch, rank: int, topology: Topology) -> None:
 def travel_by_pairs(batch: Batch, rank: int, topology: Topology) -> None:
     """Has each pair travel as a row of its own, as the transport does where rows are no copies of tokens."""
     given, experts = tokens_of(batch, rank), make_experts(batch, even_place(batch.experts, topology))
-    layout = ops.order(given.expert_SK, batch.experts, batch.capacity)
+    layout = autograd.order(given.expert_SK, batch.experts, batch.capacity)
     x_NM = permute(given.x_SM.requires_grad_(), layout)
     weight_N1 = take_pairs(given.weight_SK.requires_grad_(), layout)[:, None]
     routed = Routed(x_NM, contiguous_layout(layout.counts_E, len(x_NM)), weight_N1)

@@ -14,9 +14,9 @@ from fusedmoe.blocks.pipeline import Along
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import Place
+from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts
-from fusedmoe.ops import ACTIVATIONS
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.training import plan_step, sync_gradients

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.sharding import parameter_shardings
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import TokenSplit
 from fusedmoe.models.transformer import IGNORE, Transformer

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
 from tests.kernels.routings import choose
 
 T = TypeVar("T")
@@ -52,17 +54,17 @@ class Draw:
         expert_SK = expert_SK.to(self.one_of((torch.int64, torch.int64, torch.int32, torch.int8)))
         return expert_SK.t().contiguous().t() if self.maybe(0.3) else expert_SK
 
-    def layout(self, tokens: int, slots: int, experts: int) -> ops.Layout:
+    def layout(self, tokens: int, slots: int, experts: int) -> Layout:
         """Of random choices, with and without capacity and padding."""
         capacity = self.one_of((None, None, 0, 1, 3))
-        layout = ops.order(self.choices(tokens, slots, experts), experts, capacity)
+        layout = autograd.order(self.choices(tokens, slots, experts), experts, capacity)
         if self.maybe():
             layout = layout.padded(layout.rows + self.size(0, 5)) if tokens else layout
         if self.maybe(0.3):  # as if made by hand
-            layout = ops.Layout(*layout.tensors)
+            layout = Layout(*layout.tensors)
         return layout
 
-    def weights(self, experts: int, dim: int, activation: str, out: int | None = None) -> ops.Weights:
+    def weights(self, experts: int, dim: int, activation: str, out: int | None = None) -> Weights:
         """For rows of width `dim`; results are `out` wide, by default as wide."""
         hidden, halves = self.size(1), (2,) if ACTIVATIONS[activation].gated else ()
         out = dim if out is None else out
@@ -70,7 +72,7 @@ class Draw:
         start = self.random.randint(0, out)
         b2 = self.floats(experts, self.random.randint(0, out - start)) if self.maybe() else None
         w1 = self.floats(experts, *halves, hidden, dim)
-        return ops.Weights(w1, self.floats(experts, out, hidden), b1, b2, start if b2 is not None else 0)
+        return Weights(w1, self.floats(experts, out, hidden), b1, b2, start if b2 is not None else 0)
 
 
 def close(what: str, got: Any, expected: Any) -> None:

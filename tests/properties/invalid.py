@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
+from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
 from tests.properties.draw import Draw
 
 # A call with all its arguments by name, and ways to spoil one of them.
@@ -104,10 +109,10 @@ def order(draw: Draw) -> Case:
         "priority_S": [lambda _, x: torch.randn(S + 1), lambda _, x: torch.randn(S, 1), lambda _, x: [1.0] * S],
     }
     spoils["priority_S"].append(lambda _, x: torch.randn(S, device="meta"))
-    return ops.order, given, spoils
+    return autograd.order, given, spoils
 
 
-def _spoilt_layout(draw: Draw, layout: ops.Layout) -> Any:
+def _spoilt_layout(draw: Draw, layout: Layout) -> Any:
     """A layout made by hand with one part that says something else."""
     parts = dict(zip(("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"), layout.tensors, strict=True))
     name = draw.one_of(sorted(parts))
@@ -133,29 +138,29 @@ def _spoilt_layout(draw: Draw, layout: ops.Layout) -> Any:
         kept = sum(layout.counts)
         if name not in ("source_N", "pair_N") or at[0] < kept:
             ways += [moved, moved, moved]
-    return draw.one_of((ops.Layout(**(parts | {name: draw.one_of(ways)()})),) * 9 + (None,))
+    return draw.one_of((Layout(**(parts | {name: draw.one_of(ways)()})),) * 9 + (None,))
 
 
-def _with_layout(draw: Draw) -> tuple[ops.Layout, Tensor]:
+def _with_layout(draw: Draw) -> tuple[Layout, Tensor]:
     S, K, E, M = draw.size(), draw.size(1, 3), draw.size(1, 5), draw.size(1, 6)
     return draw.layout(S, K, E), draw.floats(S, M)
 
 
 def permute(draw: Draw) -> Case:
     layout, x_SM = _with_layout(draw)
-    return ops.permute, {"x_SM": x_SM, "layout": layout}, {"x_SM": ROWS, "layout": [_spoilt_layout]}
+    return autograd.permute, {"x_SM": x_SM, "layout": layout}, {"x_SM": ROWS, "layout": [_spoilt_layout]}
 
 
 def unpermute(draw: Draw) -> Case:
     layout, x_SM = _with_layout(draw)
     given = {"rows_NM": draw.floats(layout.rows, x_SM.shape[1]), "layout": layout}
-    return ops.unpermute, given, {"rows_NM": ROWS, "layout": [_spoilt_layout]}
+    return autograd.unpermute, given, {"rows_NM": ROWS, "layout": [_spoilt_layout]}
 
 
 def take_pairs(draw: Draw) -> Case:
     layout, _ = _with_layout(draw)
     given = {"value_SK": draw.floats(*layout.row_SK.shape), "layout": layout}
-    return ops.take_pairs, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
+    return autograd.take_pairs, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
 
 
 def experts(draw: Draw) -> Case:
@@ -165,7 +170,7 @@ def experts(draw: Draw) -> Case:
     given = {
         "x_SM": x_SM,
         "layout": layout,
-        "weight_N": ops.take_pairs(draw.floats(*layout.row_SK.shape), layout),
+        "weight_N": autograd.take_pairs(draw.floats(*layout.row_SK.shape), layout),
         "weights": weights,
         "activation": activation,
     }
@@ -177,10 +182,10 @@ def experts(draw: Draw) -> Case:
         "weights": [_spoilt_weights, lambda _, x: x.w1],
         "activation": [lambda d, _: d.one_of(("swish", "", None, *others))],
     }
-    return ops.experts, given, spoils
+    return autograd.experts, given, spoils
 
 
-def _spoilt_weights(draw: Draw, weights: ops.Weights) -> ops.Weights:
+def _spoilt_weights(draw: Draw, weights: Weights) -> Weights:
     names = [name for name in ("w1", "w2", "b1", "b2") if getattr(weights, name) is not None]
     name = draw.one_of(names)
     tensor = getattr(weights, name)
@@ -194,7 +199,7 @@ def _spoilt_weights(draw: Draw, weights: ops.Weights) -> ops.Weights:
 
 def gate(draw: Draw) -> Case:
     S, M, E = draw.size(), draw.size(1, 6), draw.size(1)
-    rule = ops.GateRule(draw.size(1, E))
+    rule = autograd.GateRule(draw.size(1, E))
     given = {"x_SM": draw.floats(S, M), "weight_EM": draw.floats(E, M), "rule": rule}
     given["bias_E"] = draw.floats(E, grad=False)
     spoils: dict[str, list[Spoil]] = {
@@ -205,18 +210,18 @@ def gate(draw: Draw) -> Case:
     }
     if S == 0:
         spoils["rule"].pop(1)  # no tokens divide into any sequences
-    return ops.gate, given, spoils
+    return autograd.gate, given, spoils
 
 
 def gate_from_logits(draw: Draw) -> Case:
     S, E = draw.size(), draw.size(1)
-    given = {"logits_SE": draw.floats(S, E), "rule": ops.GateRule(E), "bias_E": draw.floats(E, grad=False)}
+    given = {"logits_SE": draw.floats(S, E), "rule": autograd.GateRule(E), "bias_E": draw.floats(E, grad=False)}
     spoils: dict[str, list[Spoil]] = {
         "logits_SE": [wider, deeper, whole, elsewhere, no_tensor],
         "bias_E": [longer, deeper, whole, elsewhere],
         "rule": [lambda _, x: replace(x, k=E + 1), lambda _, x: None],
     }
-    return ops.gate_from_logits, given, spoils
+    return autograd.gate_from_logits, given, spoils
 
 
 def rule(draw: Draw) -> Case:
@@ -227,7 +232,7 @@ def rule(draw: Draw) -> Case:
         "scale": [lambda d, _: d.one_of((float("nan"), float("inf")))],
         "sequence": [nonsense_count, lambda _, x: 0],
     }
-    return ops.GateRule, given, spoils
+    return autograd.GateRule, given, spoils
 
 
 def received_layout(draw: Draw) -> Case:
@@ -237,18 +242,18 @@ def received_layout(draw: Draw) -> Case:
         "counts_RE": [deeper, no_tensor, lambda _, x: x - 5, lambda _, x: x.double()],
         "rows": [lambda _, x: x + 1, lambda _, x: x - 1],
     }
-    return ops.received_layout, given, spoils
+    return autograd.received_layout, given, spoils
 
 
 def _alone() -> tuple[Any, Any]:
     topology = Topology()
-    return ops.make_all_to_all("direct", topology), topology.esp
+    return make_all_to_all("direct", topology), topology.esp
 
 
 def exchange(draw: Draw) -> Case:
     algorithm, esp = _alone()
     given = {"algorithm": algorithm, "esp": esp, "counts_E": torch.randint(0, 4, (draw.size(1, 5),))}
-    given["form"] = ops.RowForm(torch.float32, 3, 1, None)
+    given["form"] = RowForm(torch.float32, 3, 1, None)
     spoils: dict[str, list[Spoil]] = {
         "counts_E": [deeper, lambda _, x: x.float(), lambda _, x: x - 5, lambda _, x: x[:0]],
         "form": [
@@ -256,14 +261,14 @@ def exchange(draw: Draw) -> Case:
             lambda d, form: form._replace(weights=torch.int32),
         ],
     }
-    return ops.exchange_metadata, given, spoils
+    return exchange_metadata, given, spoils
 
 
 def moves(draw: Draw) -> Case:
     """Rows that an exchange knows nothing of."""
     counts_E = torch.randint(0, 4, (draw.size(1, 5),))
-    met = ops.exchange_metadata(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None))
-    move = draw.one_of((ops.dispatch, ops.combine, ops.all_gather, ops.reduce_scatter))
+    met = exchange_metadata(*_alone(), counts_E, RowForm(torch.float64, 3, 1, None))
+    move = draw.one_of((autograd.dispatch, autograd.combine, autograd.all_gather, autograd.reduce_scatter))
     rows = draw.floats(int(counts_E.sum()), 3)
 
     def call(rows: Tensor) -> Any:
@@ -274,23 +279,23 @@ def moves(draw: Draw) -> Case:
 
 def through_experts(draw: Draw) -> Case:
     counts_E = torch.randint(0, 4, (draw.size(1, 5),))
-    met, N = ops.exchange_metadata(*_alone(), counts_E, ops.RowForm(torch.float64, 3, 1, None)), int(counts_E.sum())
+    met, N = exchange_metadata(*_alone(), counts_E, RowForm(torch.float64, 3, 1, None)), int(counts_E.sum())
     given = {"rows_NM": draw.floats(N, 3), "weight_N": draw.floats(N), "exchange": met, "compute": _identity}
     spoils: dict[str, list[Spoil]] = {
         "rows_NM": [longer, deeper, no_tensor],
         "weight_N": [longer, deeper, elsewhere, lambda _, x: x.tolist()],
         "compute": [lambda _, x: lambda rows, layout, weight: rows.sum(0), lambda _, x: lambda *_: None],
     }
-    return ops.through_experts, given, spoils
+    return autograd.through_experts, given, spoils
 
 
-def _identity(rows: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+def _identity(rows: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
     return rows
 
 
 def rows_over_a_group(draw: Draw) -> Case:
     N, group = draw.size(), Topology().mp
-    move = draw.one_of((ops.gather_rows, ops.reduce_scatter_rows, ops.split_rows, ops.join_rows))
+    move = draw.one_of((autograd.gather_rows, autograd.reduce_scatter_rows, autograd.split_rows, autograd.join_rows))
     spoils: dict[str, list[Spoil]] = {
         "x_SM": [longer, no_tensor],
         "counts": [lambda _, x: [N + 1], lambda _, x: [N, 0], lambda _, x: [], lambda _, x: [-1], lambda _, x: ["1"]],

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.gates.base import Routing
+from fusedmoe.gates.base import Routing
 from fusedmoe.layers.moe import MoELayer
 from tests.layers.gate_cases import make as make_gate
 from tests.layers.test_refusals import Spy
@@ -107,7 +110,7 @@ def rows_over_ranks(draw: Draw, rank: int, world: int, topology: Topology) -> No
     y_own = {"gather_rows": every, "join_rows": every, "reduce_scatter_rows": every[own], "split_rows": x[0][own]}
     dx_own = {"gather_rows": all_dy[own], "join_rows": dy[0][own], "reduce_scatter_rows": all_dy, "split_rows": all_dy}
     mine = x[index].clone().requires_grad_()
-    y = getattr(ops, name)(mine, group, counts)
+    y = getattr(autograd, name)(mine, group, counts)
     (y * dy[index]).sum().backward()
     close(name, y, y_own[name])
     close(f"gradient of {name}", mine.grad, dx_own[name])
@@ -118,18 +121,18 @@ def exchange(draw: Draw, rank: int, world: int, topology: Topology) -> None:
     ep, esp = topology.ep, topology.esp
     E = ep.size * draw.size(1, 3)
     counts_WE = torch.randint(0, 4, (world, E))
-    algorithm = ops.make_all_to_all(draw.one_of(("direct", "1dh", "2dh")), topology)
-    met = ops.exchange_metadata(algorithm, esp, counts_WE[rank], ops.RowForm(torch.float64, 3, 1, None))
+    algorithm = make_all_to_all(draw.one_of(("direct", "1dh", "2dh")), topology)
+    met = exchange_metadata(algorithm, esp, counts_WE[rank], RowForm(torch.float64, 3, 1, None))
     # A row's value says whose it is and which expert's.
     expert_E1 = torch.arange(E, dtype=torch.float64)[:, None].expand(E, 3)
     x_W = [100.0 * r + expert_E1.repeat_interleave(counts_WE[r], 0) for r in range(world)]
     mine = x_W[rank].clone().requires_grad_()
-    there = ops.all_gather(ops.dispatch(mine, met), met)
+    there = autograd.all_gather(autograd.dispatch(mine, met), met)
     local = range(ep.index * E // ep.size, (ep.index + 1) * E // ep.size)
     sources = [r for q in range(esp.size) for r in _sources(topology, q)]
     expected = [row for r in sources for row in x_W[r] if int(row[0]) % 100 in local]
     close("rows received", there, torch.stack(expected) if expected else there.new_zeros(0, 3))
-    back = ops.combine(ops.reduce_scatter(there * 2.0, met), met)
+    back = autograd.combine(autograd.reduce_scatter(there * 2.0, met), met)
     close("rows that came back", back, 2.0 * esp.size * x_W[rank])
     back.sum().backward()
     close("gradient", mine.grad, torch.full_like(mine, 2.0 * esp.size))
@@ -187,11 +190,11 @@ def gate_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[b
 
 
 def counts_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[bool], Any]:
-    algorithm = Spy(ops.make_all_to_all("direct", topology), moved)
+    algorithm = Spy(make_all_to_all("direct", topology), moved)
     counts_E = torch.randint(0, 4, (2 * topology.ep.size,))
     bad = draw.one_of((counts_E - 5, counts_E[None], counts_E.double(), counts_E[:0]))
-    form = ops.RowForm(torch.float64, 3, 1, None)
-    return lambda spoilt: ops.exchange_metadata(algorithm, topology.esp, bad if spoilt else counts_E, form)
+    form = RowForm(torch.float64, 3, 1, None)
+    return lambda spoilt: exchange_metadata(algorithm, topology.esp, bad if spoilt else counts_E, form)
 
 
 def rows_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[bool], Any]:
@@ -201,8 +204,8 @@ def rows_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[b
 
     def call(spoilt: bool) -> Any:
         if not spoilt:
-            return ops.gather_rows(x, group, counts)
-        return ops.gather_rows(longer(draw, x), group, counts)
+            return autograd.gather_rows(x, group, counts)
+        return autograd.gather_rows(longer(draw, x), group, counts)
 
     return call
 

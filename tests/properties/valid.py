@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import autograd
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import exchange_metadata
+from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
-from fusedmoe.kernels.layout import define_layout
+from fusedmoe.kernels.layout import Layout, define_layout
 from tests.layers.gate_cases import best_first
 from tests.layers.gate_cases import make as make_gate
 from tests.oracle import dense_forward
 from tests.properties.draw import Draw, close, same_gradients
 
 
-def same_layout(got: ops.Layout, expected: ops.Layout) -> None:
+def same_layout(got: Layout, expected: Layout) -> None:
     names = ("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK")
     for name, one, other in zip(names, got.tensors, expected.tensors, strict=True):
         assert one is not None and other is not None and one.dtype == other.dtype, name
@@ -32,13 +35,13 @@ def order(draw: Draw) -> None:
     expert_SK = draw.choices(S, K, E)
     capacity = draw.one_of((None, 0, 1, 2, 5))
     priority_S = torch.randint(0, 3, (S,)).to(torch.float64) if draw.maybe() else None
-    got = ops.order(expert_SK, E, capacity, priority_S)
+    got = autograd.order(expert_SK, E, capacity, priority_S)
     same_layout(got, define_layout(expert_SK, E, capacity, priority_S))
 
 
 def permute(draw: Draw) -> None:
     layout, x_SM = _rows(draw)
-    same_gradients(ops.permute(x_SM, layout), define_permute(x_SM, layout), {"x_SM": x_SM})
+    same_gradients(autograd.permute(x_SM, layout), define_permute(x_SM, layout), {"x_SM": x_SM})
 
 
 def unpermute(draw: Draw) -> None:
@@ -47,7 +50,7 @@ def unpermute(draw: Draw) -> None:
     with torch.no_grad():
         rows_NM[sum(layout.counts) :] = torch.nan  # padding
     expected = define_gather_sum(rows_NM, layout)
-    same_gradients(ops.unpermute(rows_NM, layout), expected, {"rows_NM": rows_NM})
+    same_gradients(autograd.unpermute(rows_NM, layout), expected, {"rows_NM": rows_NM})
 
 
 def take_pairs(draw: Draw) -> None:
@@ -56,7 +59,7 @@ def take_pairs(draw: Draw) -> None:
     kept = sum(layout.counts)
     taken = value_SK.reshape(-1)[layout.pair_N[:kept]]
     expected = torch.cat([taken, taken.new_zeros(layout.rows - kept)])
-    same_gradients(ops.take_pairs(value_SK, layout), expected, {"value_SK": value_SK})
+    same_gradients(autograd.take_pairs(value_SK, layout), expected, {"value_SK": value_SK})
 
 
 def experts(draw: Draw) -> None:
@@ -67,10 +70,10 @@ def experts(draw: Draw) -> None:
     weight_N = None if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N]
     expected = define_experts(x_SM, layout.exact(), weight_N, weights, activation)
     if weight_SK is not None and draw.maybe(0.8):  # else as one who indexes by slots: padding is token 0's
-        weight_N = ops.take_pairs(weight_SK, layout)
+        weight_N = autograd.take_pairs(weight_SK, layout)
     given = {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2, "b1": weights.b1}
     given |= {"b2": weights.b2}
-    same_gradients(ops.experts(x_SM, layout, weight_N, weights, activation), expected, given)
+    same_gradients(autograd.experts(x_SM, layout, weight_N, weights, activation), expected, given)
 
 
 def gate(draw: Draw) -> None:
@@ -79,7 +82,7 @@ def gate(draw: Draw) -> None:
     rule, bias_E = _rule(draw, S, E), draw.floats(E, grad=False) if draw.maybe(0.3) else None
     if rule.score == "none":
         x_SM, weight_EM = (t.detach().abs().requires_grad_() for t in (x_SM, weight_EM))
-    choice = ops.gate(x_SM, weight_EM, rule, bias_E)
+    choice = autograd.gate(x_SM, weight_EM, rule, bias_E)
     _same_choice(choice, x_SM @ weight_EM.t(), rule, bias_E, {"x_SM": x_SM, "weight_EM": weight_EM})
 
 
@@ -89,7 +92,7 @@ def gate_from_logits(draw: Draw) -> None:
     rule, bias_E = _rule(draw, S, E), draw.floats(E, grad=False) if draw.maybe(0.3) else None
     if rule.score == "none":
         logits_SE = logits_SE.detach().abs().requires_grad_()
-    choice = ops.gate_from_logits(logits_SE, rule, bias_E)
+    choice = autograd.gate_from_logits(logits_SE, rule, bias_E)
     _same_choice(choice, logits_SE, rule, bias_E, {"logits_SE": logits_SE})
 
 
@@ -98,7 +101,7 @@ def received_layout(draw: Draw) -> None:
     counts_RE = torch.randint(0, 4, (peers, experts))
     expert_R1 = torch.tensor([[e] for row in counts_RE.tolist() for e, n in enumerate(row) for _ in range(n)])
     expected = define_layout(expert_R1.long().reshape(-1, 1), experts)
-    same_layout(ops.received_layout(counts_RE, int(counts_RE.sum()) if draw.maybe() else None), expected)
+    same_layout(autograd.received_layout(counts_RE, int(counts_RE.sum()) if draw.maybe() else None), expected)
 
 
 def through_experts(draw: Draw) -> None:
@@ -108,14 +111,14 @@ def through_experts(draw: Draw) -> None:
     weights, weight_SK = draw.weights(E, M, activation), draw.floats(S, K)
     topology = Topology()
     name = draw.one_of(("direct", "1dh", "2dh"))
-    form = ops.RowForm.of(x_SM, layout, weight_SK)
-    exchange = ops.exchange_metadata(ops.make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
+    form = RowForm.of(x_SM, layout, weight_SK)
+    exchange = exchange_metadata(make_all_to_all(name, topology), topology.esp, layout.counts_E, form)
 
-    def compute(rows: Tensor, here: ops.Layout, factor: Tensor | None) -> Tensor:
-        return ops.experts(rows, here, factor, weights, activation)
+    def compute(rows: Tensor, here: Layout, factor: Tensor | None) -> Tensor:
+        return autograd.experts(rows, here, factor, weights, activation)
 
-    rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
-    y_SM = ops.unpermute(ops.through_experts(rows_NM, weight_N, exchange, compute), layout)
+    rows_NM, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
+    y_SM = autograd.unpermute(autograd.through_experts(rows_NM, weight_N, exchange, compute), layout)
     expected = define_experts(x_SM, layout, weight_SK.reshape(-1)[layout.pair_N], weights, activation)
     same_gradients(y_SM, expected, {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2})
 
@@ -154,14 +157,14 @@ def _capacity(draw: Draw, name: str) -> float | None:
     return 1.0 if factor is None and name == "expert_choice" else factor
 
 
-def _rows(draw: Draw) -> tuple[ops.Layout, Tensor]:
+def _rows(draw: Draw) -> tuple[Layout, Tensor]:
     S, K, E, M = draw.size(), draw.size(1, 4), draw.size(1), draw.size(1)
     return draw.layout(S, K, E), draw.floats(S, M)
 
 
-def _rule(draw: Draw, tokens: int, experts: int) -> ops.GateRule:
+def _rule(draw: Draw, tokens: int, experts: int) -> autograd.GateRule:
     divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
-    return ops.GateRule(
+    return autograd.GateRule(
         draw.size(1, experts),
         draw.one_of(("softmax", "sigmoid", "none")),
         draw.maybe(),
@@ -173,9 +176,9 @@ def _rule(draw: Draw, tokens: int, experts: int) -> ops.GateRule:
 
 
 def _same_choice(
-    choice: ops.GateChoice,
+    choice: autograd.GateChoice,
     logits_SE: Tensor,
-    rule: ops.GateRule,
+    rule: autograd.GateRule,
     bias_E: Tensor | None,
     given: dict[str, Tensor | None],
 ) -> None:

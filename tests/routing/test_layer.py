@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 import fusedmoe
 from fusedmoe import ConfigError, Topology, routing
-from fusedmoe.layers.gates import GATES
+from fusedmoe.gates import GATES
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from fusedmoe.plans import TaskKind, Workload, uniform_share
+from fusedmoe.schedule.task import TaskKind
+from fusedmoe.schedule.workload import Workload, uniform_share
 
 
 @pytest.mark.parametrize(

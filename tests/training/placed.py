@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from fusedmoe.blocks.pipeline import pipeline
 from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
-from fusedmoe.layers.gates import TopK
+from fusedmoe.experts.networks import FeedForward, SwiGLU
+from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients

@@ -20,8 +20,9 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.placed_dispatcher import Moving
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement import LayerLoads, Placement
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.training import LayerLoads, Placement, ShardedExperts
+from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import AUTO, EXACT, EXPERTS, Model, experts_of, optimizer_of, tokens, train_step
 

@@ -17,15 +17,15 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import FeedForward
-from fusedmoe.layers.gates import TopK
+from fusedmoe.experts.networks import FeedForward
+from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.placement.hecate import LayerLoads
+from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import (
-    LayerLoads,
     NodeMemory,
     PerMatrix,
-    Placement,
     ShardedExperts,
     Survival,
     clip_grad_norm,

@@ -20,7 +20,7 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.runtime.cache import CACHE
+from fusedmoe.runtime.cache import CACHE, choice_text
 from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates, predicted_s
 from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
@@ -31,7 +31,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
-from fusedmoe.training import choice_text, plan_step, sync_gradients, tune_step
+from fusedmoe.training import plan_step, sync_gradients, tune_step
 from fusedmoe.training.plan_tuning import StepSource
 from fusedmoe.training.step_plan import PlannedStep, model_costs
 from tests.cluster import Cluster

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.experts.networks import Experts
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan, name

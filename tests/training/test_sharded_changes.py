@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import Experts, FeedForward
-from fusedmoe.layers.gates import TopK
+from fusedmoe.experts.networks import Experts, FeedForward
+from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer

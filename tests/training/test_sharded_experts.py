@@ -16,12 +16,12 @@ from torch import Tensor
 from bench.placement.baselines import replicate, shadow, swap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.experts.networks import Custom, FeedForward
+from fusedmoe.gates import SoftMoE, TopK
 from fusedmoe.layers import measure
-from fusedmoe.layers.expert_networks import Custom, FeedForward
-from fusedmoe.layers.gates import SoftMoE, TopK
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Einsum
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.orders import Einsum
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts

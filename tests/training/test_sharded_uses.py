@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.placement.baselines import shadow, swap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.experts.networks import Experts
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.schedule.machines import TESTBEDS

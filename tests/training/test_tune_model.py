@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.comm.topology import Topology
-from fusedmoe.dispatchers import EXCHANGE, AutogradExperts, ExternalExperts, GroupedExperts, ScheduledExchange
-from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.measure import Measurement
+from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule import plan_chooser
 from fusedmoe.schedule.candidates import OFF
@@ -49,23 +51,23 @@ class TheirExperts(nn.Module):
         setattr(self, EXCHANGE, ScheduledExchange(topology, _Way(self), schedule, "theirs"))
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        weights = ops.Weights(self.up, self.down)
+        weights = Weights(self.up, self.down)
         if self.grouped:
             return GroupedExperts(weights, "swiglu")
-        return AutogradExperts(lambda *given: ops.experts(*given, weights, "swiglu"), [self.up, self.down])
+        return AutogradExperts(lambda *given: autograd.experts(*given, weights, "swiglu"), [self.up, self.down])
 
     def forward(self, x_SM: Tensor) -> Tensor:
         weight_SK, number_SK = self.router(x_SM).softmax(-1).topk(K)
         exchange: ScheduledExchange = getattr(self, EXCHANGE)
-        return x_SM + exchange.through_experts(x_SM, ops.order(number_SK, E), weight_SK)
+        return x_SM + exchange.through_experts(x_SM, autograd.order(number_SK, E), weight_SK)
 
 
 class _Way(ExternalExperts):
     def __init__(self, module: TheirExperts) -> None:
         super().__init__(module, E, (M, H), gated=True)
 
-    def __call__(self, x_SM: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-        return ops.experts(x_SM, layout, weight_N, ops.Weights(self.module.up, self.module.down), "swiglu")
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        return autograd.experts(x_SM, layout, weight_N, Weights(self.module.up, self.module.down), "swiglu")
 
 
 def model_of(topology: Topology, grouped: bool) -> nn.Sequential:

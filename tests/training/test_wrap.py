@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import wrappers
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import add_adapters
-from fusedmoe.layers import wrappers
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.training import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.expert_networks import NAMED
+from fusedmoe.experts.networks import NAMED
 
 EXPERTS = 4
 

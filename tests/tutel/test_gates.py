@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.base import router_logits
+from fusedmoe.gates.base import router_logits
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates import top
 from fusedmoe.tutel.gates.cosine_top import CosineTopKGate

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fusedmoe.dispatchers import has_hooks
+from fusedmoe.engine.module_hooks import has_hooks
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
-from fusedmoe.ops import Weights
-from fusedmoe.plans import Workload
+from fusedmoe.kernels import Weights
+from fusedmoe.schedule import Workload
 from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.impls.communicate import get_world_rank, topology_of, zero_gather
 
@@ -88,7 +88,7 @@ class _Watch(TorchFunctionMode):
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Returns a name of `fusedmoe.ops.ACTIVATIONS` if the function is one operation on its argument, else None.
+    """Return the function's name in `kernels.activation.ACTIVATIONS`, or None if it is several operations.
 
     Nothing is computed: the function's first operation decides.
     """

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.ops import Weights
-from fusedmoe.plans import Workload
+from fusedmoe.kernels import Weights
+from fusedmoe.schedule import Workload
 from fusedmoe.sizes import require_room, require_within
 from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, learns, suits
 from fusedmoe.tutel.impls.communicate import topology_of, zero_gather

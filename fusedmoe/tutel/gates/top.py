@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import router_logits
-from fusedmoe.ops import Function
+from fusedmoe.kernels import Function
 from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
 # Up to so large model dimensions, and so many multiply-adds, sums go in an order of their own. It takes 0.1 ms at most,

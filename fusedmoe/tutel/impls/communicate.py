@@ -30,11 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedmoe import Topology, ranks
+from fusedmoe import Topology
+from fusedmoe.comm import Group, collectives, group_of, init_process_group, make_all_to_all
+from fusedmoe.comm.all_to_all import TwoLevel
 from fusedmoe.environment import integer, seconds
 from fusedmoe.errors import ConfigError
-from fusedmoe.ops import Move, linear, make_all_to_all
-from fusedmoe.ranks import Group, TwoLevel
+from fusedmoe.kernels.derivatives import Move, linear
 
 #: Bound of every wait for other ranks, in seconds. Tutel's own default is a day; this is PyTorch's for a collective.
 TUTEL_GLOBAL_TIMEOUT_SEC = seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
@@ -65,7 +66,7 @@ def as_group(handle: ProcessGroup | None) -> Group:
     if size_of(handle) == 1:
         return Group("tutel")
     world: Any = dist.group.WORLD
-    return ranks.group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
+    return group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
 # By the world, as a process may end one and make another; then by ranks, shards and degree, ranks of a node.
@@ -169,9 +170,9 @@ def _initialise(backend: str) -> None:
         places = {"rank": integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
         where = os.environ.get("MASTER_ADDR", "localhost")
         port = integer("MASTER_PORT", 23456, 1, 65535)
-        ranks.init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
+        init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        ranks.init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
+        init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
 def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
@@ -242,7 +243,7 @@ def _part_of(length: int, group: Group) -> int:
 def _swap_parts(group: Group, rows: Tensor) -> Tensor:
     """Sends part i of [W·n, …] to rank i, and returns the received parts in rank order. Its own adjoint."""
     counts = [_part_of(len(rows), group)] * group.size
-    return ranks.all_to_all_rows(group, rows, counts, counts)
+    return collectives.all_to_all_rows(group, rows, counts, counts)
 
 
 def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
@@ -250,7 +251,7 @@ def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
     algorithm = make_all_to_all("2dh", topology_of(handle))
     assert isinstance(algorithm, TwoLevel)
     traffic = algorithm.even(_part_of(len(rows), algorithm.group))
-    ranks.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
+    collectives.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
@@ -260,21 +261,21 @@ def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]
     out = torch.empty_like(rows)
     _begin(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
-    return out, partial(ranks.wait, work, group, "all-to-all")
+    return out, partial(collectives.wait, work, group, "all-to-all")
 
 
 def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
-    ranks.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
+    collectives.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
 def _gather_parts(group: Group, rows: Tensor) -> Tensor:
     """Gathers [n, …] of each rank to [W·n, …]."""
-    return ranks.all_gather_rows(group, rows, [len(rows)] * group.size)
+    return collectives.all_gather_rows(group, rows, [len(rows)] * group.size)
 
 
 def _sum_and_split(group: Group, rows: Tensor) -> Tensor:
     """Sums [W·n, …] of each rank, in rank order, and returns this rank's [n, …]."""
-    return ranks.reduce_scatter_rows(group, rows, [_part_of(len(rows), group)] * group.size)
+    return collectives.reduce_scatter_rows(group, rows, [_part_of(len(rows), group)] * group.size)
 
 
 def _own_part(group: Group, rows: Tensor) -> Tensor:
@@ -297,8 +298,8 @@ def barrier(group: ProcessGroup | None = None) -> None:
     """Waits until all ranks of the group are here; ends with an error that names who is not in time, or failed."""
     members = as_group(group)
     # An all-reduce of one number: its wait is bounded and names who did not come. `tolist` waits for the GPU.
-    arrived = torch.zeros(1, device=ranks.device_of(members))
-    ranks.all_reduce(members, arrived, operation="barrier").tolist()
+    arrived = torch.zeros(1, device=collectives.device_of(members))
+    collectives.all_reduce(members, arrived, operation="barrier").tolist()
 
 
 # Without gradients.
@@ -312,10 +313,10 @@ def simple_all_reduce(
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
     # Sums, maxima and minima go by the library's own all-reduce; other operations are bounded here.
     if op in _OPS:
-        return ranks.all_reduce(as_group(group), output, _OPS[op])
+        return collectives.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
     _begin(members, "all-reduce", output, f", {op}")
-    ranks.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
+    collectives.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
     return output
 
 
@@ -352,7 +353,7 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
     if get_world_size(group) > 1:
         members = as_group(group)
         _begin(members, "broadcast", input, f" from rank {src}")
-        ranks.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
+        collectives.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
     return input
 
 
@@ -394,14 +395,14 @@ def all_to_all(
         return joined(linear(parts, move, move, "all_to_all"))
     if use_2dh:
         raise ConfigError("all_to_all: the two-level algorithm has no background mode; leave one of them out")
-    out, wait = start_swap(members, parts.detach())
+    out, finish = start_swap(members, parts.detach())
     begun = [out]
 
     def there(rows: Tensor) -> Tensor:
         # Begun once: the second derivative sends the same way once more.
         if not begun:
             return move(rows)
-        wait()
+        finish()
         return begun.pop()
 
     return lambda *_: joined(linear(parts, there, move, "all_to_all"))
@@ -472,8 +473,8 @@ def batch_all_to_all_v(
     # The ranks tell each other how many elements come, so that any sizes fit.
     recv_W = _swap_parts(members, torch.tensor(send, device=datas[0].device))
     recv = recv_W.tolist()
-    there = partial(ranks.all_to_all_rows, members, send=send, recv=recv)
-    back = partial(ranks.all_to_all_rows, members, send=recv, recv=send)
+    there = partial(collectives.all_to_all_rows, members, send=send, recv=recv)
+    back = partial(collectives.all_to_all_rows, members, send=recv, recv=send)
     return [linear(data.reshape(-1), there, back, "batch_all_to_all_v") for data in datas], recv_W
 
 
@@ -486,8 +487,8 @@ def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = Non
     members = as_group(group)
     _require_length("batch_all_gather_v", datas, datas[0].numel())
     counts_W = _gather_parts(members, torch.tensor([datas[0].numel()], device=datas[0].device))
-    there = partial(ranks.all_gather_rows, members, counts=counts_W.tolist())
-    back = partial(ranks.reduce_scatter_rows, members, counts=counts_W.tolist())
+    there = partial(collectives.all_gather_rows, members, counts=counts_W.tolist())
+    back = partial(collectives.reduce_scatter_rows, members, counts=counts_W.tolist())
     return [linear(data.reshape(-1), there, back, "batch_all_gather_v") for data in datas], counts_W
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedmoe.environment import number
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import RanksOwn, other_experts
+from fusedmoe.experts.networks import RanksOwn, other_experts
 from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.dispatcher import Degree
 

@@ -10,22 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fusedmoe import Schedule, Topology, dispatchers
-from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
-from fusedmoe.ops import (
-    Exchange,
-    Layout,
-    RowForm,
-    Weights,
-    contiguous_layout,
-    make_all_to_all,
-    order,
-    permute,
-    take_pairs,
-    unpermute,
-)
-from fusedmoe.ops import experts as fused_experts
-from fusedmoe.plans import Workload
+from fusedmoe import Schedule, Topology
+from fusedmoe.autograd import experts as fused_experts
+from fusedmoe.autograd import order, permute, take_pairs, unpermute
+from fusedmoe.autograd.experts import no_wider
+from fusedmoe.comm import Exchange, RowForm, make_all_to_all
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives, no_plans
+from fusedmoe.engine.dispatcher import Local, Routed
+from fusedmoe.engine.module_hooks import must_be_called
+from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.kernels import Layout, Weights, contiguous_layout
+from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.measure import measured_costs, undisturbed
+from fusedmoe.layers.schedule import require_same_plans
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.schedule import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
 
 Degree = int | Literal["auto"]
@@ -92,18 +92,18 @@ class LocalExperts:
             out_NM = scaled(out_NM, weight_N[: layout.rows])
         return unpermute(out_NM, layout)
 
-    def in_chunks(self, x_SM: Tensor) -> dispatchers.ChunkExperts:
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if self.fused is not None:
-            return dispatchers.GroupedExperts(*self.fused)
+            return GroupedExperts(*self.fused)
         own = tuple(self.module.parameters())
         if self.joined is None:
-            return dispatchers.AutogradExperts(self, own, self.module)
+            return AutogradExperts(self, own, self.module)
         # The graph of a chunk ends at leaves: gradients of joined weights go to other ranks once, after the last chunk.
         leaves = tuple(_leaf(value) for value in self.joined)
         pairs = [pair for pair in zip(self.joined, leaves, strict=True) if isinstance(pair[0], Tensor)]
         joined_tensors, leaf_tensors = zip(*pairs, strict=True)
         experts = replace(self, joined=leaves)
-        return dispatchers.AutogradExperts(experts, (*joined_tensors, *own), self.module, (*leaf_tensors, *own))
+        return AutogradExperts(experts, (*joined_tensors, *own), self.module, (*leaf_tensors, *own))
 
 
 def _leaf(value: Any) -> Any:
@@ -124,15 +124,15 @@ class LayerDispatcher:
         self, topology: Topology, dispatch: str = "direct", copies: int = 1, beside: Topology | None = None
     ) -> None:
         self.topology, self.copies = topology, copies
-        self.checks, self._beside = dispatchers.InputChecks(topology, "moe_layer"), None
+        self.checks, self._beside = InputChecks(topology, "moe_layer"), None
         if beside is not None and beside.size > 1:
-            self._beside = dispatchers.Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
+            self._beside = Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
         # One dispatcher serves all calls: its exchanges are numbered, and ranks compare the numbers.
-        self._collectives = dispatchers.Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
         # Streams overlap NCCL's kernels with ours; Gloo's threads need none.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
-        self._plans: dict[tuple[Any, ...], dispatchers.Plans] = {}
+        self._plans: dict[tuple[Any, ...], Plans] = {}
 
     def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
         """Says what is wrong with the numbers of this rank, if anything; `through_experts` then ends all ranks."""
@@ -187,35 +187,33 @@ class LayerDispatcher:
         # travels for each pair.
         in_blocks = experts.fused is None and self._crosses(stay)
         if postscore and not weighted_here and not in_blocks:
-            return self._through(dispatchers.Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
+            return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
         layout = layout.exact()
         # Rows are sorted here, and travel as tokens of their own with the layout that leaves them as they are.
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._through(dispatchers.Routed(rows_NM, contiguous, None, refusal), experts, degree, places, stay)
+        out_NM = self._through(Routed(rows_NM, contiguous, None, refusal), experts, degree, places, stay)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
     def _crosses(self, stay: bool) -> bool:
         """Returns whether rows travel to other ranks."""
         return not stay and self.topology.ep.size * self.topology.esp.size > 1
 
-    def _through(
-        self, routed: dispatchers.Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool
-    ) -> Tensor:
+    def _through(self, routed: Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool) -> Tensor:
         crosses = self._crosses(stay)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
-        overlaps = overlaps and not dispatchers.must_be_called(experts)
+        overlaps = overlaps and not must_be_called(experts)
         if crosses and (overlaps or experts.fused is not None):
             plans = partial(self._plans_for, degree, experts.workload)
-            self._collectives.plans = plans if overlaps else dispatchers.no_plans
+            self._collectives.plans = plans if overlaps else no_plans
             return self._collectives.through_experts(routed, experts)
         # Experts that are called as a module, once for all rows: autograd sees all that they do.
-        dispatcher = self._collectives if crosses else dispatchers.Local()
+        dispatcher = self._collectives if crosses else Local()
         rows_RM, handle = dispatcher.dispatch(routed)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
-        return dispatcher.combine(dispatchers.no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
+        return dispatcher.combine(no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
 
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
@@ -231,8 +229,8 @@ class LayerDispatcher:
         find: Callable[..., Workload] | None,
         x_SM: Tensor,
         exchange: Exchange,
-        in_chunks: Callable[[], dispatchers.ChunkExperts] | None,
-    ) -> dispatchers.Assigned | None:
+        in_chunks: Callable[[], ChunkExperts] | None,
+    ) -> Assigned | None:
         """Returns plans for as many rows as the rank sends that sends the most. The first call of a kind is
         collective."""
         if in_chunks is None:
@@ -260,4 +258,4 @@ class LayerDispatcher:
                 # Ranks with different plans would wait for each other for ever.
                 require_same_plans(topology, plans)
             self._plans[key] = plans
-        return dispatchers.Assigned(self._plans[key])
+        return Assigned(self._plans[key])

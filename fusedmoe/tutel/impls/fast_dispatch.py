@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.dispatchers import expert_load, not_finite
+from fusedmoe.autograd import order, permute, take_pairs, unpermute
+from fusedmoe.autograd.checks import require_values
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import top_experts
-from fusedmoe.ops import Function, Layout, order, permute, require_values, take_pairs, unpermute
+from fusedmoe.kernels import Function, Layout
+from fusedmoe.layers.input_checks import not_finite
+from fusedmoe.layers.load import expert_load
 from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
 from fusedmoe.tutel.impls.losses import gshard_loss

@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.construction import Constructed, facts_of
-from fusedmoe.dispatchers import unselected
+from fusedmoe.engine.recomputation import unselected
+from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, not_traced
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import NAMED, UNKNOWN, NotScripted, WrapperCheck, not_traced, parameter_shardings, require_equal
+from fusedmoe.experts import NAMED, parameter_shardings
+from fusedmoe.experts.sharding import UNKNOWN, require_equal
 from fusedmoe.gates import outside_autocast
-from fusedmoe.ops import count_flops, without_a_graph
+from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls import described, losses
 from fusedmoe.tutel.impls.communicate import get_world_rank, get_world_size, size_of, skips_all_to_all, topology_of
-from fusedmoe.tutel.impls.described import Description
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import Choice, agreed_capacity, alignment_of, choose
 
@@ -82,9 +84,9 @@ class MOELayer(Constructed, nn.Module):
 
     def __init__(
         self,
-        gate_type: str | Description | Sequence[Description],
+        gate_type: str | described.Description | Sequence[described.Description],
         model_dim: int,
-        experts: Description | None = None,
+        experts: described.Description | None = None,
         scan_expert_func: Callable[[str, nn.Parameter], None] | None = None,
         result_func: Callable[[Tensor], Any] | None = None,
         group: dist.ProcessGroup | None = None,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
+from fusedmoe.gates import Routing
+from fusedmoe.gates import base as router
 from fusedmoe.kernels.gate import GateChoice, GateRule, count_bad, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
 from fusedmoe.kernels.triton.gate import router as products
 from fusedmoe.kernels.triton.gate.router import Tile
-from fusedmoe.layers.gates import Routing
-from fusedmoe.layers.gates import base as router
 from tests.layers.gate_cases import best_first, make, parts
 from tests.marks import slow_without_gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.grouped import define_product
 from tests.kernels.device.test_padding import padded, rows_of_nan_behind
@@ -24,7 +24,7 @@ def test_values_and_gradients(device: torch.device, transposed: bool, bias: bool
     shape = (E, O, K) if transposed else (E, K, O)
     weight = torch.randn(*shape[::2], shape[1], device=device).transpose(1, 2).requires_grad_()
     bias_EO = torch.randn(E, O, device=device, requires_grad=True) if bias else None
-    out_NO = ops.grouped_linear(rows_NK, layout, weight, bias_EO, transposed=transposed)
+    out_NO = autograd.grouped_linear(rows_NK, layout, weight, bias_EO, transposed=transposed)
     dout_NO = rows_of_nan_behind(kept, out_NO.detach())
     out_NO.backward(dout_NO)
 
@@ -51,10 +51,10 @@ def test_values_and_gradients(device: torch.device, transposed: bool, bias: bool
 
 
 def test_an_expert_without_rows(device: torch.device) -> None:
-    layout = ops.order(torch.full((5, 1), 2, device=device), E)
+    layout = autograd.order(torch.full((5, 1), 2, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
     rows_NK = torch.randn(5, K, device=device)
-    out_NO = ops.grouped_linear(rows_NK, layout, weight)
+    out_NO = autograd.grouped_linear(rows_NK, layout, weight)
     wanted = define_product(rows_NK.cpu(), torch.full((5,), 2), weight.detach().cpu(), True)
     torch.testing.assert_close(out_NO.detach().cpu(), wanted, rtol=2e-3, atol=2e-3)
     out_NO.sum().backward()
@@ -62,15 +62,15 @@ def test_an_expert_without_rows(device: torch.device) -> None:
 
 
 def test_no_rows(device: torch.device) -> None:
-    layout = ops.order(torch.empty(0, 2, dtype=torch.long, device=device), E)
+    layout = autograd.order(torch.empty(0, 2, dtype=torch.long, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
-    out_NO = ops.grouped_linear(torch.empty(0, K, device=device), layout, weight)
+    out_NO = autograd.grouped_linear(torch.empty(0, K, device=device), layout, weight)
     out_NO.sum().backward()
     assert out_NO.shape == (0, O) and weight.grad is not None and not weight.grad.any()
 
 
 def test_refusals(device: torch.device) -> None:
-    layout = ops.order(choose(6, 2, E, 0.0).to(device), E)
+    layout = autograd.order(choose(6, 2, E, 0.0).to(device), E)
     rows_NK, weight = torch.randn(layout.rows, K, device=device), torch.randn(E, O, K, device=device)
     for match, given in {
         "rows_NK must be": (rows_NK[1:], layout, weight),
@@ -81,6 +81,6 @@ def test_refusals(device: torch.device) -> None:
         "rows_NK must hold floating-point": (rows_NK.int(), layout, weight),
     }.items():
         with pytest.raises(ConfigError, match=match):
-            ops.grouped_linear(*given)  # type: ignore[arg-type]
+            autograd.grouped_linear(*given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"weight must be \[4, 24, O\]"):
-        ops.grouped_linear(rows_NK, layout, weight, transposed=False)
+        autograd.grouped_linear(rows_NK, layout, weight, transposed=False)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates import Gate
+from fusedmoe.experts.networks import Experts
+from fusedmoe.gates import Gate
 from tests.marks import interpreted_slowly
 
 
@@ -36,7 +36,7 @@ def tanh_expert(model_dim: int) -> torch.nn.Module:
 def test_layer(
     gate: Gate,
     experts: Experts,
-    order: fusedmoe.layers.orders.Order | None,
+    order: fusedmoe.orders.Order | None,
     hooks: tuple[fusedmoe.Hooks, ...],
     device: torch.device,
 ) -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedmoe import ops
+from fusedmoe import autograd
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.low_rank import define_low_rank_experts
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.low_rank import Adapters, LowRank, define_low_rank_experts
 from tests.kernels.device.test_padding import padded, rows_of_nan_behind
 
 E, M, H = 4, 24, 16
@@ -19,7 +21,7 @@ E, M, H = 4, 24, 16
 def exact(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu().double().requires_grad_(value.requires_grad)
-    return value if value is None else ops.LowRank(exact(value.a_ErI), exact(value.b_EOr), value.scale)
+    return value if value is None else LowRank(exact(value.a_ErI), exact(value.b_EOr), value.scale)
 
 
 def close(values: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
@@ -36,19 +38,19 @@ def test_experts(device: torch.device, activation: str) -> None:
 
     halves = ACTIVATIONS[activation].halves
     w1 = random(E, 2, H, M) if halves == 2 else random(E, H, M)
-    weights = ops.Weights(w1, random(E, M, H), random(*w1.shape[:-1]), random(E, M - 4), 3)
+    weights = Weights(w1, random(E, M, H), random(*w1.shape[:-1]), random(E, M - 4), 3)
     factors = [random(*shape).requires_grad_() for shape in ((E, 3, M), (E, halves * H, 3), (E, 5, H), (E, M, 5))]
-    adapters = ops.Adapters(ops.LowRank(factors[0], factors[1], 0.5), ops.LowRank(factors[2], factors[3], 1.5))
+    adapters = Adapters(LowRank(factors[0], factors[1], 0.5), LowRank(factors[2], factors[3], 1.5))
     x_SM = random(layout.tokens, M).requires_grad_()
     weight_N = rows_of_nan_behind(kept, torch.empty(layout.rows, device=device)).requires_grad_()
-    y_SM = ops.low_rank_experts(x_SM, layout, weight_N, weights, adapters, activation)
+    y_SM = autograd.low_rank_experts(x_SM, layout, weight_N, weights, adapters, activation)
     dy_SM = torch.randn_like(y_SM)
     dx_SM, dweight_N, *dfactors = torch.autograd.grad(y_SM, [x_SM, weight_N, *factors], dy_SM)
     assert not dweight_N[kept:].any()
 
-    dense = ops.Weights(*(exact(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)
-    pair, x, weight = ops.Adapters(*map(exact, adapters)), exact(x_SM), exact(weight_N[:kept])
-    cpu = ops.Layout.of([None if one is None else one.cpu() for one in layout.exact().tensors])
+    dense = Weights(*(exact(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)
+    pair, x, weight = Adapters(*map(exact, adapters)), exact(x_SM), exact(weight_N[:kept])
+    cpu = Layout.of([None if one is None else one.cpu() for one in layout.exact().tensors])
     wanted = define_low_rank_experts(x, cpu, weight, dense, pair, activation)
     leaves = [x, weight, *(factor for one in pair if one for factor in one[:2])]
     grads = torch.autograd.grad(wanted, leaves, dy_SM.cpu().double())
@@ -61,9 +63,9 @@ def test_linear(device: torch.device, transposed: bool) -> None:
     rows_NK = rows_of_nan_behind(kept, torch.empty(layout.rows, M, device=device)).requires_grad_()
     weight = torch.randn(E, H, M, device=device) / M**0.5
     a, b = torch.randn(E, 3, M, device=device) / M**0.5, torch.randn(E, H, 3, device=device)
-    adapter = ops.LowRank(a.requires_grad_(), b.requires_grad_(), 0.5)
+    adapter = LowRank(a.requires_grad_(), b.requires_grad_(), 0.5)
     w = weight if transposed else weight.mT.contiguous()
-    out_NO = ops.low_rank_linear(rows_NK, layout, w, adapter, transposed=transposed)
+    out_NO = autograd.low_rank_linear(rows_NK, layout, w, adapter, transposed=transposed)
     dout_NO = rows_of_nan_behind(kept, torch.empty(layout.rows, H, device=device))
     drows_NK, *dfactors = torch.autograd.grad(out_NO, [rows_NK, a, b], dout_NO)
     assert not out_NO[kept:].any() and not drows_NK[kept:].any()

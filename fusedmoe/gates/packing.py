@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import require_values
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.base import Gate, said_beside
+from fusedmoe.gates.base import Gate, said_beside
 from fusedmoe.losses import Packing
 
 _VALUES = "cu_seqlens must ascend from 0 to the number of tokens"

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
-from fusedmoe.layers.gates.topk import top_experts
+from fusedmoe.gates.base import Gate, Routing, router_dtype
+from fusedmoe.gates.topk import top_experts
 
 
 def _wrap(value: int) -> int:

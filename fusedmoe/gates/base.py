@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
 from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
+from fusedmoe.gates.choosing import Choosing, RouterTap, choosing
 from fusedmoe.kernels.backend import require_floats, uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
-from fusedmoe.layers.gates.choosing import Choosing, RouterTap, choosing
 from fusedmoe.losses import Packing, balance_loss_of_sums, z_loss_of_sums
 from fusedmoe.sizes import MOST, require_room
 
@@ -392,7 +392,7 @@ class RouterGate(Gate):
         return True
 
     def rule(self) -> GateRule:
-        """Returns how experts and weights follow from logits, for `fusedmoe.ops.gate`."""
+        """Returns how experts and weights follow from logits, for `fusedmoe.autograd.gate`."""
         raise NotImplementedError(f"{type(self).__name__} defines no rule()")
 
     def choice_bias(self) -> Tensor | None:
@@ -435,7 +435,7 @@ class RouterGate(Gate):
         )
 
     def routing_of(self, choice: GateChoice, other_losses: Mapping[str, Callable[[], Tensor]] | None = None) -> Routing:
-        """Makes the routing of a choice that `fusedmoe.ops.gate` made by this gate's rule."""
+        """Makes the routing of a choice that `fusedmoe.autograd.gate` made by this gate's rule."""
 
         def balance() -> Tensor:
             assert choice.score_BE is not None and choice.count_BE is not None

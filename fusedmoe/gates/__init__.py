@@ -1,12 +1,15 @@
-"""Gates: which experts see which tokens. `GATES` finds a class by its name."""
+"""Gates choose the experts of each token. `GATES` maps names in settings to classes.
+
+`router_logits`, `unit_vectors`, `top_experts` and `outside_autocast` are for gates of your own.
+"""
 
 from __future__ import annotations
 
-from fusedmoe.layers.gates.base import Gate, RouterGate, Routing, SoftRouting
-from fusedmoe.layers.gates.fixed import Hash, Random
-from fusedmoe.layers.gates.sigmoid import DeepSeekV3, Sigmoid
-from fusedmoe.layers.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE
-from fusedmoe.layers.gates.whole_batch import ExpertChoice, SoftMoE
+from fusedmoe.gates.base import Gate, RouterGate, Routing, SoftRouting, outside_autocast, router_logits, unit_vectors
+from fusedmoe.gates.fixed import Hash, Random
+from fusedmoe.gates.sigmoid import DeepSeekV3, Sigmoid
+from fusedmoe.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE, top_experts
+from fusedmoe.gates.whole_batch import ExpertChoice, SoftMoE
 
 # By the names that settings and the command use; a new gate gets its line here.
 GATES: dict[str, type[Gate]] = {
@@ -40,4 +43,8 @@ __all__ = [
     "Switch",
     "TopK",
     "XMoE",
+    "outside_autocast",
+    "router_logits",
+    "top_experts",
+    "unit_vectors",
 ]

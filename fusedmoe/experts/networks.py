@@ -23,14 +23,14 @@ from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
 from fusedmoe.construction import Constructed
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
+from fusedmoe.engine.wrappers import require_swaps
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.adapters import adapted
+from fusedmoe.experts.initialisation import draw_seed, fill_again
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import require_floats
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.adapters import adapted
-from fusedmoe.layers.initialisation import draw_seed, fill_again
-from fusedmoe.layers.wrappers import require_swaps
 from fusedmoe.sizes import require_room, require_within
 
 if TYPE_CHECKING:  # only plans by cost ask for it

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
-from fusedmoe.kernels.derivatives import linear
-from fusedmoe.layers.gates.base import (
+from fusedmoe.gates.base import (
     INIT_STD,
     RouterGate,
     Routing,
@@ -23,7 +22,8 @@ from fusedmoe.layers.gates.base import (
     router_logits,
     unit_vectors,
 )
-from fusedmoe.layers.gates.choosing import OF_THREAD, choosing
+from fusedmoe.gates.choosing import OF_THREAD, choosing
+from fusedmoe.kernels.derivatives import linear
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -93,7 +93,7 @@ class TopK(RouterGate):
             std = self.noise / self.experts  # Shazeer's load is smooth in the logits by the noise's distribution
             return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
-        # From here on as `fusedmoe.ops.gate` does it, which also gives the sums that the losses need.
+        # From here on as `fusedmoe.autograd.gate` does it, which also gives the sums that the losses need.
         if self.serves(logits_SE):
             return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)

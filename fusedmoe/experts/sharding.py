@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.expert_networks import NAMED
+from fusedmoe.experts.networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
 AXES = (*EXPERT_AXES, "mp")

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.layers.gates.base import (
+from fusedmoe.gates.base import (
     Gate,
     Routing,
     SoftRouting,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.gate import GateRule
+from fusedmoe.gates.base import RouterGate, Routing, check_count
+from fusedmoe.gates.topk import pick, top_experts
 from fusedmoe.kernels.gate import share_of_sum
-from fusedmoe.layers.gates.base import RouterGate, Routing, check_count
-from fusedmoe.layers.gates.topk import pick, top_experts
 from fusedmoe.losses import Packing, balance_loss, packed_balance_loss, z_loss
 
 
