@@ -261,6 +261,13 @@ def _mesh(group: Any) -> DeviceMesh:
 
 
 Door = Functions | Tutel | HuggingFace | Titan | Megatron
+# What models of these integrations import.
+LIBRARIES = {
+    "hf": ("transformers.models.mixtral.modeling_mixtral", "fusedmoe.hf.expert_parallel"),
+    "titan": ("torchtitan.models.common.config_utils", "fusedmoe.titan"),
+    "megatron": ("megatron.core.models.gpt.gpt_layer_specs", "fusedmoe.megatron"),
+}
+
 DOORS: dict[str, Callable[[Topology], Door]] = {
     "functions": Functions,
     "tutel": Tutel,

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fusedmoe.kernels import backend
 from fusedmoe.tutel.impls.communicate import _TOPOLOGIES
+from tests.chaos.doors import LIBRARIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
 from tests.chaos.jobs import INPUTS, LAYOUTS, Rank, Spec, needs_puts
 from tests.chaos.lies import LIES
@@ -133,6 +134,8 @@ def _work(pipe: Connection, order: Order) -> Answer:
         server = dist.TCPStore("127.0.0.1", order.port, is_master=False, timeout=timedelta(seconds=30))
         store = dist.PrefixStore(f"run {order.run}", server)
         dist.init_process_group("gloo", store=store, rank=order.rank, world_size=world, timeout=timedelta(seconds=60))
+        for module in LIBRARIES.get(LAYOUTS[spec.layout].door or "", ()):
+            import_module(module)  # a first import takes longer than the topology's timeout_s
         dist.barrier()
         if order.counts:
             rank, watcher = Rank(order.rank, spec), Watcher(PLACES)
