@@ -64,7 +64,7 @@ def test_what_does_not_compute_does_not_wait_for_torch(name: str) -> None:
 def test_names() -> None:
     from fusedmoe.gates import TopK
 
-    assert fusedmoe.gates.TopK is TopK is fusedmoe.gates.TopK  # type: ignore[attr-defined]
+    assert fusedmoe.gates.TopK is TopK is fusedmoe.gates.topk.TopK  # type: ignore[attr-defined]
     assert set(fusedmoe.__all__) <= set(dir(fusedmoe))
     with pytest.raises(AttributeError, match="no attribute 'MoeLayer'"):
         fusedmoe.MoeLayer  # type: ignore[attr-defined]  # noqa: B018

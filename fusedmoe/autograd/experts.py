@@ -229,7 +229,7 @@ def experts_in_parts(
 
 
 class _InParts(Function):
-    operation = "ops.experts_in_parts"
+    operation = "autograd.experts_in_parts"
 
     @staticmethod
     def forward(

@@ -109,7 +109,7 @@ def _check_stored(
 
 
 class _Stored(Function):
-    operation = "ops.low_rank_experts"
+    operation = "autograd.low_rank_experts"
 
     @staticmethod
     def forward(

@@ -153,10 +153,7 @@ class ExpertParallel(EPImplementation):
         counts = autograd.split_counts(len(hidden_states), sharing)
         # Ranks that share a batch route the same tokens: each sends its chunk of them only.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
-        x_TH, weight_TK = (
-            autograd.split_rows(hidden_states, sharing, counts),
-            autograd.split_rows(top_k_weights, sharing, counts),
-        )
+        x_TH, weight_TK = (autograd.split_rows(value, sharing, counts) for value in (hidden_states, top_k_weights))
         refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(stored(experts, "down_proj"), hidden_states))
         layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)

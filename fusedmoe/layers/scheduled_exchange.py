@@ -93,7 +93,7 @@ class ScheduledExchange:
     """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
 
         exchange = ScheduledExchange(topology, experts, "auto", "my library")
-        y_SM = exchange.through_experts(x_SM, ops.order(number_SK, experts.num_experts), weight_SK)
+        y_SM = exchange.through_experts(x_SM, autograd.order(number_SK, experts.num_experts), weight_SK)
 
     With "auto" and names of policies the first forward, in each dtype, measures the machine, and keeps that on disk.
     A graph of `torch.compile` holds it as one operator. Under selective activation checkpoints tokens travel as by
